@@ -1,11 +1,9 @@
-"""The rooms of the package, and what a model may know."""
+"""The rooms of the package, and what importing it loads."""
 
 import ast
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 import jaxmpi
 
@@ -53,35 +51,3 @@ def test_public_names_are_those_that_types_are_checked_with():
     named = {(alias.name, node.module) for node in typed.body for alias in node.names}  # pyright: ignore[reportAttributeAccessIssue]
     assert named == set(jaxmpi._MODULES.items())
     assert all(getattr(jaxmpi, name) is not None for name, _ in named)
-
-
-# ---------------------------------------------------------------- a model knows nothing of workers
-
-MODELS = sorted(set((PACKAGE.parent / "models").glob("*.py")) - {PACKAGE.parent / "models" / "__main__.py"})
-OF_WORKERS = {
-    *("os", "socket", "scripts", "tests"),
-    *("rank", "local_rank", "comm", "world", "world_size", "num_workers", "processes", "environ", "getenv"),
-    *("process_index", "process_count", "device_count", "local_device_count", "devices", "local_devices"),
-    *("axis_index", "axis_size", "axis_name", "psum", "pmean", "all_gather", "shard_map"),
-}
-
-
-def identifiers(source: str) -> set[str]:
-    """Every name, attribute, argument and keyword of a source; neither comments nor texts."""
-    fields = ("id", "attr", "arg", "name", "asname")
-    return {
-        str(getattr(node, field)) for node in ast.walk(ast.parse(source)) for field in fields if hasattr(node, field)
-    }
-
-
-@pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
-def test_a_model_knows_neither_rank_nor_communicator(file):
-    assert not identifiers(file.read_text()) & OF_WORKERS
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["x = comm.size", "f(axis_name='w')", "from jax.lax import psum as s", "lambda rank: 0", "jax.process_index()"],
-)
-def test_every_way_to_learn_of_workers_is_seen(line):
-    assert identifiers(line) & OF_WORKERS

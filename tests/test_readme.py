@@ -14,16 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxmpi.allreduce.algorithms import ALIASES, STRATEGIES
-from jaxmpi.allreduce.compression import COMPRESSORS
-from jaxmpi.allreduce.wires import WIRES
-from jaxmpi.bench.options import PEERS
-from jaxmpi.config import experiment_file, schema
-from jaxmpi.data import SOURCES
-from jaxmpi.observe.sinks.registry import SINKS
-from jaxmpi.optim import optimizers, schedules
-from jaxmpi.rules.registry import RULES
-from jaxmpi.runtime import fault_injection
+from jaxmpi.config import experiment_file
 from jaxmpi.tools import cli
 from launching import ROOT, run
 
@@ -160,6 +151,9 @@ BY_HAND = (
     "weights",
     "mpirun",
     "devices",
+    "nnx",
+    "solo",
+    "help",
 )
 NOT_RUN = {
     "tests": "it is this very suite",
@@ -240,13 +234,6 @@ def test_every_block_runs_or_says_why_not():
     assert not ran & set(NOT_RUN)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.blocks[-1])
-def test_every_edit_still_has_its_text(scenario):
-    texts = [NAMED[name][1] for name in scenario.blocks]
-    for old, _ in set(scenario.edits) - set(TWO_RANKS):
-        assert any(old in text for text in texts), old
-
-
 @pytest.mark.parametrize(("language", "text"), FENCES)
 def test_blocks_have_no_syntax_errors(language, text):
     assert language in ("bash", "python", "text", "json")
@@ -262,58 +249,6 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
-
-
-TABLES = {
-    "peer": [*PEERS],
-    "strategy": [*STRATEGIES, *ALIASES],
-    "wire": [*WIRES],
-    "compressor": [*COMPRESSORS],
-    "rule": [*RULES],
-    "sink": [*SINKS],
-    "source": [*SOURCES],
-    "optimizer": [*optimizers.OPTIMIZERS],
-    "decay": [*schedules.DECAYS],
-    "warm-up": [*schedules.WARMUPS],
-    "fault": [*fault_injection.KINDS],
-    "recovery": [*schema.RECOVERIES],
-    "way with losses": [*schema.LOSSES],
-}
-
-
-@pytest.mark.parametrize("kind", TABLES)
-def test_every_row_of_a_table_is_named(kind):
-    text = "\n".join(page.read_text() for page in PAGES)
-    assert not [name for name in TABLES[kind] if f"`{name}`" not in text]
-
-
-def test_the_quickstart_has_no_line_that_is_not_a_block_with_a_name():
-    blocks = [text for page, _, language, text in BLOCKS if (page, language) == ("quickstart", "bash")]
-    known = "\n".join(text for _, text in NAMED.values())
-    assert len(blocks) > 5
-    assert not [text for text in blocks if text not in known]
-
-
-def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
-def test_time_limits_are_those_of_the_code():
-    """Seconds that pages give behind a name, as in `--stall-timeout-s` (600), or in a table's next cell."""
-    sources = "\n".join(path.read_text() for path in (ROOT / "jaxmpi").rglob("*.py"))
-    known = {name: float(s) for name, s in re.findall(r'seconds_from\("(JAXMPI_\w+_S)", (\d+)\)', sources)}
-    experiment = schema.Experiment()
-    known |= {"--stall-timeout-s": experiment.stall_timeout_s}
-    known |= {"--data.stall-timeout-s": experiment.data.stall_timeout_s}
-    text = "\n".join(page.read_text() for page in PAGES)
-    said = re.findall(r"`(JAXMPI_\w+_S|--(?:data\.)?stall-timeout-s)`(?: seconds)?(?: \(| \| )(\d+)\b", text)
-    assert {name for name, _ in said} >= known.keys()
-    assert not [(name, s) for name, s in said if known[name] != float(s)]
-
-
-def test_every_command_is_named():
-    text = "\n".join(page.read_text() for page in PAGES)
-    assert not [name for name in cli.COMMANDS if f"jaxmpi {name}" not in text]
 
 
 OTHERS_FLAGS = {

@@ -16,7 +16,6 @@ LINES = {
     "train digits --train-for 20st": ("comes with jaxmpi, {site}/jaxmpi/experiments/digits.py", "step 20/20", "top-1"),
     "train experiments/papers/vgg16.py --help": ("{site}/jaxmpi/experiments/papers/vgg16.py", "--optim.lr"),
     "experiments --copy tasks/gan": ("copied to experiments/tasks/gan.py",),
-    "bench -n 1 --tree digits_cnn_tiny --rounds 1 --warm-up 1 --peers none": ("digits_cnn_tiny",),  # of jaxmpi.models
 }
 
 

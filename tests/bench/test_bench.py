@@ -1,7 +1,6 @@
 """`jaxmpi bench`: real small jobs, the figures' formulas, and what it refuses."""
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -14,11 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import jaxmpi.models.__main__ as report
 from jaxmpi.bench import __main__, contenders, jobs, options, plan, results
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.errors import TrainingError, UsageError
-from jaxmpi.models import MODELS
 from jaxmpi.runtime import launchers
 from launching import CLUSTER, NOT_PERMITTED, ROOT, Ended, kill_session, mpirun, run, session_of
 
@@ -100,14 +97,6 @@ def test_two_ranks_time_every_strategy_and_peer(two_ranks):
 
 
 @pytest.mark.e2e
-def test_the_tree_is_that_of_the_model(two_ranks):
-    params, _, _ = report.shapes(MODELS["digits_cnn_tiny"]())
-    sizes = [math.prod(leaf.shape) for leaf in report.jax.tree.leaves(params)]
-    [case] = [case for case in two_ranks[1]["cases"] if case["is_tree"]]
-    assert (case["case"], case["floats"], case["leaves"]) == ("digits_cnn_tiny", sum(sizes), len(sizes))
-
-
-@pytest.mark.e2e
 def test_ratios_are_to_the_fastest_peer_of_each_allocator(two_ranks):
     for case in two_ranks[1]["cases"]:
         for allocator in ("tuned", "as it comes"):
@@ -117,16 +106,6 @@ def test_ratios_are_to_the_fastest_peer_of_each_allocator(two_ranks):
                 said = row["to_fastest_peer"][allocator]
                 assert said["peer"] == fastest["by"]
                 assert said["ratio"][0] == pytest.approx(np.median(np.divide(row["seconds"], fastest["seconds"])))
-
-
-@pytest.mark.e2e
-def test_the_plot_names_what_was_timed_and_the_bound(two_ranks):
-    _, result, plot = two_ranks
-    drawn = plot.read_text()
-    names = {results.label(row) for case in result["cases"] for row in case["rows"]}
-    assert [name for name in names if f"<!-- {name} -->" not in drawn] == []
-    vector, tree = "One exchange of a vector, 2 ranks on 1 host", "One exchange of digits_cnn_tiny, "
-    assert (drawn.count("<!-- bound -->"), vector in drawn, tree in drawn) == (2, True, True)
 
 
 @pytest.mark.e2e
@@ -156,14 +135,8 @@ def test_under_a_launcher_every_process_is_a_rank(tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--strategies", "rnig"), "unknown strategy 'rnig'; did you mean 'ring'?"),
-        (("--peers", "none", "--rate-mbit", "200", "--sizes", "8"), "all ranks are on one host"),
-    ],
-)
-def test_what_is_wrong_under_a_launcher_ends_all_ranks(args, message):
+def test_what_is_wrong_under_a_launcher_ends_all_ranks():
+    args, message = ("--peers", "none", "--rate-mbit", "200", "--sizes", "8"), "all ranks are on one host"
     ended = mpirun(2, "-m", "jaxmpi.bench", *args, timeout_s=120)
     assert not ended.timed_out
     assert ended.code != 0
@@ -177,23 +150,6 @@ def test_a_launcher_that_refuses_is_heard():
     assert ended.code == 1
     assert "--no-such-option" in ended.out
     assert "jaxmpi: error: a job ended with exit code" in ended.out
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # a job more
-def test_with_launcher_arguments_the_ranks_report(tmp_path):
-    """On other hosts they would not see files of this one."""
-    out = tmp_path / "out.json"
-    args = ("-n", "2", "--strategies", "ar", "auto", "--sizes", "8", "--peers", "none", "--out", str(out), *QUICK)
-    ended = jaxmpi_bench("--launcher-args", "--oversubscribe", *args)
-    assert ended.code == 0, ended.out[-3000:]
-    [case] = json.loads(out.read_text())["cases"]
-    assert (case["ranks"], [row["by"] for row in case["rows"]]) == (2, ["ar", "auto"])
-    ar, auto = case["rows"]
-    assert f"jaxmpi: {auto['picked']['why']}" in ended.out
-    assert auto["picked"]["why"].startswith(f"auto: {auto['picked']['strategy']}, ")
-    assert f"auto, {auto['picked']['strategy']}" in ended.out  # in the table, too
-    assert (auto["picked"]["bucket_bytes"], ar["picked"]) == (4 << 20, None)
 
 
 def test_where_one_job_fails_the_other_is_ended(capfd):
@@ -270,26 +226,16 @@ def test_between_hosts_the_link_is_the_bound(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--strategies", "rnig"), "unknown strategy 'rnig'; did you mean 'ring'? there are: ar, asa,"),
-        (("--strategies", "ring:7"), "unknown wire '7'"),
+        (("--strategies", "rnig"), "unknown strategy"),
         (("--peers", "gloo"), "unknown peer"),
-        (("--experiment", "absent.py"), "absent.py'; with jaxmpi come"),
-        (("--tree", "alexnett"), "unknown model 'alexnett'; did you mean 'alexnet'?"),
         (("--sizes", "many"), "--sizes: got 'many'"),
-        (("--sizes", "2147483648"), "--sizes: got '2147483648'; expected floats below 2^31"),
         (("--rounds", "0"), "--rounds: got 0; expected >= 1"),
-        (("-n", "0"), "-n: got 0; expected >= 1"),
         (("--rate-mbit", "-1"), "--rate-mbit: got -1.0; expected > 0"),
         (("--out", "absent/out.json"), "cannot write 'absent/out.json'"),
-        (("--out", "/"), "cannot write '/'"),
-        (("--plot", "absent/x.png"), "cannot write 'absent/x.png'"),
         (("--plot", "x.jpg"), "--plot: got 'x.jpg'; expected a name that ends in .png, .svg or .pdf"),
-        (("--sizes", "0", "--plot", "x.png"), "--plot: no case has any floats to draw"),
         (("--strategies", "--peers", "none"), "nothing to time"),
         (("--peers", "none", "--as-it-comes"), "--as-it-comes times peers, and there are none"),
         (("--as-it-comes", "--launcher", "srun"), "--as-it-comes: two jobs take turns through files"),
-        (("--speed",), "unrecognized arguments: --speed"),
-        (("--launcher", "mpiexec", "--sizes", "8"), "unknown launcher 'mpiexec'"),
         (("--launcher-args", "'", "--sizes", "8"), "No closing quotation"),
     ],
 )
@@ -350,52 +296,20 @@ def test_a_case_that_no_memory_holds_is_left_out_by_name(monkeypatch, capsys, no
 # ---------------------------------------------------------------- parts
 
 
-NEED = {  # arrays of the case's size: of the strategies' job, of the peers' alone
-    (("asa32",), ("mpi4jax", "psum")): (4, 2),
-    (("asa32", "shm"), ("mpi4jax-flat",)): (5, 2),
-    (("shm",), ("mpi4py", "mpi4jax")): (4, 4),
-    (("ring32", "auto"), ()): (5, 0),
-    (("lowrank4/ring16",), ("torch",)): (9, 3),
-}
-
-
-def test_as_many_ranks_as_memory_holds(monkeypatch):
-    case, size_bytes = plan.Case("x", False, [(1 << 28,)]), 1 << 30
-    for ((strategies, names), (both, alone)), ranks in itertools.product(NEED.items(), (0, 1, 5)):
-        own = plan.BASE_BYTES + plan.TORCH_BYTES * ("torch" in names)
-        one, two = [(strategies, names)], [(strategies, names), ((), names)]
-        for every, need in ((one, own + both * size_bytes), (two, 2 * own + (both + alone) * size_bytes)):
-            of_mpi = 2 * len(every) * size_bytes if names else 0
-            monkeypatch.setattr(plan, "free_bytes", lambda free=ranks * need + of_mpi: free)
-            assert plan.fitting_ranks(case, every, 8) == ranks
-            assert plan.fitting_ranks(case, every, 3) == min(ranks, 3)
-
-
-@pytest.mark.parametrize("peer", ["mpi4jax", "mpi4jax-flat"])
-def test_a_machine_of_22_gb_holds_both_jobs_of_8_ranks_with_alexnets_tree(peer, monkeypatch):
-    """As measured: 14 and 19 GB."""
-    case = plan.Case("alexnet", True, [(60_965_224,)])
-    monkeypatch.setattr(plan, "free_bytes", lambda: 22 * 10**9)
-    assert plan.fitting_ranks(case, [(("asa32",), (peer,)), ((), (peer,))], 8) == 8
-
-
-@pytest.mark.parametrize("value", ["--hostfile hosts", "--oversubscribe", "-x PATH", ""])
+@pytest.mark.parametrize("value", ["--hostfile hosts", ""])
 def test_the_launchers_arguments_may_look_like_ours(value, no_launcher):
     parsed = options.parse(["-n8", "--launcher-args", value, "--rounds", "3"])
     assert (parsed.n, parsed.launcher_args, parsed.rounds) == (8, value, 3)
     assert options.parse([f"--launcher-args={value}"]).launcher_args == value
 
 
-@pytest.mark.e2e
-def test_lengths_are_baidus_unless_given(monkeypatch, no_launcher):
+def test_lengths_are_baidus_unless_given(no_launcher):
     def lengths(*argv: str) -> list[int]:
         return [case.floats for case in plan.make_plan(options.parse([*argv, "--peers", "none"])).cases]
 
     assert lengths() == lengths("--sizes") == list(plan.BAIDU)
     assert (plan.BAIDU[0], plan.BAIDU[-1]) == (0, 64 * 2**20)
     assert lengths("--sizes", "7", "3Ki", "2Mi") == [7, 3072, 2 << 20]
-    assert lengths("--experiment", "digits") == lengths("--tree", str(ROOT / "experiments" / "digits.py"))
-    assert lengths("--tree", "digits_cnn", "--sizes") == [*plan.BAIDU, 53_002]  # no number: Baidu's, and the model
 
 
 @pytest.mark.e2e
@@ -432,7 +346,7 @@ WRONG = [1.0, math.nan, math.inf]
 
 
 @pytest.mark.parametrize("op", ["mean", "sum"])
-@pytest.mark.parametrize("floats", [0, 1, 12, 13, 14, 13 << 16, (13 << 16) + 1])
+@pytest.mark.parametrize("floats", [0, 13, (13 << 16) + 1])
 def test_results_are_checked(op, floats):
     contender = contenders.Contender("x", op, lambda inputs: lambda: [])
     total = np.sum([contenders.pattern(rank, (floats,)) for rank in range(3)], 0)
@@ -445,7 +359,7 @@ def test_results_are_checked(op, floats):
             contenders.check_result(contender, [right, wrong], Job())
 
 
-@pytest.mark.parametrize("ranks", [2, 12, 13, 26, 64])
+@pytest.mark.parametrize("ranks", [13, 64])
 def test_zeros_are_no_sum_of_any_number_of_ranks(ranks):
     """The pattern had a mean of zero: zeros passed from 34 ranks on, and at 13."""
     contender, job = contenders.Contender("x", "mean", lambda inputs: lambda: []), Job()

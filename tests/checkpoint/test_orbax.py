@@ -151,13 +151,6 @@ def test_bare_params_of_another_program_leave_the_model_its_own_state(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, got.params, tree)
 
 
-def test_a_folder_without_params_is_no_model(tmp_path):
-    with ocp.StandardCheckpointer() as writer:
-        writer.save(tmp_path / "state", {"model_state": {"mean": np.zeros(3)}})
-    with pytest.raises(UsageError, match="got no params"):
-        export.load(tmp_path / "state")
-
-
 @pytest.mark.e2e
 @pytest.mark.parametrize("place", ["below a file", "full"])
 def test_an_export_that_cannot_be_written_ends_and_leaves_nothing(place, run_dir, tmp_path):
@@ -191,10 +184,7 @@ def test_what_cannot_be_exported(run_dir, tmp_path):
 ROWS = {
     "many": lambda row: [row, *({**row, "path": f"params/{i}"} for i in range(100))],
     "twice": lambda row: [row, row],
-    "dimensions": lambda row: [{**row, "shape": [1] * 100 + row["shape"]}],
-    "empty": lambda row: [{**row, "shape": [0, 10**30], "crc32": 0}],
     "void": lambda row: [{**row, "shape": [3], "dtype": "|V2"}],
-    "nothing": lambda row: [{**row, "shape": [10**9], "dtype": "|V0", "crc32": 0}],
 }
 
 

@@ -124,11 +124,9 @@ def test_a_run_directory_that_holds_another_kind_of_thing_is_refused(tmp_path, n
 
 
 @pytest.mark.e2e
-@pytest.mark.e2e
-@pytest.mark.parametrize("fields", [(), ("--resume",)])
-def test_a_place_where_no_run_directory_can_be_is_said_by_the_supervisor(tmp_path, fields):
+def test_a_place_where_no_run_directory_can_be_is_said_by_the_supervisor(tmp_path):
     (tmp_path / "file").touch()
-    line = ["train", "--restarts", "1", "experiments/digits.py", "--run-dir", str(tmp_path / "file"), *fields]
+    line = ["train", "--restarts", "1", "experiments/digits.py", "--run-dir", str(tmp_path / "file")]
     said_in_a_sentence(run([sys.executable, "-m", "jaxmpi.tools.cli", *line], timeout_s=60))
 
 
@@ -156,7 +154,7 @@ def test_the_digest_of_an_array_sees_labels_and_images():
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder link"])
-@pytest.mark.parametrize("name", ["lock", "record.jsonl", "record.tmp", "config.json", "checkpoints", "trace.json"])
+@pytest.mark.parametrize("name", ["lock", "record.jsonl", "config.json", "checkpoints"])
 def test_nothing_is_written_through_what_a_stranger_has_laid_in_a_run_directory(tmp_path, name, kind):
     folder, outside = tmp_path / "run", tmp_path / "outside"
     folder.mkdir()
@@ -171,12 +169,6 @@ def test_nothing_is_written_through_what_a_stranger_has_laid_in_a_run_directory(
         with pytest.raises(UsageError, match="run"):
             claim(resume=resume, run_dir=str(folder))
     assert outside.is_dir() or kind == "pipe" or outside.read_text() == "precious"
-
-
-def test_a_run_directory_may_be_a_link_itself(tmp_path):
-    (tmp_path / "big").mkdir()
-    (tmp_path / "run").symlink_to("big")
-    assert claim(run_dir=str(tmp_path / "run")) == tmp_path / "run"
 
 
 def test_a_record_and_a_lock_that_are_no_text(tmp_path):
@@ -365,8 +357,3 @@ def test_a_rollback_in_a_run_directory_without_its_record_ends_the_run(tmp_path,
     with pytest.raises(TrainingError, match=r"cannot be used any more: .*record\.jsonl"):
         main.train(Experiment(digits_cnn_tiny(), data=data, **rest, **back), "digits")
     assert not (tmp_path / "record.jsonl").exists()  # none is begun anew, as if nothing had been before
-
-
-def test_a_flag_is_no_run_directory():
-    with pytest.raises(UsageError, match=r"run_dir: got '-x'; expected a path: write \./-x"):
-        Experiment(run_dir="-x")

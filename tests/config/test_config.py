@@ -23,14 +23,11 @@ DURATIONS = [
     ("90ep", 5004, 256, 0, 450360),
     ("0.5ep", 5, 1, 0, 2),  # to even
     ("125st", 7, 3, 0, 125),
-    ("125 st", 7, 3, 0, 125),
     ("20000ex", 10, 256, 0, 78),
     ("10%", 10, 1, 450, 45),
-    ("100%", 10, 1, 7, 7),
     ("0st", 1, 1, 1, 0),
-    ("2.5ep", 4, 1, 0, 10),
 ]
-NO_DURATIONS = ["", "10", "ep", "-1ep", "10 epochs", "1e3st", "nanep", "5ep3st", "٣st٣"]
+NO_DURATIONS = ["", "10", "-1ep", "1e3st", "nanep", "٣st٣"]
 
 
 @pytest.mark.parametrize(("text", "epoch", "batch", "total", "expected"), DURATIONS)
@@ -53,7 +50,6 @@ def test_whole_numbers_of_steps_and_epochs_are_exact(number, epoch):
 LOOKUPS = [
     ("ringg", r"unknown strategy 'ringg'; did you mean 'ring'\? there are: asa, ring"),
     ("RinG", r"did you mean 'ring'\? "),
-    ("zzz", "unknown strategy 'zzz'; there are: asa, ring$"),
     ("", "unknown strategy ''; there are: asa, ring$"),
 ]
 
@@ -74,49 +70,32 @@ def test_a_word_of_other_libraries_leads_to_ours():
         lookup({"optim.lr": 1, "optim.lr-scaling": 2}, "optim.learning-rate", "field")
 
 
-def test_a_known_name_is_looked_up():
-    assert lookup({"ring": 1}, "ring", "strategy") == 1
-
-
 OUT_OF_RANGE = [
     (Data, {"on_error": "ignore"}, "unknown data.on_error 'ignore'; there are: skip, stop"),
     (Data, {"resize": -1}, "data.resize: got -1 px"),
-    (Data, {"crop": -5}, "data.crop: got -5 px"),
     (Data, {"channels": 0}, "data.channels: got 0; expected >= 1"),
-    (Data, {"loaders": 0}, "data.loaders: got 0"),
-    (Data, {"prefetch": 0}, "data.prefetch: got 0"),
-    (Data, {"synthetic_examples": 0}, "data.synthetic_examples: got 0"),
+    (Data, {"loaders": 2147483648}, "data.loaders: got 2147483648"),
+    (Experiment, {"run_dir": "-x"}, "run_dir: got '-x'"),
     (Data, {"mean": (0.5, 0.5)}, "data.mean: got 2 numbers; expected 3"),
-    (Data, {"std": (0.5, 0.5)}, "data.std: got 2 numbers; expected 3"),
     (Data, {"std": (1.0, 0.0, 1.0)}, "data.std: got .*must be > 0"),
     (Data, {"std": (float("nan"),)}, "data.std: got .*must be > 0"),
     (Data, {"mean": (0.5,), "mean_image": "a.npy"}, "give one of the two"),
     (Optim, {"lr": 0.0}, "optim.lr: got 0.0; expected > 0"),
-    (Optim, {"lr": float("inf")}, "optim.lr: got inf"),
     (Optim, {"lr": float("nan")}, "optim.lr: got nan"),
     (Optim, {"momentum": 1.0}, "optim.momentum: got 1.0"),
-    (Optim, {"momentum": -0.1}, "optim.momentum: got -0.1"),
-    (Optim, {"weight_decay": -1.0}, "optim.weight_decay: got -1.0"),
-    (Optim, {"clip_norm": -1.0}, "optim.clip_norm: got -1.0"),
     (Optim, {"bias_lr_factor": 0.0}, "optim.bias_lr_factor: got 0.0"),
     (Schedule, {"factor": 0.0}, "schedule.factor: got 0.0"),
-    (Schedule, {"power": 0.0}, "schedule.power: got 0.0"),
     (Schedule, {"warmup_from": 1.5}, "schedule.warmup_from: got 1.5; expected a share"),
     (ExchangeConfig, {"bucket_bytes": 3}, "bucket_bytes: got 3; expected None"),
     (Experiment, {"local_batch": 8, "effective_batch": 32}, "got local_batch 8 and effective_batch 32; give one"),
     (Experiment, {"local_batch": -1}, "local_batch: got -1"),
-    (Experiment, {"effective_batch": -1}, "effective_batch: got -1"),
-    (Experiment, {"micro_batch": -1}, "micro_batch: got -1"),
     (Experiment, {"log_every": 0}, "log_every: got 0; expected >= 1"),
     (Experiment, {"keep_checkpoints": 0}, "keep_checkpoints: got 0"),
     (Experiment, {"devices": 0}, "devices: got 0"),
     (Experiment, {"comm": "xal"}, "unknown comm 'xal'; did you mean 'xla'"),
     (Experiment, {"comm": "xla", "step_mode": "split"}, "step_mode: got split with comm xla"),
     (Experiment, {"compute_dtype": "float16"}, "unknown compute_dtype 'float16'; did you mean 'bfloat16'"),
-    (Experiment, {"step_mode": "both"}, "unknown step_mode 'both'"),
     (Experiment, {"train_for": "ten epochs"}, "got duration 'ten epochs'"),
-    (Experiment, {"eval_every": "1"}, "got duration '1'"),
-    (Experiment, {"checkpoint_every": ""}, "got duration ''"),
 ]
 
 
@@ -126,18 +105,11 @@ def test_fields_check_themselves(part, fields, message):
         part(**fields)
 
 
-@pytest.mark.parametrize("part", [Data, Optim, Schedule, ExchangeConfig, Experiment, rule_config.RuleConfig])
-def test_parts_are_frozen_and_their_defaults_hold(part):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(part(), dataclasses.fields(part)[0].name, None)
-
-
 BATCHES = [
     # experiment, workers -> local batch
     ({}, 4, 32),
     ({"local_batch": 8}, 4, 8),
     ({"effective_batch": 252}, 4, 63),
-    ({"local_batch": 8, "micro_batch": 4}, 3, 8),
     ({"effective_batch": 64, "micro_batch": 16}, 2, 32),
 ]
 
@@ -161,9 +133,7 @@ def test_local_batch(fields, workers, expected):
 
 INDIVISIBLE = [
     ({"effective_batch": 250}, 4, "effective_batch 250 is not divisible by 4 workers; nearest that are: 248 or 252"),
-    ({"effective_batch": 3}, 4, "effective_batch 3 is not divisible by 4 workers; nearest that are: 4$"),
     ({"local_batch": 10, "micro_batch": 4}, 1, r"local batch 10 is not divisible by 4 \(micro_batch\); .*: 8 or 12"),
-    ({"local_batch": 2, "micro_batch": 4}, 1, "nearest that are: 4$"),
 ]
 
 
@@ -185,26 +155,6 @@ def test_resolved_is_json_and_holds_every_field_but_the_fallback_recipe():
     assert plain["data"]["train"] == [1]
 
 
-def test_numbers_of_numpys_are_resolved_as_numbers():
-    seed: Any = np.int64(3)
-    mean: Any = (np.float32(0.5),)
-    experiment = Experiment(seed=seed, data=Data(mean=mean, std=(1.0,), channels=1))
-    plain = flags.to_json(experiment)
-    assert (plain["seed"], plain["data"]["mean"]) == (3, [0.5])
-
-
-def test_resolved_names_what_only_python_can_set():
-    class Source:
-        name = "mine"
-
-    assert flags.to_json(Experiment(data=Data(train=Source())))["data"]["train"] == "mine"
-
-
-def test_more_loaders_than_a_machine_can_start_are_refused():
-    with pytest.raises(UsageError, match=r"data\.loaders: got 2147483648; expected at most 1024"):
-        Data(loaders=2147483648)
-
-
 def test_a_mean_image_on_the_command_line_replaces_the_experiments_mean():
     own = experiment_file.parse([str(ROOT / "experiments/digits.py")])[0].data
     assert (own.mean, own.std, own.mean_image) == ((0.305,), (0.376,), "")
@@ -217,7 +167,7 @@ def test_a_mean_image_on_the_command_line_replaces_the_experiments_mean():
         Data(mean=(0.5,), mean_image="m.npy")
 
 
-@pytest.mark.parametrize("name", ["alexnet", "vgg16", "googlenet", "resnet50", "googlenetbn"])
+@pytest.mark.parametrize("name", ["alexnet", "resnet50"])
 def test_a_mean_image_goes_with_every_shipped_recipe_by_one_flag(name, tmp_path, capsys):
     own = experiment_file.parse([name, "--data.dir", str(tmp_path)])[0].data
     data = experiment_file.parse([name, "--data.dir", str(tmp_path), "--data.mean-image", "m.npy"])[0].data
@@ -260,7 +210,7 @@ def test_an_experiment_imports_what_lies_beside_it(tmp_path, monkeypatch):
     assert experiment_file.parse([str(tmp_path / "mine.py")])[0].seed == 3
 
 
-@pytest.mark.parametrize("number", [np.int64, np.uint8, np.array])
+@pytest.mark.parametrize("number", [np.int64, np.array])
 def test_numbers_of_numpy_are_as_pythons(number):
     def made(as_number: Any) -> Experiment:
         return Experiment(

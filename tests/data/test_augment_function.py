@@ -47,17 +47,6 @@ def test_an_evaluation_is_not_augmented():
     assert images(train=False) == images(train=False, augment=None)
 
 
-def test_it_comes_after_the_crop():
-    seen = []
-
-    def look(rng: np.random.Generator, example: dict[str, Any]) -> dict[str, Any]:
-        seen.append(example["image"].shape)
-        return example
-
-    images(augment=look, crop=2)
-    assert set(seen) == {(2, 2, 3)}
-
-
 def test_fields_of_a_dict_are_augmented():
     class Pairs:
         name, classes = "pairs", 0
@@ -83,15 +72,6 @@ def test_fields_of_a_dict_are_augmented():
 def test_other_fields_are_refused(returned, said):
     with pytest.raises(UsageError, match=rf"array\[\d+\]: data\.augment returned {said}"):
         images(augment=returned)
-
-
-def test_an_error_in_it_names_the_example():
-    def fails(rng: np.random.Generator, example: dict[str, Any]) -> dict[str, Any]:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError) as caught:
-        images(augment=fails)
-    assert "while loading array[" in caught.value.__notes__[0]
 
 
 def test_a_function_of_a_module_goes_to_loader_processes_by_its_name(tmp_path: Path, monkeypatch):

@@ -82,9 +82,9 @@ def test_batch_fields():
     assert batch.weight.tolist() == [0.25] * 4
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("examples", [1, 4, 11, 12, 30])
-@pytest.mark.parametrize("batch", [1, 4, 7, 32])
+@pytest.mark.parametrize("size", [1, 3, 5])
+@pytest.mark.parametrize("examples", [1, 11, 12])
+@pytest.mark.parametrize("batch", [1, 4, 32])
 def test_an_evaluation_counts_every_example_once(examples, batch, size):
     seen: list[int] = []
     source = numbered(examples)
@@ -122,7 +122,7 @@ def test_an_example_is_augmented_anew_every_epoch():
     assert np.mean(same) < 0.1  # 81 places, mirrored or not
 
 
-@pytest.mark.parametrize("start", [0, 1, 4, 5, 9])
+@pytest.mark.parametrize("start", [0, 4, 9])
 def test_resumes_at_any_step(start):
     data = Data(crop=4, mirror=True)
     with loader(numbered(23), 5, data=data, stop_step=12) as batches:
@@ -173,29 +173,6 @@ def test_made_ahead_is_bounded():
         wait_until(lambda: source.read >= bound)
         time.sleep(0.2)
         assert source.read == bound
-
-
-def test_wait_is_measured():
-    begin = time.perf_counter()
-    with loader(Slow(8, 0.05), 2, data=Data(loaders=1), stop_step=4) as batches:
-        assert len(list(batches)) == 4
-        assert 0.1 < batches.wait_s < time.perf_counter() - begin  # three are read before the first batch is there
-    with loader(Slow(8, 0.0), 2, stop_step=4) as batches:
-        next(batches)
-        first_s = batches.wait_s
-        for _ in range(3):
-            wait_until(batches.ready)
-            time.sleep(0.2)
-            next(batches)
-        assert batches.wait_s - first_s < 0.3
-
-
-def test_floats_become_f32_and_keep_their_shape():
-    source = ArraySource(np.random.default_rng(0).normal(size=(6, 5)), [0] * 6)
-    with loader(source, 3, stop_step=1) as batches:
-        batch = next(batches)
-    assert batch.image.shape == (3, 5)
-    assert batch.image.dtype == np.float32
 
 
 @pytest.mark.parametrize("loaders", ["threads", "processes"])
@@ -315,16 +292,6 @@ class TestClosing:
         wait_until(lambda: loader_names() == [])
         assert source.read == read
 
-    def test_consumer_that_raises(self):
-        def consume():
-            for _ in loader(numbered(8), 2):
-                raise RuntimeError("the step failed")
-
-        with pytest.raises(RuntimeError, match="the step failed"):
-            consume()
-        gc.collect()
-        assert loader_names() == []
-
     def test_closing_from_another_thread_frees_the_consumer(self):
         batches = loader(Slow(8, 0.3), 8, data=Data(loaders=1))
         timer = threading.Timer(0.1, batches.close)
@@ -332,21 +299,3 @@ class TestClosing:
         with pytest.raises(CancelledError):
             next(batches)
         timer.join()
-
-    def test_a_stuck_read_does_not_keep_close_waiting(self, monkeypatch):
-        monkeypatch.setattr("jaxmpi.data.loader_pool.JOIN_S", 0.1)
-        release = threading.Event()
-
-        class Stuck(Slow):
-            def __getitem__(self, index: int):
-                release.wait(20)
-                return self.inner[index]
-
-        begin = time.perf_counter()
-        with loader(Stuck(8, 0), 4):
-            pass
-        assert time.perf_counter() - begin < 5
-        release.set()
-        for thread in threading.enumerate():
-            if thread.name.startswith("jaxmpi-loader"):
-                thread.join(5)

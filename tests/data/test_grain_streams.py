@@ -1,7 +1,6 @@
 """Grain's IterDataset: shares of a step, states behind what was trained, resumed bit for bit, and what is refused."""
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -69,18 +68,6 @@ def test_streams_of_their_own_are_all_evaluated_once(tmp_path):
     assert figures["eval_loss"] == pytest.approx(np.square(data["x"] @ w - data["y"]).mean(), rel=1e-5)
 
 
-class Compares(jaxmpi.Callback):
-    def after_evaluation(self, moment):
-        pairs = list(zip(moment.validation(), moment.validation(), strict=True))
-        assert len(pairs) == 2
-        for one, other in pairs:
-            np.testing.assert_array_equal(one["x"], other["x"])
-
-
-def test_two_evaluations_of_a_stream_may_be_read_in_turns(tmp_path):
-    assert main.train(streams(tmp_path, callbacks=(Compares(),)), "lines")["eval_count"] > 0
-
-
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("data", "devices", "step"), [(ONE, 2, 1), pytest.param(EACH, 2, 4, marks=pytest.mark.slow)], ids=["one", "each"]
@@ -119,15 +106,6 @@ def test_one_stream_goes_on_with_another_number_of_workers_and_others_do_not(tmp
         figures = main.train(more, "lines")
         alone = streams(tmp_path, data, train_for="8st")
         assert figures["eval_loss"] == pytest.approx(main.train(alone, "lines")["eval_loss"], rel=1e-5)
-
-
-@pytest.mark.e2e
-def test_a_checkpoint_has_one_state_a_worker(tmp_path):
-    run = streams(tmp_path, EACH, devices=2, train_for="2st")
-    main.train(run, "lines")
-    manifest = Path(run.run_dir) / "checkpoints" / "step_00000002" / "manifest.json"
-    kept = json.loads(manifest.read_text())["extra"]["streams"]
-    assert [sorted(json.loads(state)) for state in kept] == [["next_index"]] * 2
 
 
 class NoState(grain.IterDataset):

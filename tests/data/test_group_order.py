@@ -69,18 +69,6 @@ class TestOrder:
                 read.extend(share)
         assert sorted(read) == list(range(n))
 
-    def test_between_shuffles_members_permute_what_they_hold(self):
-        whose = sampler(400, parts=4, period=3)
-        orders = [whose.places(epoch) for epoch in range(6)]
-        assert len({order.tobytes() for order in orders}) == 6
-        for epoch, order in enumerate(orders):
-            begun = orders[epoch // 3 * 3]
-            for member in range(4):
-                assert set(order[member::4]) == set(begun[member::4])
-        assert set(orders[3][::4]) != set(orders[0][::4])
-        never = sampler(400, parts=4, period=0)
-        assert [never.moved(epoch) for epoch in range(9)] == [0] * 9
-
     @given(GROUPS, st.integers(0, 40))
     def test_any_number_of_groups_has_the_same_order(self, group, step):
         """The examples of a step depend on the effective batch and, between shuffles, on the group's size only."""
@@ -213,12 +201,6 @@ class TestMoves:
                     assert np.bincount(member, lengths[records], parts).tolist() == size_bytes.tolist()
                 assert (whose_place[np.argsort(order)[move.sent]] == move.to).all()
 
-    @given(st.integers(1, 300), st.integers(1, 9))
-    def test_slices_are_equal_up_to_rounding(self, n, parts):
-        sizes = np.bincount(group_order.holders_by_slice(n, parts), minlength=parts)
-        assert sizes.max() - sizes.min() <= 1
-        assert np.diff(group_order.slices(n, parts)).tolist() == sizes.tolist()
-
     @pytest.mark.parametrize("parts", [1, 3, 64])
     def test_no_count_passes_what_a_c_int_holds(self, parts):
         """70 records of up to 1 GiB, all big ones at one member: nothing is allocated, only counted."""
@@ -256,7 +238,7 @@ def test_a_period_is_steps_within_an_epoch_or_whole_epochs(period, expected):
     assert shuffle_schedule(period, 24, 60) == expected
 
 
-@pytest.mark.parametrize("period", ["2", "10%", "soon", -1])
+@pytest.mark.parametrize("period", ["2", "soon", -1])
 def test_a_period_that_is_none(period):
     with pytest.raises(UsageError, match=rf"data.shuffle_period: got '?{period}'?; expected epochs, such as 2, or"):
         Data(shuffle_period=period)

@@ -104,7 +104,7 @@ def _nothing_is_left():
 
 
 class TestSameBatches:
-    @pytest.mark.parametrize(("kind", "loaders"), [("processes", 1), ("processes", 3), ("threads", 1), ("threads", 4)])
+    @pytest.mark.parametrize(("kind", "loaders"), [("processes", 3), ("threads", 4)])
     def test_whatever_the_number_and_kind_of_loaders(self, photographs, kind, loaders):
         source = open_source(folder_data(photographs), "train")
         two = folder_data(photographs, loader="threads", loaders=2)
@@ -115,18 +115,6 @@ class TestSameBatches:
                     assert np.array_equal(x, y)
                 assert a.image.shape == (5, 24, 24, 3)
 
-    def test_whatever_the_number_of_workers_and_the_step_of_the_start(self, photographs):
-        data = folder_data(photographs, loaders=1)
-        source = open_source(data, "train")
-        with LoaderPool("processes", 1, 60) as pool:
-            with loader(source, 6, data, stop_step=6, pool=pool) as one:
-                whole = [batch.image.copy() for batch in one]
-            for rank in range(2):
-                with loader(source, 6, data, rank, 2, start_step=2, stop_step=6, pool=pool) as half:
-                    for a, b in zip(whole[2:], half, strict=True):
-                        share = a[rank::2]
-                        assert np.array_equal(share[: b.count // 2], b.image[: b.count // 2])
-
     def test_processes_where_images_are_decoded_threads_where_not(self, photographs):
         data = Data(source="imagefolder", dir=str(photographs), loaders=1, crop=24)
         with loader(open_source(data, "train"), data=data) as batches:
@@ -135,16 +123,6 @@ class TestSameBatches:
         with loader(ArraySource(np.zeros((4, 2, 2), np.uint8), range(4)), data=Data()) as batches:
             next(batches)
             assert children() == []
-
-    def test_a_loader_process_has_not_imported_jax(self, photographs):
-        data = folder_data(photographs, loaders=1)
-        with loader(open_source(data, "train"), data=data) as batches:
-            next(batches)
-            (pid,) = children()
-            mapped = Path(f"/proc/{pid}/maps").read_text()
-            assert "simplejpeg" in mapped
-            assert "jaxlib" not in mapped
-            assert "libmpi" not in mapped
 
     def test_training_and_evaluation_share_loaders(self, photographs):
         data = folder_data(photographs)
@@ -270,9 +248,9 @@ class TestErrors:
             def __getitem__(self, index):
                 return Late(), index
 
-        with loader(Lazy(40), 40, Data(loader="threads", loaders=1, stall_timeout_s=3), stop_step=1) as batches:
-            assert len(next(batches).label) == 40
-            assert batches.wait_s > 3
+        with loader(Lazy(20), 20, Data(loader="threads", loaders=1, stall_timeout_s=1), stop_step=1) as batches:
+            assert len(next(batches).label) == 20
+            assert batches.wait_s > 1
 
 
 def stick(folder: Path) -> Path:
@@ -327,23 +305,6 @@ class TestLoadersThatFail:
                 list(batches)
         assert children() == []
 
-    @pytest.mark.slow  # waits for time limits
-    def test_one_that_is_stopped_with_its_pipe_full_is_noticed_as_well(self, monkeypatch):
-        monkeypatch.setattr("jaxmpi.data.loader_pool.END_S", 0.2)
-        size = 40_000  # numbers of a batch's examples take more than the pipe does
-        source = ArraySource(np.zeros((4 * size, 1, 1, 1), np.uint8), np.zeros(4 * size, np.int32), classes=2)
-        data = Data(loader="processes", loaders=1, prefetch=2, stall_timeout_s=0.5)
-        with loader(source, size, data) as batches:
-            next(batches)
-            at = lambda: (time.sleep(0.2), batches._resources.pool.doing(0))[1]  # noqa: E731
-            wait_until(lambda: at() == at(), 20)  # all that is read ahead has come
-            (pid,) = children()
-            os.kill(pid, signal.SIGSTOP)
-            with pytest.raises(TrainingError, match="loader 0 of 1 has been"):
-                list(batches)
-        assert children() == []
-        wait_until(lambda: not [t for t in threading.enumerate() if t.name == "jaxmpi-outbox"])
-
 
 def test_a_process_has_the_package_as_users_know_it_and_no_jax(tmp_path, monkeypatch):
     """Wherever it has it from: a script may have left the folder that is its first on sys.path."""
@@ -373,8 +334,6 @@ PARENT = """
     {end}
 """
 ENDS = {
-    "exit": "sys.exit(0)",
-    "error": "raise ValueError('boom')",
     # Other signals that nobody handles, and `os._exit`, are alike: no code of the worker runs any more.
     "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
     # A shell that starts a job in the background has it ignore SIGINT.
@@ -400,7 +359,7 @@ def test_no_loader_outlives_its_worker(end, own):
     )
     pids = [int(pid) for pid in re.findall(r"\d+", job.stdout.splitlines()[0])]
     assert len(pids) == 3, job.stderr
-    assert (job.returncode == 0) == (end in ("exit", "out of the slots")), job.stderr
+    assert (job.returncode == 0) == (end == "out of the slots"), job.stderr
     wait_until(lambda: not any("jaxmpi.data.loader_worker" in command(pid) for pid in pids), 10)
 
 
@@ -464,14 +423,6 @@ def test_a_run_skips_and_counts_corrupt_examples(experiment):
     assert [row["eval_count"] for row in rows if row["kind"] == "eval"][-1] == 5
     assert "dog/1.jpg" in ended.out
     assert leftovers(experiment.parent) == []
-
-
-@pytest.mark.slow
-def test_a_run_stops_at_a_corrupt_example_on_all_ranks(experiment):
-    ended = train(2, str(experiment), "--run-dir", str(experiment.parent / "run"), timeout_s=100)
-    assert ended.code not in (0, -9), ended.out[-3000:]
-    assert "dog/1.jpg (example 4) is corrupt: " in ended.out
-    wait_until(lambda: leftovers(experiment.parent) == [])
 
 
 RANKS = """
@@ -568,18 +519,6 @@ def test_a_loader_that_mpi_started_is_named_with_its_file(loss, tmp_path):
     assert ended.code != 0
     assert re.search(message, ended.out), ended.out[-3000:]
     wait_until(lambda: leftovers(tmp_path) == [])
-
-
-@pytest.mark.slow
-def test_jaxmpi_train_ends_with_the_code_of_the_rank_whose_spawned_loader_died(tmp_path):
-    """A launcher by itself has 137."""
-    data = "Data('array', train=Numbered(6, ends_at=3), validation=Numbered(6), loader='spawn')"
-    path, run_dir = write_experiment(tmp_path, data, PX, 6), tmp_path / "run"
-    line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "2", str(path), "--run-dir", str(run_dir)]
-    ended = run(line, timeout_s=100)
-    assert ended.code == 1, ended.out[-3000:]
-    last = ended.out.rstrip().splitlines()[-1]
-    assert re.search(r"rank \d on \S+ ended the job: error: loader \d of 2 .*at file3\.jpg", last), ended.out[-3000:]
 
 
 def test_the_papers_words():

@@ -47,9 +47,6 @@ class TestAvailable:
         monkeypatch.setattr(shared_memory, "read", lambda path: files.get(str(path), ""), raising=False)
         return files
 
-    def test_the_machine_where_no_group_has_a_limit(self, files):
-        assert shared_memory.available_bytes() == 8_000_000 << 10
-
     @pytest.mark.parametrize("group", ["/job_7", "/job_7/task_0", ""])
     def test_the_limit_of_any_group_above(self, files, group):
         """Files in the page cache go when memory is needed."""

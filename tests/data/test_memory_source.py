@@ -41,13 +41,6 @@ class Damaged:
         raise AssertionError("it has a compressed form")
 
 
-def test_a_record_stays_one_piece():
-    arena = Arena(np.array([5, 2, 9]), np.arange(10))
-    assert [arena[r].size for r in (5, 2, 9)] == [5, 2, 9]
-    assert [r in arena for r in (1, 2, 5, 9, 10)] == [False, True, True, True, False]
-    assert arena.bytes.size == 16
-
-
 class TestRoom:
     def test_all_is_asked_for_once_after_a_sample(self, monkeypatch):
         monkeypatch.setattr(memory_source, "SAMPLE", 64)
@@ -99,8 +92,8 @@ class TestSource:
         assert source[2][1] == 2  # not here, and nothing comes: from the source
         assert source.read_again == 1
 
-    @pytest.mark.parametrize("dtype", ["u1", "?", "<i8", ">f4", "f2", "c8"])
-    @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 3, 4)])
+    @pytest.mark.parametrize("dtype", ["u1", "?", ">f4", "c8"])
+    @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3, 4)])
     def test_arrays_of_any_type(self, dtype, shape):
         array = np.arange(24).astype(dtype)[: int(np.prod(shape))].reshape(shape)
         again = memory_source.array_of(memoryview(memory_source.bytes_of(array, "x")))
@@ -119,12 +112,6 @@ class TestSource:
         assert (bytes(blob), label) == (b"\5" * 5, 3)
         assert isinstance(blob, memoryview)
 
-    def test_many_chunks(self, monkeypatch):
-        monkeypatch.setattr(memory_source, "CHUNK_BYTES", 10)
-        source = MemorySource(Damaged(50), Data())
-        source.load(np.arange(49, -1, -1))
-        assert [bytes(source.record(i)[0]) for i in range(50)] == [bytes([i]) * i for i in range(50)]
-
     def test_a_corrupt_record_stops_or_is_noted(self):
         with pytest.raises(CorruptExample, match=r"file4 .* cut short"):
             MemorySource(Damaged(9, (4,)), Data()).load(np.arange(9))
@@ -133,21 +120,6 @@ class TestSource:
         assert source.lengths.tolist() == [0, 1, 2, 3, 0, 5, 6, 7, 8]
         with pytest.raises(CorruptExample, match="when it was loaded"):
             source.record(4)
-
-    def test_skipped_records_are_counted_by_the_loader(self):
-        class Bad(ArraySource):
-            def __getitem__(self, index):
-                if index == 2:
-                    raise CorruptExample("x", 2, "cut short")
-                return super().__getitem__(index)
-
-        inner = Bad(numbered(6).images, np.arange(6))
-        source = MemorySource(inner, Data(on_error="skip"))
-        source.load(np.arange(6))
-        with Loader(source, Sampler(6, 3), Data(on_error="skip"), train=True, stop_step=4) as loader:
-            weights = [batch.weight for batch in loader]
-        assert loader.skipped == 2
-        assert sum(float((w == 0).sum()) for w in weights) == 2
 
     @pytest.mark.parametrize("label", [-1, 100, 2.0, [1]])
     def test_labels_out_of_range_are_named(self, label):
@@ -175,15 +147,15 @@ class TestSource:
         assert got == [b"\7" * 7]
 
     def test_a_loader_that_waits_for_a_record_is_not_stalled(self):
-        data = Data(stall_timeout_s=2, loaders=1, prefetch=1)
+        data = Data(stall_timeout_s=1, loaders=1, prefetch=1)
         source = MemorySource(numbered(8), data)
         source.load(np.arange(4))
         source.promise()
 
         def shuffle() -> None:
-            time.sleep(2.5)
+            time.sleep(1.5)
             source.expect(np.arange(4, 8))
-            time.sleep(2.5)
+            time.sleep(1.5)
             for i in range(4, 8):
                 source.lengths[i] = source.lengths[0]
             arena = Arena(np.arange(4, 8), source.lengths)
@@ -194,17 +166,6 @@ class TestSource:
         with Loader(source, Sampler(8, 4, shuffle=False), data, train=False) as loader:
             assert [batch.count for batch in loader] == [4, 4]
         assert source.read_again == 0
-
-    def test_a_record_that_has_come_is_awaited_no_more(self):
-        source = MemorySource(Damaged(9), Data())
-        source.load(np.arange(4))
-        came_s = source.awaited_s(7)
-        assert came_s == source.awaited_s(3) <= time.monotonic()
-        source.promise()
-        assert source.awaited_s(7) > came_s == source.awaited_s(3)
-        source.expect(np.array([7]))
-        told_s = source.awaited_s(3)
-        assert source.awaited_s(7) > told_s == source.awaited_s(8) > came_s
 
     def test_memory_that_nobody_reads_any_more_is_used_again(self, monkeypatch):
         source = MemorySource(Damaged(90), Data())

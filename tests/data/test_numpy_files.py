@@ -80,7 +80,7 @@ def test_two_arrays_of_one_name_are_refused(tmp_path, again):
         opened(tmp_path)
 
 
-@pytest.mark.parametrize("shape", [(1 << 42,), (1 << 40, 1 << 40), (11,), (9,)], ids=str)
+@pytest.mark.parametrize("shape", [(1 << 42,), (11,), (9,)], ids=str)
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_an_array_that_claims_more_than_its_bytes_is_refused(tmp_path, shape, compression):
     head = io.BytesIO()

@@ -9,16 +9,6 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.data import FileSampler, Sampler
 
 sizes = st.integers(1, 9)
-SHARES = [
-    # examples, effective batch, size, step -> indices of each worker, count
-    (10, 4, 2, 0, [[0, 2], [1, 3]], 4),
-    (10, 4, 2, 2, [[8], [9]], 2),
-    (9, 4, 2, 2, [[8], []], 1),
-    (7, 5, 3, 0, [[0, 3], [1, 4], [2]], 5),
-    (7, 5, 3, 1, [[5], [6], []], 2),
-    (2, 8, 4, 0, [[0], [1], [], []], 2),
-    (1, 1, 1, 0, [[0]], 1),
-]
 
 
 def workers(size: int, **kwargs) -> list[Sampler]:
@@ -31,15 +21,6 @@ def interleaved(samplers: list[Sampler], step: int) -> list[int]:
     for rank, share in enumerate(shares):
         order[rank :: len(shares)] = share
     return order.tolist()
-
-
-@pytest.mark.parametrize(("examples", "batch", "size", "step", "expected", "count"), SHARES)
-def test_shares_of_an_evaluation(examples, batch, size, step, expected, count):
-    samplers = workers(size, examples=examples, effective_batch=batch, shuffle=False)
-    shares = [s.indices(step) for s in samplers]
-    assert [share.indices.tolist() for share in shares] == expected
-    assert {(share.epoch, share.count) for share in shares} == {(0, count)}
-    assert all(share.indices.dtype == np.int64 for share in shares)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -96,15 +77,6 @@ def test_order_depends_on_seed_and_epoch_and_is_fixed_for_ever():
     assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
 
 
-def test_permutation_positions_are_uniform():
-    epochs = 4000
-    firsts = [Sampler(8, 8, seed=1).indices(e).indices[0] for e in range(epochs)]
-    counts = np.bincount(firsts, minlength=8)
-    expected = epochs / 8
-    chi2 = ((counts - expected) ** 2 / expected).sum()
-    assert chi2 < 24.3  # 99.9 % point with 7 degrees of freedom
-
-
 def test_numbers_out_of_range():
     with pytest.raises(UsageError, match="got 0 training examples"):
         Sampler(0, 4)
@@ -130,10 +102,6 @@ def test_numbers_of_numpy_will_do():
     assert plain == numpy
     np.testing.assert_array_equal(plain.indices(4).indices, numpy.indices(step).indices)
     assert type(numpy.indices(step).epoch) is int
-
-
-def test_an_empty_evaluation_has_no_steps():
-    assert Sampler(0, 4, shuffle=False).steps_per_epoch == 0
 
 
 # ---------------------------------------------------------------- whole files
@@ -178,12 +146,6 @@ def test_mixed_files_come_in_the_order_of_files_and_their_examples_in_any(length
     assert sorted(order) == list(range(ends[-1]))
     files = [np.searchsorted(ends, each, side="right").tolist() for each in (order, in_files)]
     assert files[0] == files[1]
-
-
-def test_the_examples_of_a_file_come_in_another_order_each_epoch():
-    epochs = [FileSampler(40, 40, file_ends=(20, 40), mixed=True).indices(step).indices for step in range(3)]
-    rows = [tuple(epoch[epoch < 20]) for epoch in epochs] + [tuple(epoch[epoch >= 20] - 20) for epoch in epochs]
-    assert len(set(rows)) == 6
 
 
 def test_with_files_of_the_local_batch_each_worker_reads_one_file_a_step_in_another_order_each_epoch():

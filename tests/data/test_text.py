@@ -1,7 +1,6 @@
 """Text: windows of bytes, the standard library as a corpus, what is held out."""
 
 import os
-import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +8,9 @@ import pytest
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import Loader, Sampler, command, open_source, write_words
+from jaxmpi.data import command, open_source, write_words
 from jaxmpi.data.memory_source import MemorySource
-from jaxmpi.data.sources.text import TextSource, is_held_out, library_files, list_files, module_of
+from jaxmpi.data.sources.text import TextSource, is_held_out, library_files, module_of
 
 
 @pytest.fixture
@@ -102,19 +101,6 @@ def test_bad_input_is_named(folder):
         opened(folder)
 
 
-def test_batches_are_windows_in_the_samplers_order(folder):
-    source, sampler = opened(folder), Sampler(9, 4, 1, 2, seed=3)
-    with Loader(source, sampler, Data("text", dir=str(folder), window=4), True, 0, 3) as loader:
-        batches = list(loader)
-    for batch in batches:
-        indices = sampler.indices(batch.step).indices
-        for row, index in enumerate(indices):
-            np.testing.assert_array_equal(batch.image[row], source[int(index)][0])
-            np.testing.assert_array_equal(batch.label[row], source[int(index)][1])
-        assert (batch.image.shape, batch.label.shape, batch.image.dtype) == ((2, 4), (2, 4), np.int32)
-    assert [batch.weight.tolist() for batch in batches] == [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]]
-
-
 # ---------------------------------------------------------------- the standard library
 
 
@@ -141,14 +127,6 @@ def test_modules_are_held_out_whole():
     assert [module_of(file) for file in files[1:4]] == ["test/test_asyncio", "test/test_ast.py", "curses"]
     assert library_files(files, held_out=True) == ["curses/ascii.py"]
     assert sum(map(is_held_out, map(str, range(5000)))) == pytest.approx(100, abs=5 * (5000 * 0.02 * 0.98) ** 0.5)
-
-
-def test_names_are_in_one_order_everywhere(tmp_path):
-    for name in ("b.py", "B.py", "a/z.py", "a.py", "a/.x/y.py", "c.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    assert list_files(tmp_path, ".py") == ["B.py", "a.py", "a/z.py", "b.py"]
-    assert len(list_files(Path(sysconfig.get_path("stdlib")) / "json", ".py")) >= 4
 
 
 def test_a_vocabulary_has_the_most_frequent_words_and_reads_the_text_whole(folder, tmp_path, capsys):

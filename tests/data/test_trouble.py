@@ -124,7 +124,6 @@ def test_a_manifest_on_a_file_system_that_answers_eio(folder, monkeypatch):
         ("parquet", "train.parquet"),
         ("webdataset", "train-0.tar"),
         ("huggingface", "train/data.arrow"),
-        ("huggingface", "train/state.json"),
         ("text", "tokens.json"),
     ],
 )
@@ -213,18 +212,6 @@ class TestFilesThatChangeUnderTheRun:
         with pytest.raises(TrainingError, match=r"example 4\) is corrupt: its checksum"):
             source.encoded(BAD)  # pyright: ignore[reportAttributeAccessIssue]
         assert WAYS[way](source, options)[:4] == [0, 1, 2, 3]
-
-    @pytest.mark.parametrize("way", WAYS)
-    @pytest.mark.parametrize(("kind", "expected"), [("imagefolder", [20, 5]), ("batchfiles", [20, 20])])
-    def test_one_that_is_replaced_is_read_and_one_that_is_added_is_not(self, folder, kind, expected, way):
-        options = data(folder, kind)
-        source, path = open_source(options, "train"), file_of(folder, kind, BAD)
-        if kind == "imagefolder":
-            for place, value in ((path, 200), (path.with_name("00.png"), 7)):
-                Image.fromarray(np.full((4, 5, 3), value, np.uint8)).save(place)
-        else:
-            np.save(path, np.full((2, 4, 5, 3), 200, np.uint8))
-        assert WAYS[way](source, options) == [0, 1, 2, 3, *expected]
 
     @pytest.mark.parametrize("kind", SOURCES)
     def test_data_in_memory_outlive_their_files(self, folder, kind):

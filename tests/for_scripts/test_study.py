@@ -59,20 +59,6 @@ def test_a_study_goes_on_past_runs_that_diverge(tmp_path):
     assert (again.returncode, again.stderr, again.stdout) == (0, "", first.stdout)
 
 
-@pytest.mark.slow
-def test_a_run_that_cannot_start_ends_the_study(tmp_path):
-    ended = run(tmp_path / "study.jsonl", "--seeds", "2", "--vary", "local-batch=8", "optim.name=none")
-    assert ended.returncode == 1
-    assert "failed; its message is above" in ended.stderr
-
-
-@pytest.mark.slow
-def test_ranks_instead_of_devices(tmp_path):
-    ended = run(tmp_path / "study.jsonl", "--seeds", "2", "--launch")
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("| 2 |") == 2
-
-
 def rows(study, errors: list[list[float]]) -> list[dict]:
     cells = zip(study.cells(), errors, strict=True)
     return [
@@ -98,64 +84,6 @@ def test_differences_are_taken_seed_by_seed():
     assert made[1].within == "no"
     single = script.summaries(STUDY, rows(STUDY, [[1.0], [2.0]]))
     assert (single[1].difference_error, single[1].within) == (math.inf, "unknown")
-
-
-def test_the_shortest_run_that_is_no_worse_is_found_for_each_seed():
-    grids = [script.Grid({}, {"workers": "1"}), script.Grid({"train-for": ("6st", "3st", "9st")}, {"optim.lr": "2"})]
-    study = script.Study("Q?", "x.py", grids)
-    made = rows(study, [[4.0, 4.0, 4.0], [4.0, 4.1, 5.0], [3.9, 3.9, 6.0], [1.0, 1.0, 4.5]])
-    for row in made:
-        row["curve"] = [[int(row["cell"].get("train-for", "12st")[:-2]) / 10, 1.0]]
-    shares = script.shortest(study, made)
-    assert shares == {"optim.lr 2": {0: pytest.approx(0.25), 1: pytest.approx(0.25), 2: math.inf}}
-    assert script.shortest(STUDY, rows(STUDY, [[1.0], [2.0]])) == {}
-
-
-def test_runs_that_diverged_are_counted_and_left_out_of_means():
-    """The runs of the first cell's seed 0 and all of the third cell diverged."""
-    study = script.Study("Q?", "x.py", [script.Grid({"optim.lr": ("1", "2", "3")}, {"workers": "2"})])
-    made = rows(study, [[9.0, 1.0, 2.0], [2.0, 2.0, 4.0], [8.0, 8.0]])
-    for row in (made[0], *made[6:]):
-        for name in ("eval_top1", "elapsed_s", "curve"):
-            del row[name]
-        row["failed"] = "the loss is not finite"
-    first, second, third = script.summaries(study, made)
-    assert (len(first.runs), first.failed, first.mean) == (2, 1, pytest.approx(1.5))
-    assert (second.failed, second.difference) == (0, pytest.approx(1.5))  # of seeds 1 and 2, which both have
-    assert (len(third.runs), third.failed, third.within) == (0, 2, "unknown")
-    assert "| optim.lr 3 | 0, 2 failed |" in script.table(study, [first, second, third])
-    bars, lines = script.panels(study, [first, second, third])
-    assert [bar[0] for bar in bars.bars] == ["optim.lr 1", "optim.lr 2"]
-    assert list(lines.series) == ["optim.lr 1", "optim.lr 2"]
-
-
-def test_curves_may_have_gaps_and_another_length():
-    """Asynchronous runs evaluate when worker 0 comes by; a loss of infinity is null in a record."""
-    made = rows(STUDY, [[1.0, 3.0], [2.0, 2.0]])
-    made[0]["curve"].append([3.0, 0.1])
-    made[1]["curve"][0] = [1.5, 1.0]
-    made[2]["curve"][0][1] = None
-    lines = script.panels(STUDY, script.summaries(STUDY, made))[1]
-    assert lines.series == {"optim.lr 1": [(1.25, 1.0), (2.0, 1.0)], "optim.lr 2": [(2.0, 1.0)]}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        ["periods", "--vary", "optim.lr=0.1"],
-        ["--vary", "seed=1,2"],
-        ["--vary", "optim.lr"],
-        ["--workers", "0"],
-        ["--seeds", "0"],
-        ["--set", "optim.lr=1"],
-    ],
-    ids=" ".join,
-)
-def test_options_without_effect_are_refused(line, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["study.py", *line])
-    with pytest.raises(SystemExit):
-        script.parse()
-    assert f"{line[-2]}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", script.STUDIES)

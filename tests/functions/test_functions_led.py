@@ -66,7 +66,7 @@ QUICK = [(2, 0, "CORE")]
 WHOLE = [
     pytest.param(n, r, which, marks=pytest.mark.slow)
     for which, jobs in {
-        "CHECKS": [(1, 0), (2, 0), (3, 0), (4, 0), (0, 2), (0, 3), (0, 4)],
+        "CHECKS": [(1, 0), (3, 0), (0, 3)],
         "CORE": [(8, 0), (0, 8)],
     }.items()
     for n, r in jobs
@@ -82,12 +82,6 @@ def test_checks_hold_for_a_script_that_leads(n, ranks, which, tmp_path):
 
 
 SHORT = 'jaxmpi.fork({n}, kind="processes")\n'
-
-
-@pytest.mark.e2e
-def test_a_script_without_a_device_ends_with_one_sentence(tmp_path):
-    out = lead(tmp_path, SHORT, env={"JAX_PLATFORMS": "nosuch"}, code=1)
-    assert re.fullmatch(r"jaxmpi: error: JAX finds no device: .*\n", out)
 
 
 @pytest.mark.e2e
@@ -133,45 +127,6 @@ if __name__ == "__main__":
         assert float(f(x, w)) == 1 + (value << 20)
     print("sent", sent[0])
 """
-
-
-FAILED_BEFORE = """
-from jax.experimental import io_callback
-
-def fail(x):
-    raise ValueError("of the user's own program")
-
-def total(x):
-    return float(jm.function(lambda x: x.sum(), jm.scatter, jm.sum)(x))
-
-if __name__ == "__main__":
-    x = np.arange(4, dtype=np.float32)
-    if {n}:
-        jm.fork({n})
-    totals = [total(x)]
-    if {n} or jaxmpi.world().rank:
-        slow = jax.jit(lambda a: jax.lax.fori_loop(0, 200, lambda i, b: b @ a, a))(jnp.eye(500))  # else it runs at once
-        try:
-            jax.block_until_ready(jax.jit(lambda x: io_callback(fail, x, x, ordered=True))(slow))
-        except jax.errors.JaxRuntimeError:
-            totals.append(total(x))
-    else:
-        totals.append(total(x))
-    if {n}:
-        jm.close()
-        jm.fork({n})
-        totals.append(total(x))
-    print("totals", totals, flush=True)
-    os._exit(0)  # else JAX waits for that program again
-"""
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize(("n", "ranks"), [(2, 0), pytest.param(0, 2, marks=pytest.mark.slow)])
-def test_a_program_of_the_users_that_failed_is_no_trouble_for_functions(n, ranks, tmp_path):
-    out = lead(tmp_path, FAILED_BEFORE.replace("{n}", str(n)), n, ranks)
-    expected = "totals [6.0, 6.0, 6.0]" if n else "totals [6.0, 6.0]"
-    assert out.count(expected) == max(ranks, 1), out[-3000:]
 
 
 @pytest.mark.e2e
@@ -403,20 +358,19 @@ def left_over(path: str) -> list[str]:
 
 
 ENDS = {
-    "no_close": ("pass", "", 0),
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "", -9),
-    "error": ("raise ValueError('the master failed')", "the master failed", 1),
-    "exit": ("sys.exit(3)", "", 3),
+    "no_close": ("pass", 0),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", -9),
+    "exit": ("sys.exit(3)", 3),
 }
-RARE = ("error", "exit", "no_close")
+RARE = ("exit", "no_close")
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("end", [pytest.param(e, marks=pytest.mark.slow) if e in RARE else e for e in ENDS])
 def test_workers_end_with_their_master(end, tmp_path):
-    code, message, status = ENDS[end]
+    code, status = ENDS[end]
     script = f"jm.fork(2)\njm.function(lambda x: x.sum(), jm.scatter, jm.sum)(np.ones(4, np.float32))\n{code}\n"
-    assert message in lead(tmp_path, script, code=status)  # its pipe closes when the last of them has ended
+    lead(tmp_path, script, code=status)  # its pipe closes when the last of them has ended
 
 
 @pytest.mark.slow
@@ -469,29 +423,6 @@ sys.exit(3)
     out = lead(tmp_path, script, ranks=2, env=limits, code=None, timeout_s=55)
     assert "first: rank [1] did not come to this call within 2 s" in out
     assert "then: the workers are no longer in step: rank [1]" in out
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # two jobs
-def test_a_second_fork_under_mpirun_finds_the_ranks_where_they_wait(tmp_path):
-    script = """
-before = time.monotonic()
-for i in range(3):
-    n = jm.fork()
-    f = jm.function(lambda x: x.sum() + i, jm.scatter, jm.sum)
-    v = jm.variable(np.float32(1))
-    v.all_reduce("sum")
-    print("sum", float(f(np.ones(4, np.float32))), v.get(1), flush=True)
-    jm.close()
-    try:
-        f(np.ones(4, np.float32))
-    except jaxmpi.UsageError as error:
-        print(error)
-sys.exit(3)
-"""
-    out = lead(tmp_path, script, ranks=2, code=3, timeout_s=60)
-    assert re.findall("^sum .*$", out, re.MULTILINE) == [f"sum {4 + 2 * i}.0 2.0" for i in range(3)]
-    assert out.count("have been closed") == 3
 
 
 @pytest.mark.slow

@@ -39,16 +39,13 @@ def line(text: str, *, cores: int = 8, is_root: bool = False, environ=None) -> l
 
 
 PARSED = [
-    ("", Options(1, "mpirun", (), ())),
     ("a.py --n 3", Options(1, "mpirun", (), ("a.py", "--n", "3"))),
-    ("-n 8 a.py --optim.lr 1", Options(8, "mpirun", (), ("a.py", "--optim.lr", "1"))),
     ("-n 4 --comm xla a.py --seed 1", Options(4, "mpirun", (), ("a.py", "--comm", "xla", "--seed", "1"))),
     (
         "-n 8 --on-rank-loss shrink a.py --seed 1",
         Options(8, "mpirun", (), ("a.py", "--on-rank-loss", "shrink", "--seed", "1")),
     ),
     ("--resume --seed 1 -n 2 a.py", Options(2, "mpirun", (), ("a.py", "--resume", "--seed", "1"))),
-    ("-n 2 --rule.quorum 2 a.py", Options(2, "mpirun", (), ("a.py", "--rule.quorum", "2"))),  # of one's own
     ("-n8 a.py", Options(8, "mpirun", (), ("a.py",))),
     ("--launcher srun -n 2 a.py", Options(2, "srun", (), ("a.py",))),
     (
@@ -91,18 +88,12 @@ def test_inside_a_slurm_job_of_several_hosts_srun_is_the_default(nodes, launcher
     ("text", "message"),
     [
         ("-n", "-n needs a value"),
-        ("-n two a.py", "-n: got 'two'"),
         ("--restart 3 -n 2 a.py", "got --restart; did you mean '--restarts'"),
         ("-n 2 --optim.lrr 3 a.py", "got --optim.lrr; did you mean '--optim.lr"),
-        ("-n -1 a.py", "got '-1'"),
         ("-n 0 a.py", "got '0'"),
         ("a.py -n 8", "-n comes before the experiment"),
-        ("--launcher-args '\"' a.py", "No closing quotation"),
         ("-n ² a.py", "-n: got '²'"),
-        ("-n " + "9" * 30 + " a.py", "-n: got '9{30}'"),
-        ("--restarts ² a.py", "--restarts: got '²'"),
         ("--restarts " + "9" * 5000 + " a.py", "--restarts: got '9"),
-        ("--elastic ²:³ --restarts 1 a.py", "expected MIN:MAX"),
     ],
 )
 def test_wrong_options(text, message):
@@ -137,7 +128,6 @@ MPIRUN = [
     # who prints its version, workers, cores, root -> arguments after -n N
     ("openmpi", 4, 8, False, ["--bind-to", "none"]),
     ("openmpi", 5, 8, False, ["--oversubscribe", "--bind-to", "none"]),
-    ("openmpi", 9, 8, False, ["--oversubscribe", "--bind-to", "none"]),
     ("openmpi", 4, 8, True, ["--allow-run-as-root", "--bind-to", "none"]),
     ("prte", 8, 2, True, ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]),
     ("mpich", 8, 2, True, []),
@@ -161,10 +151,8 @@ def test_arguments_for_the_launcher_come_before_the_trainer(path):
     [
         ("-x API_KEY=s3cret -x PATH --host a:4,b:4", "-x API_KEY=... -x PATH --host a:4,b:4"),
         ("--export=ALL,TOKEN=s3cret,B=s3cret --mem=4G", "--export=ALL,TOKEN=...,B=... --mem=4G"),
-        ("--export TOKEN=s3cret -N 2", "--export TOKEN=... -N 2"),
         ("--mca mca_base_env_list 'A=s3cret;B=s3cret'", "--mca mca_base_env_list 'A=...;B=...'"),
         ("-genv KEY s3cret -env KEY s3cret -n 1", "-genv KEY ... -env KEY ... -n 1"),
-        ("--map-by slot:PE=2", "--map-by slot:PE=2"),
     ],
 )
 def test_what_variables_for_ranks_hold_is_not_shown(text, shown):
@@ -219,14 +207,6 @@ def test_how_another_projects_environment_comes_by_an_mpi_depends_on_its_tools(p
     assert env.getting_mpi().endswith("a C++ compiler, and CUDA_PATH set to the folder of CUDA, whose nvcc is on PATH")
     monkeypatch.setenv("CUDA_PATH", "/usr/local/cuda")
     assert "CUDA_PATH" not in env.getting_mpi()
-
-
-def test_help_names_every_option(capsys):
-    with pytest.raises(SystemExit) as ended:
-        command.main(["--help"])
-    assert ended.value.code == 0
-    out = capsys.readouterr().out
-    assert all(option in out for option in ("-n N", "--launcher", "EXPERIMENT.py"))
 
 
 LEFT_BEHIND = """

@@ -43,9 +43,7 @@ def test_a_file_of_that_name_goes_first(elsewhere, capsys):
     [
         ("-n 2 digits --seed 1", "digits --seed 1"),
         ("-n 2 --seed 1 papers/vgg16", "papers/vgg16 --seed 1"),
-        ("--resume digits", "digits --resume"),
         ("--data.source digits mine.py", "mine.py --data.source digits"),  # the value of a flag is no experiment
-        ("--data.source=digits digits", "digits --data.source=digits"),
     ],
 )
 def test_the_launcher_knows_a_name_from_the_value_of_a_flag(line, train_args):

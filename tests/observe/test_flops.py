@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import time
 
 import jax
 import jax.numpy as jnp
@@ -222,15 +221,10 @@ def test_every_form_of_the_step_counts_the_same_for_one_batch(tmp_path):
     ("kind", "bfloat16", "float32"),
     [
         ("NVIDIA H100 80GB HBM3", 989.4e12, 494.7e12),
-        ("NVIDIA H100 PCIe", 756e12, 378e12),
         ("NVIDIA A100-SXM4-40GB", 312e12, 156e12),
-        ("NVIDIA A10G", 70e12, 35e12),
-        ("NVIDIA L40S", 362.05e12, 183e12),
         ("Tesla V100-SXM2-16GB", None, 15.7e12),
         ("TPU v5 lite", 197e12, 197e12),
-        ("TPU v5p", 459e12, 459e12),
         ("NVIDIA RTX A4000", None, None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, None),
         ("a device of tomorrow", None, None),
     ],
@@ -274,14 +268,3 @@ def test_cores_that_ranks_share_count_once_and_a_quota_counts():
     assert total_cores([("a", [0], 1), ("a", [0], 1), ("a", [1], 1)]) == 2  # three on two cores
     assert total_cores([("a", [*range(64)], 2)]) == 2  # a container's quota
     assert total_cores([("a", [], 8)]) == 8  # a system that tells no cores
-
-
-def test_a_measured_peak_is_what_products_reach():
-    peak = measured_peak("float32").flops_per_s
-    square = jnp.ones((256, 256))
-    product = jax.jit(jnp.matmul).lower(square, square).compile()
-    begin_s = time.perf_counter()
-    for _ in range(10):
-        product(square, square).block_until_ready()
-    reached = 10 * 2 * 256**3 / (time.perf_counter() - begin_s)
-    assert reached / 3 < peak < 1e14  # no CPU's

@@ -148,15 +148,6 @@ def test_model_flops_are_of_examples_that_were_seen_and_mfu_of_the_peak(tmp_path
     assert speeds_drawn(tmp_path) == ["Speed, images/s", "Model FLOP/s", "Model FLOPs utilisation"]
 
 
-def test_a_resumed_run_goes_on_in_the_same_file_and_time(tmp_path):
-    for elapsed_s in (0.0, 100.0):
-        record, _ = recorder(tmp_path, elapsed_s=elapsed_s)
-        record.train(**TRAIN)
-        record.close()
-    first, second = rows(tmp_path)
-    assert first["elapsed_s"] < 100 <= second["elapsed_s"] < 160
-
-
 def test_other_ranks_write_and_say_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     record, out = recorder(None)
@@ -350,17 +341,6 @@ def test_many_ranks_are_listed_in_blocks_of_neighbours():
     assert many[-1] == 999.0
 
 
-def test_a_wall_clock_that_jumps_moves_no_time(tmp_path, monkeypatch):
-    record, _ = recorder(tmp_path)
-    wall = time.time
-    monkeypatch.setattr(time, "time", lambda: wall() - 86_400)
-    record.train(**TRAIN)
-    monkeypatch.setattr(time, "time", lambda: wall() + 86_400)
-    record.train(**TRAIN)
-    assert all(0 <= row["elapsed_s"] < 60 for row in rows(tmp_path))
-    record.close()
-
-
 # ---------------------------------------------------------------- sinks
 
 
@@ -411,16 +391,14 @@ def test_tensorboard_gets_the_numbers(tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_quiet_run_with_profile_and_tensorboard_says_nothing_and_writes_both(ranks, tmp_path):
+def test_a_quiet_run_with_profile_and_tensorboard_says_nothing_and_writes_both(tmp_path):
     pytest.importorskip("tensorboardX")
     steps = ("--train-for", "8st", "--log-every", "4", "--eval-every", "0st", "--checkpoint-every", "0st")
     more = ("--quiet", "--sinks", "tensorboard", "--profile", "3:5", "--exchange.strategy", "ring32")
-    ended = train(ranks, "experiments/digits.py", *steps, *more, "--run-dir", str(tmp_path / "run"))
+    ended = train(1, "experiments/digits.py", *steps, *more, "--run-dir", str(tmp_path / "run"))
     assert (ended.code, ended.out.strip()) == (0, "")
     assert [row["step"] for row in rows(tmp_path / "run") if row["kind"] == "train"] == [1, 4, 8]
-    for rank in range(ranks):
-        [profile] = (tmp_path / "run" / "profile" / f"rank_{rank:05d}").rglob("*.xplane.pb")
-        assert profile.stat().st_size > 1000
+    [profile] = (tmp_path / "run" / "profile" / "rank_00000").rglob("*.xplane.pb")
+    assert profile.stat().st_size > 1000
     [events] = (tmp_path / "run" / "tensorboard").iterdir()
     assert events.stat().st_size > 500

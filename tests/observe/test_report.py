@@ -6,9 +6,6 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +15,7 @@ from PIL import Image
 from jaxmpi.core.errors import UsageError
 from jaxmpi.observe import plots, record_reader, report, report_charts, report_page
 from jaxmpi.observe.record_format import FORMAT
-from jaxmpi.observe.record_reader import MOST_LINES, average_neighbours, read
+from jaxmpi.observe.record_reader import MOST_LINES, read
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.report import unique_names
 from jaxmpi.observe.report_charts import BINS, MOST_NAMED, table_data
@@ -136,13 +133,6 @@ def test_differences_are_those_settings_only(two_runs):
     assert "<th scope=row>experiment.optim.lr</th><td>0.1</td><td>0.2</td>" in table
 
 
-def test_one_run_has_no_differences(tmp_path, capsys):
-    run = write_run(tmp_path / "run")
-    report.main([str(run)])
-    assert capsys.readouterr().out == f"report: {run / 'report' / 'index.html'}\n"
-    assert "differences" not in Page((run / "report" / "index.html").read_text()).ids
-
-
 # ---------------------------------------------------------------- records that are not as they should be
 
 
@@ -257,14 +247,6 @@ def test_what_a_resumed_run_compiled_is_left_out(tmp_path):
 # ---------------------------------------------------------------- long ones
 
 
-def test_means_of_neighbours():
-    values = np.arange(1000.0)
-    assert len(average_neighbours(values, 10)) == 10
-    assert average_neighbours(values, 10).mean() == values.mean()
-    assert np.isnan(average_neighbours(np.full(1000, np.nan), 10)).all()
-    assert average_neighbours(np.array([1.0, np.nan, 3.0, 5.0]), 2).tolist() == [1.0, 4.0]
-
-
 def test_a_long_record_keeps_its_peaks(tmp_path):
     """Every bin keeps its least and its greatest value, each at its step; lines beyond MOST_LINES have numbers, too."""
     lines = 2 * MOST_LINES + 1
@@ -324,20 +306,6 @@ def test_runs_of_one_name_get_numbers(tmp_path):
     assert unique_names([tmp_path / "x" / "run", tmp_path / "y" / "run", tmp_path / "z"]) == ["run (1)", "run (2)", "z"]
 
 
-@pytest.mark.slow
-def test_a_record_of_100_000_steps_takes_less_than_5_s_and_5_mb(tmp_path):
-    run = write_run(tmp_path / "run", lines=20, ranks=8)
-    first, *rest = (run / "record.jsonl").read_text().splitlines()
-    trains = [line for line in rest if '"train"' in line]
-    lines = [re.sub('"step": [0-9]+', f'"step": {step}', line) for step, line in enumerate(trains * 5000, 1)]
-    (run / "record.jsonl").write_text("\n".join([first, *lines, *rest[-2:]]) + "\n")
-    begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "jaxmpi.tools.cli", "report", str(run)], timeout=100)
-    assert done.returncode == 0
-    assert time.monotonic() - begin < 5
-    assert (run / "report" / "index.html").stat().st_size < 5e6
-
-
 # ---------------------------------------------------------------- a stranger's run
 
 
@@ -361,18 +329,9 @@ def deep(depth: int, value: object = 1) -> object:
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        ("train", {name: 10**400 for name in ("loss", "step", "own_ranks")}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("train", {"loss": 1e308, "lr": -1e308}),
-                ("train", {"slowest": "\ud800"}),
-                ("eval", {"eval_loss": 10**400}),
-            )
-        ),
+        ("train", {name: 10**400 for name in ("loss", "step", "own_ranks")} | {"slowest": "\ud800"}),
         ("exchange", {"buckets": [["$\\frac{$", 0.1, 0.1], ["\ud800", 0.1, 0.1], ["a", 10**400, 1]]}),
-        ("run", {"strategy": "\ud800", "\ud801": 1}),
-        ("run", {"more": deep(300)}),
+        ("run", {"strategy": "\ud800", "\ud801": 1, "more": deep(300)}),
     ],
 )
 def test_a_forged_record_gives_a_page(kind, fields, tmp_path):
@@ -395,7 +354,7 @@ def test_names_of_a_record_are_no_markup(tmp_path):
     assert "&lt;script&gt;" in text.read_text()
 
 
-@pytest.mark.parametrize("name", ["report", "report/index.html", "report/speed.png", "record.jsonl"])
+@pytest.mark.parametrize("name", ["report", "report/index.html", "record.jsonl"])
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_a_report_writes_through_no_link_and_waits_for_no_pipe(name, kind, tmp_path):
     run, elsewhere = write_run(tmp_path / "run", lines=3), tmp_path / "elsewhere"
@@ -450,10 +409,8 @@ def test_runs_that_differ_by_seed_only_are_one_group(tmp_path):
     ("seed", "others", "expected"),
     [
         (1, {}, [[0, 1]]),
-        (1, {"commit": "a1b2+"}, [[0, 1]]),
         (0, {}, [[0], [1]]),
         (1, {"commit": "c3d4"}, [[0], [1]]),
-        (1, {"versions": {"jax": "0.9"}}, [[0], [1]]),
         (1, {"effective_batch": 128}, [[0], [1]]),
     ],
 )

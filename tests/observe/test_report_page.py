@@ -1,7 +1,6 @@
 """The report's page in a browser: the mouse moves, clicks and drags over curves of a record whose values are known."""
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -159,79 +158,6 @@ def test_dragging_zooms_and_a_double_click_shows_all_again(opened):
     assert opened.span() == before
 
 
-def test_the_axes_switch(opened):
-    """On a logarithmic axis equal ratios are equally far apart; on the other, equal differences."""
-    log = opened.loss.get_by_role("button", name="Logarithmic axis of Loss")
-    assert log.get_attribute("aria-pressed") == "true"  # it spans more than a decade
-
-    def heights() -> list[float]:
-        shown = []
-        for share in (0.25, 0.5, 0.998):  # losses fall as 1 / step
-            opened.tip(share)
-            points = opened.loss.locator(".u-cursor-pt").all()
-            shown.append(min(box["y"] for point in points if (box := point.bounding_box())))
-        return shown
-
-    first, second, third = heights()
-    assert (second - first) / (third - second) == pytest.approx(1, abs=0.15)
-    log.click()
-    first, second, third = heights()
-    assert (second - first) / (third - second) == pytest.approx(2, abs=0.3)
-    opened.page.get_by_role("radio", name="Seconds").click()
-    opened.page.mouse.move(*opened.at(0.5))
-    assert re.fullmatch(r"20(\.\d)? s|19\.\d s", opened.loss.locator(".tip b").inner_text())
-
-
-def test_parts_of_a_step_ranks_and_buckets_are_drawn(opened):
-    def hover(title: str, drawn: str, share: float) -> Any:
-        card = opened.page.locator("article", has=opened.page.get_by_role("heading", name=title))
-        card.scroll_into_view_if_needed()
-        card.locator(".key > *").first.wait_for()  # it is drawn once it is seen
-        box = card.locator(drawn).bounding_box()
-        opened.page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + share * box["height"])
-        card.locator(".tip:not([hidden])").wait_for()
-        return card.locator(".tip")
-
-    assert hover("Parts of a step", ".u-over", 0.5).locator(".value").all_inner_texts() == ["2 ms"] * 5
-    found = hover("A rank's own time", "canvas", 0.25)
-    assert found.locator(".name").inner_text() == "rank 0"
-    assert found.locator(".value").inner_text().startswith("0.667 ")
-    assert opened.page.locator("#ranks .bar .name", has_text="bucket 1 of 1 (w)").count() == 1
-
-
-def test_the_dark_theme_has_other_colours(browser, address):
-    def colours(opened: Opened) -> list[str]:
-        return opened.loss.evaluate("e => [getComputedStyle(e).backgroundColor, getComputedStyle(e).color]")
-
-    dark = Opened(browser, address, color_scheme="dark")
-    of_system = colours(dark)
-    dark.page.get_by_role("radio", name="Light").click()
-    assert all(a != b for a, b in zip(of_system, colours(dark), strict=True))
-    dark.page.get_by_role("radio", name="Dark").click()
-    assert colours(dark) == of_system
-    dark.close()
-
-
-def test_a_phone_needs_no_scrolling_sideways_and_paper_has_pictures(browser, address):
-    phone = Opened(browser, address, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
-    assert phone.page.evaluate("document.documentElement.scrollWidth") == 360
-    phone.page.touchscreen.tap(*phone.at(0.5))
-    phone.loss.locator(".tip:not([hidden])").wait_for()
-    phone.page.emulate_media(media="print")
-    assert not phone.page.locator(".charts").first.is_visible()
-    pictures = phone.page.locator(".static img").all()
-    assert pictures
-    assert all(picture.is_visible() and picture.evaluate("e => e.naturalWidth") > 100 for picture in pictures)
-    phone.close()
-
-
-def test_without_scripts_there_are_pictures(browser, address):
-    page = browser.new_page(java_script_enabled=False)
-    page.goto(address)
-    assert page.locator("#learning .static img").first.is_visible()
-    page.context.close()
-
-
 def test_seeds_are_a_mean_and_a_band(browser, tmp_path):
     losses = [[float(round(k * (1 + i / 100), 5)) for i in range(len(STEPS))] for k in (1.0, 2.0, 6.0)]
     runs = [write_run(tmp_path / f"seed{i}", values, seed=i) for i, values in enumerate(losses)]
@@ -246,19 +172,4 @@ def test_seeds_are_a_mean_and_a_band(browser, tmp_path):
     assert told.locator(".extra").inner_text() == f"({low} to {high})"
     opened.page.get_by_role("radio", name="Every run").click()
     assert len(opened.tip(0.5)[1]) == 6
-    opened.close()
-
-
-def test_a_mean_is_of_all_lines_and_of_the_seeds_that_come_so_far(browser, tmp_path):
-    steps = range(1, 4001)
-    level = [3.0 if step % 5 == 0 else 1.0 for step in steps]  # in a stretch the mean is 1.4, that of the ends 2
-    runs = [write_run(tmp_path / "whole", level, steps, seed=0)]
-    runs += [write_run(tmp_path / "crashed", [4.4] * 2000, steps[:2000], seed=1)]
-    opened = Opened(browser, address_of(runs, tmp_path))
-    for share, mean, more in ((0.25, 2.9, ""), (0.75, 1.4, ", 1 of 2 seeds")):
-        opened.page.mouse.move(*opened.at(share))
-        opened.loss.locator(".tip:not([hidden])").wait_for()
-        told = opened.loss.locator(".tip div").first
-        assert float(told.locator(".value").inner_text()) == pytest.approx(mean, abs=0.01)
-        assert re.fullmatch(rf"\([^,]* to [^,]*{more}\)( at .*)?", told.locator(".extra").inner_text())
     opened.close()

@@ -90,19 +90,6 @@ def test_the_time_of_a_step_has_its_number():
     ]
 
 
-def test_every_step_has_a_bar_wherever_the_one_before_has_ended():
-    for step_s in (0.5, 1.0, 2.0, 3.5, 6.0):
-        rows = [
-            StepTimes(1, 10.0, 11.0, 11.0, 11.0, 12.0, (10.0, 10.0)),
-            StepTimes(2, 12.0, 13.0, 13.0, 13.0, 14.0, (12.0, 13.0)),
-            StepTimes(3, 14.0, 17.0, 17.0, 17.0, 18.0, (14.0, 17.0)),
-            StepTimes(4, 18.0, 18.5, 18.5, 18.5, 19.0, LATER),
-            StepTimes(5, 19.0, 21.0, 21.0, 21.0, 24.0, (19.0, 21.0)),
-        ]
-        found = decompose(rows, step_s, False, []).spans
-        assert {s.name for s in found} == {f"step {k}" for k in range(1, 6)}, step_s
-
-
 def test_without_spans_of_buckets_an_exchange_is_part_of_compute():
     nothing = decompose([], None, True, [])  # of a window without steps, as after a death in an evaluation
     assert (nothing.steps, sum(nothing.parts.values())) == (0, 0.0)
@@ -218,26 +205,6 @@ def test_a_loop_that_waits_for_its_device_or_its_data(data_s, step_s):
     assert sum(v for k, v in found.items() if k != "hidden") == pytest.approx(wall_s, rel=0.05)
     bound = "data" if data_s > step_s else "compute"
     assert found[bound] > 0.75 * wall_s, found
-
-
-def test_many_buckets_between_two_lines_are_all_counted_and_quickly():
-    """80 steps of 1,000 waits each, one after another without a gap between them, half of each step."""
-    seen, per = StepTimer(2), 1000
-    for _ in seen.batches(slow(80, 0.0), 1):
-        begin = time.perf_counter()
-        time.sleep(0.001)
-        ticks = np.linspace(begin, time.perf_counter(), 2 * per + 1).tolist()
-        for i in range(per):
-            spans.record_span("wait", f"bucket {i}", ticks[2 * i], ticks[2 * i + 1])
-        seen.started(Result(0.0))
-    seen.pause()
-    begin_s = time.process_time()
-    window = seen.window()
-    assert time.process_time() - begin_s < 2.0  # 80,000 intervals in 80 rows: not each with each
-    waits = [span for span in window.spans if span.track == "wait"]
-    assert len(waits) == 80 * per
-    found = window.parts
-    assert found["exposed"] == pytest.approx(spans.length([(s.begin_s, s.end_s) for s in waits]), rel=1e-6)
 
 
 def test_what_is_no_training_is_left_out():

@@ -22,7 +22,7 @@ def run(*argv: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=120, cwd=cwd)
 
 
-@pytest.mark.parametrize("argv", [[], ["-h"], ["--help"]])
+@pytest.mark.parametrize("argv", [[], ["--help"]])
 def test_help_lists_every_command(argv, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["jaxmpi", *argv])
     cli.main()
@@ -42,20 +42,18 @@ def test_every_command_has_help(line, monkeypatch, capsys):
     assert all(out.count(flag) > 1 for flag in re.findall(r"(?<= )--?[a-z][\w-]*", example))
 
 
-@pytest.mark.parametrize("flag", ["-V", "--version"])
-def test_version(flag, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["jaxmpi", flag])
+def test_version(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["jaxmpi", "--version"])
     cli.main()
     out = capsys.readouterr().out
     assert f"jaxmpi {importlib.metadata.version('jaxmpi')}  jax {importlib.metadata.version('jax')}  " in out
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["experiments", "--help"]])
-def test_output_that_nobody_reads_any_more_ends_a_command_without_a_traceback(argv):
+def test_output_that_nobody_reads_any_more_ends_a_command_without_a_traceback():
     """As after `| head`."""
     read_end, write_end = os.pipe()
     os.close(read_end)
-    line = [sys.executable, "-m", "jaxmpi.tools.cli", *argv]
+    line = [sys.executable, "-m", "jaxmpi.tools.cli", "--help"]
     with os.fdopen(write_end, "w") as unread:
         ended = subprocess.run(line, stdout=unread, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT)
     assert ended.stderr == ""
@@ -72,27 +70,16 @@ def test_an_unknown_command_lists_what_exists(monkeypatch, capsys):
 
 MISTAKES = {
     "train -n 8 digits --efective-batch 3": "unknown field --efective-batch; did you mean 'effective-batch'?",
-    "train -n 8 digits --optim.rate 3": "unknown field --optim.rate; did you mean 'optim.name'? there are: ",
     "train -n 8 digits --optim.lr fast": "Error parsing --optim.lr",
-    "train -n 8 gone.py": "no experiment file 'gone.py'",
     "train --local-batch 8": "name an experiment file first",
-    "forecast --local-batch 8": "name an experiment file first",
     "train -n 8 digits --train-for": "Missing argument",
     "bench --speed": "unrecognized arguments: --speed",
-    "plan --speed": "unrecognized arguments: --speed",
     "plan --bytes 4e6 --alpha-s 1e-4": "give --alpha-s and --beta-s-per-byte together",
-    "plan --experiment gone.py": "no experiment file 'gone.py'",
-    "forecast digits --optim.rate 3": "unknown field --optim.rate",
     "forecast digits -n 4 --slots 5": "--slots: got 5; expected 1 to 4 ranks a host",
     "doctor --speed": "got --speed",
-    "evaluate run --speed 3": "unknown field --speed",
     "evaluate run": "config.json: no such file; name a run directory",
-    "predict run outputs.npz": "config.json: no such file; name a run directory",
     "export run model.jaxexport --platforms abacus": "platforms: got abacus; expected cpu",
-    "models --speed": "unrecognized arguments: --speed",
     "report": "the following arguments are required: RUN",
-    "data check folder --speed": "unrecognized arguments: --speed",
-    "experiments --speed": "unrecognized arguments: --speed",
     "run": "the following arguments are required: SCRIPT.py",
 }
 
@@ -122,13 +109,6 @@ def test_train_prints_its_line_and_hands_on_the_trainers_exit_code():
     assert job.returncode == 2
     assert "optim.lr: got -1.0; expected" in job.stderr
     assert "Traceback" not in job.stderr
-
-
-@pytest.mark.e2e
-def test_wrong_options_end_without_a_traceback():
-    job = run("train", "-n", "many", "x.py")
-    assert job.returncode == 2
-    assert job.stderr == "jaxmpi: error: -n: got 'many'; expected a number of workers >= 1\n"
 
 
 @pytest.mark.e2e
@@ -162,7 +142,7 @@ def table_of(text: str, bar: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("after_s", [0.0, pytest.param(0.2, marks=pytest.mark.slow), 0.6])
+@pytest.mark.parametrize("after_s", [0.0, 0.6])
 @pytest.mark.parametrize(
     ("command", "imports"),
     [(["jaxmpi.tools.cli", "train", "-n", "2"], "jaxmpi.launch.supervisor"), (["jaxmpi.train"], "jax._src.config")],
