@@ -20,7 +20,7 @@ from jaxmpi.models.googlenet import googlenet, googlenet_loss
 from jaxmpi.runtime.launchers import launched_workers
 
 fallback = Experiment(
-    model=googlenet(classes=10, image_size=32, init="he"),
+    model=googlenet(classes=10, image_size=32, init="he_all"),
     loss=googlenet_loss,
     data=Data(source="digits", resize=32, mean=(0.305,), std=(0.376,)),
     optim=Optim("momentum", lr=0.01 / launched_workers(), weight_decay=2e-4),

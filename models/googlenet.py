@@ -77,7 +77,8 @@ STD = {
 }  # fmt: skip
 STARTS = {
     "published": Start(lambda place: normal(STD[place]), 0.2),
-    "he": Start(lambda place: he_normal, 0.0),
+    "he": Start(lambda place: normal(0.01) if place == "logits" else he_normal, 0.0),
+    "he_all": Start(lambda place: he_normal, 0.0),
 }
 
 
@@ -184,7 +185,8 @@ def googlenet(classes: int = 1000, image_size: int = 224, channels: int = 3, ini
         image_size: px, height and width, >= 16.
         channels: of the image.
         init: "published": normal with Theano-MPI's standard deviations, convolution biases 0.2;
-            "he": He-normal, biases 0, which trains faster on small data.
+            "he": He-normal, logits N(0, 0.01^2), biases 0, which trains faster on small data; "he_all": the
+            logits' kernels, too, which leaves chance sooner at low rates and is less stable at high ones.
 
     Reference: Szegedy et al. 2015, arXiv:1409.4842. As Theano-MPI, it pools before both local
     response normalisations; without Theano-MPI's third one, after 4e, which is not in the paper.

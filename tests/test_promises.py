@@ -18,7 +18,7 @@ from launching import ROOT, kill_session, mpirun_line, run
 PACKAGE = ROOT / "jaxmpi"
 DIGITS = str(ROOT / "experiments" / "digits.py")
 # Files that read pickles, or have them read: messages of other processes of the same job.
-MESSAGES = {"data/loader_worker.py", "core/shared_memory.py", "functions/commands.py", "trainer/notebook_workers.py"}
+MESSAGES = {"data/loader_worker.py", "core/shared_memory.py", "functions/transport.py", "trainer/notebook_workers.py"}
 UNSAFE = {"marshal", "shelve", "dill", "cloudpickle", "joblib"}
 
 

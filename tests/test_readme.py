@@ -129,7 +129,7 @@ SCENARIOS = [
     Scenario(("functions.py",), ("finite: True",)),
     Scenario(
         ("model_state.py",),
-        ("straggler  reduce", "errors (1000,) mean (1, 5)", "only ['total']", "rows 1000", "on each worker {1000}"),
+        ("straggler", "errors (1000,) mean (1, 5)", "only ['total']", "rows 1000", "on each worker {1000}"),
     ),
     Scenario(("colors.py", "colors"), ("color4 1.5", "pipering 1.5"), TWO_RANKS),
     Scenario(("gather.py",), ("[[3. 4.]\n [3. 4.]\n [3. 4.]\n [3. 4.]]",)),

@@ -278,7 +278,7 @@ def run_in(
         recorder.write("run", **facts)
     say_start(job, functions, recorder, folder, saved)
     if held:
-        recorder.say(f"each worker holds, in MB, {memory.describe_parts(held)}")
+        recorder.say(memory.describe_worker(held, job.workers.size))
     of_rank = f"rank_{workers.processes.rank:05d}"  # JAX names files by host: ranks of one would overwrite them
     run = assembled(
         job,

@@ -148,6 +148,12 @@ def describe_parts(memory: WorkerMemory) -> str:
     return ", ".join(f"{mb(size)} of {name}" for name, size in parts(memory).items())
 
 
+def describe_worker(memory: WorkerMemory, workers: int) -> str:
+    """A line for the headline."""
+    sharded = f"updates sharded over {workers} workers: " * (memory.shards is not None)
+    return f"{sharded}each worker holds, in MB, {describe_parts(memory)}"
+
+
 def describe_step(memory: WorkerMemory, here: int, free_bytes: int) -> str:
     """A line before the first step; `here`: workers of this host."""
     start = f"a step holds {mb(memory.activations)} MB of activations, {mb(memory.at_once)} MB at once"

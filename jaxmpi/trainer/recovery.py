@@ -172,7 +172,7 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     )
     recorder.write("lost", after=step, ranks=shrinking.gone, workers=workers.size)
     recorder.say(f"{shrinking.told()}{back}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}")
-    recorder.say(f"each worker holds, in MB, {memory.describe_parts(held)}")
+    recorder.say(memory.describe_worker(held, workers.size))
     shrinking.gone, shrinking.is_unsaved = [], is_unsaved
     overdue = plan.timetable.between(step - 1, step) if is_late else DueEvents()
     overdue = overdue._replace(save=overdue.save or is_unsaved)
