@@ -37,6 +37,7 @@ from jaxmpi.functions.transport import (
     OutOfStep,
     SocketTransport,
     WorkerDied,
+    decode_message,
     encode,
     pack,
     unpack,
@@ -309,11 +310,11 @@ class ProcessGroup(WorkerGroup):
     def send(self, command: Command) -> None:
         """Send a command, to each worker with its own inputs.
 
-        All messages are made before one is sent: a failure there leaves the workers as they were.
+        All inputs are encoded before anything is dropped or sent: a failure there leaves the workers as they were.
         """
         self.is_exchanging = False
         ranks = range(1, self.size) if self.is_serial else ()
-        inputs = [command.inputs(rank) for rank in ranks]
+        inputs = [encode(command.inputs(rank)) for rank in ranks]
         dropped, freed = self.forget_dropped(), shared_array.take_freed() if self.is_serial else []
         messages = [encode((command._replace(inputs=None), own, dropped, freed)) for own in inputs]
         self.is_exchanging = bool(messages)
@@ -322,11 +323,15 @@ class ProcessGroup(WorkerGroup):
             self.transport.send(rank, message)
 
     def receive(self) -> Command:
-        """The master's next command."""
+        """The master's next command.
+
+        Its inputs are a message in the message, decoded where the worker's part asks for them: what cannot be imported
+        or mapped here is a failure to report.
+        """
         command, inputs, dropped, freed = self.transport.receive()
         self.forget(dropped)
         shared_array.unmap(freed)
-        return command._replace(inputs=lambda rank: inputs)
+        return command._replace(inputs=lambda rank: decode_message(inputs))
 
 
 class RankGroup(ProcessGroup):
@@ -387,6 +392,7 @@ class ForkedGroup(ProcessGroup):
                 return {rank: self.memory.sums.sum_now(leaves, self.size if op == "mean" else 1)}
             rows = self.memory.gather(pack([np.asarray(x) for x in leaves]), True)
             stacked = [np.stack(parts) for parts in zip(*map(unpack, rows or []), strict=True)]
+            del rows  # as large as `stacked`
             return {rank: jax.block_until_ready([x[rank] for x in exchange_rows(self.size, op, strategy)(stacked)])}
 
     def gather_bytes(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:

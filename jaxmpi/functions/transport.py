@@ -63,6 +63,13 @@ def decode(head: np.ndarray, receive: Callable[[int], Any]) -> Any:
     return pickle.loads(head[8 * (1 + count) :].data, buffers=[receive(size) for size in sizes])
 
 
+def decode_message(message: Message) -> Any:
+    """The value of a message that has come whole."""
+    head, *arrays = message
+    rest = iter(arrays)
+    return decode(head, lambda size: next(rest))
+
+
 def pack(value: Any) -> np.ndarray:
     """A message as one vector, in which the arrays are aligned."""
     head, *parts = encode(value)

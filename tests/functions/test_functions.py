@@ -31,7 +31,7 @@ from jaxmpi.functions.commands import perform
 from jaxmpi.functions.groups import RankGroup
 from jaxmpi.functions.lifecycle import current_group, default_workers
 from jaxmpi.functions.rows import select_rows, shard_bounds, worker_pieces
-from jaxmpi.functions.transport import OutOfStep, decode
+from jaxmpi.functions.transport import OutOfStep, decode_message
 from jaxmpi.functions.worker import Command
 from jaxmpi.observe import report
 
@@ -169,9 +169,8 @@ class FailingTransport:
     def send(self, rank, message):
         if rank == self.cannot_send:
             raise ValueError(f"cannot send to worker {rank}")
-        arrays = iter(message[1:])
-        _, inputs, *_ = decode(message[0], lambda size: next(arrays))
-        self.sent.append((rank, [array.tolist() for array in inputs]))
+        _, inputs, *_ = decode_message(message)
+        self.sent.append((rank, [array.tolist() for array in decode_message(inputs)]))
 
     def reports(self, mine):
         raise jaxmpi.TrainingError("the reports did not come together")
@@ -195,11 +194,19 @@ def test_workers_whose_reports_do_not_come_together_are_out_of_step(fault):
         group.check_usable()
 
 
-def test_no_message_is_sent_before_all_are_made():
+class NoRoom:
+    def __reduce__(self):
+        raise MemoryError("no room to pickle the share of worker 2")
+
+
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_no_message_is_sent_before_all_are_made(is_pickled, monkeypatch):
     def inputs(rank):
         if rank == 2:
-            raise MemoryError("no room for the share of worker 2")
+            return [NoRoom()] if is_pickled else NoRoom().__reduce__()
         return [np.ones((2, 3)).T]
+
+    monkeypatch.setattr(shared_array, "_freed", ["freed"])
 
     transport = FailingTransport()
     group = failing_group(transport, is_serial=True)
@@ -207,7 +214,7 @@ def test_no_message_is_sent_before_all_are_made():
     with pytest.raises(MemoryError):
         perform(group, "put", lambda: Command("put", "put", {}, inputs))
     group.check_usable()
-    assert (transport.sent, group.dropped) == ([], [7])
+    assert (transport.sent, group.dropped, shared_array.take_freed()) == ([], [7], ["freed"])
 
 
 def test_a_command_that_not_all_workers_have_received_is_the_last():

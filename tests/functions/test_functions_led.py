@@ -203,6 +203,11 @@ if __name__ == "__main__":
     each = [counted(np.ones(n, np.float32)) for n in (4, 4, 5)]
     tell(lambda: [[int(v.get(rank)) for v in each] for rank in range(2)])
     tell(lambda: jm.function(unreadable, jm.scatter, jm.max)(x))
+    shared = jaxmpi.shared(x)
+    path, shared.path = shared.path, "/nowhere/array"
+    tell(lambda: f(shared))
+    shared.path = path
+    tell(lambda: f(shared))
     hidden = jm.function(lambda x: may_not_travel(x), jm.scatter, jm.max)
     may_not_travel = lambda x: jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((), jnp.float32), x.max())
     tell(lambda: hidden(x))
@@ -232,6 +237,8 @@ EXPECTED = [
     "got [[1, 2, 3], [1, 2, 3]]",  # a worker that lacks a program lets nobody else compute twice
     "WorkerFailed: unreadable: worker 1 of 2 failed:",
     r"cannot read data-\udcff.npy",
+    "/nowhere/array cannot be opened here",
+    "got 6.0",  # what cannot be unpickled is reported as well
     "UsageError: function '<lambda>' calls back into Python",
     "got 6.0",
     "got 6.0",
