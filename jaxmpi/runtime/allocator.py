@@ -14,6 +14,7 @@ from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -3, -4, -8  # malloc.h
 _MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _HUGE_BYTES = 14, 15, 2 << 20  # sys/mman.h
+_MADVISE = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _TOP_PAD = 2**17  # bytes by which the heap grows beyond what is asked for, by default
 _MOST_BYTES = 2**31 - 2**27  # below the threshold from which glibc gives the heap's top back
 
@@ -49,26 +50,22 @@ def _grow_by_huge_pages() -> None:
             return
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
-    libc.free.argtypes = [ctypes.c_void_p]
+    libc.free.argtypes, libc.madvise.argtypes = [ctypes.c_void_p], _MADVISE
     size = min(_MOST_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)
     _set({_M_TOP_PAD: _TOP_PAD})
-    if begin := libc.malloc(size):
-        if begin + size <= libc.sbrk(0) < begin + size + _HUGE_BYTES:
-            aligned = -(-begin // _HUGE_BYTES) * _HUGE_BYTES
-            _huge.append((aligned, begin + size - aligned))
-            _advise(_MADV_HUGEPAGE)
-            _set({_M_TOP_PAD: size})  # what glibc leaves when it gives the top of the heap back
-        libc.free(begin)
+    # Until `free` nothing may call malloc: a block above this one would pin the heap's top.
+    begin = libc.malloc(size)
+    aligned = -(-(begin or 0) // _HUGE_BYTES) * _HUGE_BYTES
+    is_top = bool(begin) and begin + size <= libc.sbrk(0) < begin + size + _HUGE_BYTES
+    if is_top:
+        libc.madvise(aligned, begin + size - aligned, _MADV_HUGEPAGE)
+    libc.free(begin)
+    if is_top:
+        _huge.append((aligned, begin + size - aligned))
+        _set({_M_TOP_PAD: size})  # what glibc leaves when it gives the top of the heap back
 
 
 _huge: list[tuple[int, int]] = []  # begin and bytes of reserved addresses
-
-
-def _advise(advice: int) -> None:
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for begin, size in _huge:
-        madvise(begin, size, advice)
 
 
 def arenas() -> int:
@@ -112,7 +109,10 @@ def is_settled() -> bool:
 
 def give_back_at_once() -> None:
     """Have glibc unmap each buffer of 1 MiB or more when freed."""
-    _advise(_MADV_NOHUGEPAGE)
+    for begin, size in _huge:
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = _MADVISE
+        madvise(begin, size, _MADV_NOHUGEPAGE)  # else the kernel may fill holes of given back pages again
     _huge.clear()
     _set({_M_MMAP_MAX: 65536, _M_MMAP_THRESHOLD: 2**20, _M_TRIM_THRESHOLD: 2**21, _M_TOP_PAD: _TOP_PAD})
     give_back_freed_memory()

@@ -267,7 +267,7 @@ def seen(ranks: int = 4, steps: int = 10, slow: int = 2) -> Summary:
     rows[:, LOCAL.index("compute")] = compute
     rows[:, HEAD:] = (0.25 + (compute.max() - compute) / steps)[:, None]
     rows[:, LOCAL.index("exposed")] = rows[:, HEAD:].sum(axis=1)
-    rows[:, len(LOCAL)] = 3
+    rows[:, len(LOCAL)] = SOURCES.index("measured")
     return summary(rows, steps)
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from jaxmpi.core.errors import UsageError
 from jaxmpi.observe import plots, record_reader, report, report_charts, report_page
-from jaxmpi.observe.record_format import FORMAT
+from jaxmpi.observe.record_format import FORMAT, SOURCES
 from jaxmpi.observe.record_reader import MOST_LINES, read
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.report import unique_names
@@ -36,7 +36,7 @@ def write_run(folder: Path, lines: int = 30, lr: float = 0.1, ranks: int = 4) ->
     for i in range(lines):
         rows = rng.uniform(0.1, 1.0, (ranks, HEAD + 10))
         rows[:, LOCAL.index("exposed")] = rows[:, HEAD:].sum(axis=1)
-        rows[:, len(LOCAL)] = 3
+        rows[:, len(LOCAL)] = SOURCES.index("measured")
         place = {"step": 10 * i + 1, "total_steps": 10 * lines, "epoch": i / 10, "examples": 640 * (i + 1)}
         losses = {"loss": 2.0 / (i + 1), "lr": lr, "wait_s": 0.0, "skipped": 0, "gradient_norm": 1.0 / (i + 1)}
         noted = [Span("travel", f"bucket {b} of 3 (w<{b}>)", 0.0, 0.01 * b) for b in (1, 2, 3)]

@@ -108,7 +108,7 @@ def survivor(monkeypatch) -> Any:
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(recovery, name, fake)
-    monkeypatch.setattr(recovery.memory, "describe_parts", lambda *args: "")
+    monkeypatch.setattr(recovery.memory, "describe_worker", lambda *args: "")
     monkeypatch.setattr(recovery.run_directory, "as_begun", lambda experiment, *args: experiment)
     return whole
 

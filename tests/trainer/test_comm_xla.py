@@ -117,7 +117,7 @@ BITS = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "other"), itertools.pairwise([*BITS, "float32"]))
+@pytest.mark.parametrize(("dtype", "other"), [*itertools.pairwise([*BITS, "float32"])])
 def test_what_waits_for_a_result_keeps_its_bits_and_does_wait(dtype, other):
     x, result = (bits.astype(f"u{np.dtype(name).itemsize}").view(name) for name, bits in both(dtype, other))
     run = jax.jit(depend_on).lower(x, [result, result[:0]]).compile()

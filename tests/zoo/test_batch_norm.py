@@ -63,7 +63,7 @@ def test_depth_and_counts(make, depth, params, statistics):
     abstract, state, _ = report.shapes(model)
     assert (count(abstract), count(state)) == (params, statistics)
     if depth < 100:  # whose programs are lowered in a second
-        assert report.row(model)[1:4] == (str(depth), f"{params:,}", "224x224x3")
+        assert tuple(report.row(model)[1:4]) == (str(depth), f"{params:,}", "224x224x3")
     assert {leaf.dtype for leaf in jax.tree.leaves((abstract, state))} == {jnp.dtype("float32")}
 
 
