@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jaxmpi.rules.local_sgd import LocalState
 
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.comm.axis import AxisComm
@@ -22,7 +23,6 @@ from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.optim.optimizers import optimizer
 from jaxmpi.rules import base, registry
-from jaxmpi.rules.local_sgd import LocalState
 from jaxmpi.trainer.step_form import unfit_for_overlap
 from jaxmpi.trainer.training_plan import Job
 from launching import train as run
