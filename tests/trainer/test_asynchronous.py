@@ -295,11 +295,6 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
     leader = AsyncLeader(run, start, worker)
     trace: Any = SimpleNamespace(merge=lambda workers: "")
     leader.run, leader.worker, leader.trace, leader.is_left = run, worker, trace, True
-        run,
-        worker,
-        SimpleNamespace(merge=lambda workers: ""),
-        True,
-    )  # pyright: ignore[reportAttributeAccessIssue]
     leader.parts = UncoordinatedCheckpoint(checkpoints, 1, Retention(2))
     leader.evaluation = SharedEvaluation(run, worker)
     worker.count(examples=10)
