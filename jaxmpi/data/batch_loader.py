@@ -212,7 +212,7 @@ class Loader:
         return answer.row
 
     def _filler_row(self) -> Example:
-        """The source's first good example, for a batch without any: real pixels, since batch statistics see all rows."""
+        """The source's first good example, for a batch without any: batch statistics see all rows."""
         if self._filler is None:
             source = self._reader.source
             row = self._first_row(0, range(len(source)))

@@ -192,7 +192,7 @@ def test_who_is_near(near, request, capsys):
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize(("period", "segment_bytes"), [(0, SEGMENT_BYTES), (1, 7), (3, SEGMENT_BYTES)])
 def test_shuffles_conserve_every_record(group, period, segment_bytes, monkeypatch):
-    monkeypatch.setattr(group_order.moves, "__defaults__", (segment_bytes,))
+    monkeypatch.setattr(group_order.plan_moves, "__defaults__", (segment_bytes,))
     source = Shapes()
     feed = kept(source, group_size=group, shuffle_period=period)
     memory, sampler = feed.memory, feed.samplers[0]
