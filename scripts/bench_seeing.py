@@ -31,7 +31,7 @@ from jaxmpi.observe.sinks import base
 from jaxmpi.observe.sinks.registry import SINKS, open_sinks
 from jaxmpi.observe.step_timing import StepTimer
 from jaxmpi.recover import decisions
-from jaxmpi.runtime import prepare
+from jaxmpi.runtime import process
 from jaxmpi.trainer import lock_step, run
 from jaxmpi.trainer import main as trainer_main
 from jaxmpi.trainer.progress import ProgressLog
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=20, help="that count")
     parser.add_argument("--steps", type=int, default=10, help="of a window")
     options = parser.parse_args()
-    prepare.prepare()
+    process.prepare()
     lines: list[base.Row] = []
     lock_step.StepTimer, run.ProgressLog = CountedTimer, CountedLog
     with tempfile.TemporaryDirectory() as folder:

@@ -30,7 +30,7 @@ from jaxmpi.comm.agreement import fingerprint
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError, lookup
-from jaxmpi.runtime import affinity, caches
+from jaxmpi.runtime import caches, process
 
 MOST = 4  # strategies to time
 BUCKET_BYTES = 4 << 20  # by default
@@ -227,7 +227,7 @@ class BusySeconds(NamedTuple):
 
 def busy_seconds() -> BusySeconds:
     """Seconds so far; of no core if the kernel does not say."""
-    tick, mine, cores = os.sysconf("SC_CLK_TCK"), set(affinity.core_mask()), {}
+    tick, mine, cores = os.sysconf("SC_CLK_TCK"), set(process.core_mask()), {}
     try:
         lines = Path("/proc/stat").read_text().splitlines()
     except OSError:

@@ -431,9 +431,9 @@ def test_what_cannot_be_is_refused(argv, message, cache, no_launcher):
 @pytest.mark.e2e
 def test_a_rank_has_its_cores_before_an_experiment_starts_the_device():
     script = (
-        "from jax._src import xla_bridge\nfrom jaxmpi.runtime import prepare\n"
+        "from jax._src import xla_bridge\nfrom jaxmpi.runtime import process\n"
         "from jaxmpi.tools import cli\n"
-        "prepare.pin_cores = lambda *_: exit(f'started: {xla_bridge.backends_are_initialized()}')\n"
+        "process.pin_cores = lambda *_: exit(f'started: {xla_bridge.backends_are_initialized()}')\n"
         "cli.run(['plan', '--experiment', 'experiments/digits.py'])\n"
     )
     env = {f"OMPI_COMM_WORLD_{name}": "2" if name.endswith("SIZE") else "0" for name in NAMES}
