@@ -17,8 +17,8 @@ from jaxmpi.observe.step_timing import (
     summary,
     summary_asynchronous,
 )
-from jaxmpi.runtime import spans
-from jaxmpi.runtime.spans import Span
+from jaxmpi.runtime import progress
+from jaxmpi.runtime.progress import Span
 
 
 def parts(rows: list[StepTimes], noted: list[Span] | None = None, **known: float | None) -> dict[str, float]:
@@ -226,17 +226,17 @@ def test_what_is_no_training_is_left_out():
 
 
 def test_spans():
-    spans.drain()
-    with spans.span("data", "outer"), spans.span("wait", "inner"):
-        assert [s.name for s in spans.open_spans()] == ["inner"]
-    assert spans.open_spans() == []
-    assert [s.name for s in spans.drain()] == ["inner", "outer"]
-    assert spans.drain() == []
-    assert spans.minus([(0, 10)], [(2, 3), (5, 12)]) == [(0, 2), (3, 5)]
-    assert spans.length([(0, 2), (1, 4), (6, 7)]) == 5
+    progress.drain()
+    with progress.span("data", "outer"), progress.span("wait", "inner"):
+        assert [s.name for s in progress.open_spans()] == ["inner"]
+    assert progress.open_spans() == []
+    assert [s.name for s in progress.drain()] == ["inner", "outer"]
+    assert progress.drain() == []
+    assert progress.minus([(0, 10)], [(2, 3), (5, 12)]) == [(0, 2), (3, 5)]
+    assert progress.length([(0, 2), (1, 4), (6, 7)]) == 5
     rng = np.random.default_rng(0)
     for _ in range(200):
         some = [(float(b), float(b + d)) for b, d in rng.integers(0, 20, (8, 2))]
-        merged, (begin, end) = spans.union(some), sorted(rng.integers(0, 30, 2).tolist())
-        assert spans.inside(merged, begin, end) == spans.clipped(merged, begin, end)
-    assert set(spans.TRACKS) >= {"data", "compute", "travel", "wait"}
+        merged, (begin, end) = progress.union(some), sorted(rng.integers(0, 30, 2).tolist())
+        assert progress.inside(merged, begin, end) == progress.clipped(merged, begin, end)
+    assert set(progress.TRACKS) >= {"data", "compute", "travel", "wait"}

@@ -24,7 +24,7 @@ from jaxmpi.observe.terminal import (
     sparkline,
 )
 from jaxmpi.runtime import job_folder
-from jaxmpi.runtime.screen import terminal_columns
+from jaxmpi.runtime.progress import terminal_columns
 from launching import ROOT, mpirun_line
 
 SHARES = {"data": 0.1, "transfer": 0.0, "compute": 0.6, "exchange": 0.2, "sync": 0.07, "other": 0.03}
@@ -127,7 +127,7 @@ def test_where_there_is_no_terminal_lines_come():
     assert terminal_columns(io.StringIO()) == 0
 
 
-ASK = "import sys; from jaxmpi.runtime.screen import terminal_columns; print('columns', terminal_columns(sys.stdout))"
+ASK = "import sys; from jaxmpi.runtime.progress import terminal_columns; print('columns', terminal_columns(sys.stdout))"
 
 
 def seen_columns(line: list[str], columns: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxmpi.core.files import write_whole
 from jaxmpi.core.json_tree import read_json
-from jaxmpi.runtime.spared_threads import spare_threads
+from jaxmpi.runtime.failures import spare_threads
 
 Row = dict[str, Any]
 # Takes a line of the record, on rank 0. `close()`, if any, is called last, or `fail()`, if any, of a run that failed.
