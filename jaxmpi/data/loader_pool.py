@@ -121,8 +121,9 @@ class LoaderPool:
         return ticket
 
     def _send_all(self, message: Any) -> None:
-        for number in range(self.size if self._loaders is not None else 0):
-            self._loaders.send(number, message)
+        if self._loaders is not None:
+            for number in range(self.size):
+                self._loaders.send(number, message)
 
     def has(self, ticket: int) -> bool:
         """Return True if `answer` would not wait."""

@@ -184,7 +184,7 @@ class LoaderWorker:
                         f"({type(error).__name__}: {error}); use data.loader = threads, or functions and classes of a "
                         "module: an experiment file is none"
                     )
-            case Open(job, reader):
+            case Open(job, ExampleReader() as reader):
                 self.readers[job] = reader
             case Attach(job, ring):
                 self.rings[job] = ring

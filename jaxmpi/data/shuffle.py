@@ -166,11 +166,11 @@ class MemoryShuffle:
     def _load_slice(self) -> None:
         group, source = self.group, self.source
         bounds = slice_bounds(len(source), group.size)
-        part = slice(bounds[group.rank], bounds[group.rank + 1])
-        source.load(np.arange(part.start, part.stop), self._check_room)
+        begin, end = bounds[group.rank : group.rank + 2].tolist()
+        source.load(np.arange(begin, end), self._check_room)
         self._wait(group.Ibarrier(), "workers of its group, which still read their parts")
         for values in (source.lengths, source.labels, source.is_corrupt.view(np.uint8)):
-            group.Allgatherv(values[part].copy(), [values, (np.diff(bounds).tolist(), bounds[:-1].tolist())])
+            group.Allgatherv(values[begin:end].copy(), [values, (np.diff(bounds).tolist(), bounds[:-1].tolist())])
         self._check_room(source.lengths.sum() / group.size, source.newest().bytes.size)  # now all lengths are known
         if self.sampler.piece_steps:
             source.keep_first()
