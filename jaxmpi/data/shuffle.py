@@ -30,7 +30,7 @@ from jaxmpi.data.group_order import GroupSampler, Move, holders_by_place, holder
 from jaxmpi.data.memory_source import Arena, MemorySource, check_group, check_room, room, shuffled, smallest_group
 from jaxmpi.data.peer_memory import PeerArena, PeerMemory, addresses
 from jaxmpi.data.sources.base import Source
-from jaxmpi.runtime import spans
+from jaxmpi.runtime import progress
 
 THREAD = "jaxmpi shuffle"
 POLL_S = 0.0002  # between looks at what is sent
@@ -216,7 +216,7 @@ class MemoryShuffle:
         end = time.perf_counter()
         moved_bytes = sum(int(move.received_bytes.sum() - move.received_bytes[group.rank]) for move in moves)
         self.shuffles.append(Shuffle(end - begin, moved_bytes))
-        spans.record_span("shuffle", f"shuffle {len(self.shuffles)}, {moved_bytes / 1e6:.3g} MB", begin, end)
+        progress.record_span("shuffle", f"shuffle {len(self.shuffles)}, {moved_bytes / 1e6:.3g} MB", begin, end)
 
     def _fill(self, arena: Arena, moves: list[Move]) -> None:
         pending: collections.deque[tuple[Any, np.ndarray]] = collections.deque()  # requests, and what they send

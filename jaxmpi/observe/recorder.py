@@ -28,7 +28,7 @@ from jaxmpi.observe.record_format import KINDS, PARTS, SAMPLES
 from jaxmpi.observe.sinks.base import Sink, close, send
 from jaxmpi.observe.step_timing import Summary
 from jaxmpi.observe.terminal import Plain, ProgressLine, Terminal, format_number
-from jaxmpi.runtime.spans import Span
+from jaxmpi.runtime.progress import Span
 
 COMPUTE = [*PARTS].index("compute")
 BEHIND = 1.1  # times the median: a rank that is reported as slow

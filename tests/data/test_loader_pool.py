@@ -38,7 +38,7 @@ from jaxmpi.data.loader_worker import (
     answer_to_bytes,
 )
 from jaxmpi.model.contract import Model
-from jaxmpi.runtime.launchers import children_of
+from jaxmpi.runtime.process import children_of
 from launching import ROOT, mpirun, mpirun_line, run, train, wait_until
 from loader_sources import PX, Numbered, TwoArguments, Unpicklable
 

@@ -27,7 +27,7 @@ from jaxmpi.observe.flops import (
     total_cores,
     total_peak,
 )
-from jaxmpi.runtime.device_setup import my_gpu
+from jaxmpi.runtime.process import my_gpu
 from jaxmpi.tasks.registry import make_task
 from jaxmpi.trainer import build, main, step
 from jaxmpi.trainer.training_plan import job_of

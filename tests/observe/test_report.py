@@ -20,7 +20,7 @@ from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.report_charts import BINS, table_data
 from jaxmpi.observe.step_timing import HEAD, LOCAL, summary
 from jaxmpi.observe.terminal import Terminal
-from jaxmpi.runtime.spans import Span
+from jaxmpi.runtime.progress import Span
 
 FACTS = {"workers": 4, "strategy": "ring:16", "experiment": {"rule": {"name": "gradients"}, "optim": {"lr": 0.1}}}
 

@@ -17,8 +17,8 @@ from jaxmpi.observe.step_timing import (
     summary,
     summary_asynchronous,
 )
-from jaxmpi.runtime import spans
-from jaxmpi.runtime.spans import Span
+from jaxmpi.runtime import progress
+from jaxmpi.runtime.progress import Span
 
 
 def parts(rows: list[StepTimes], noted: list[Span] | None = None, step_s: float | None = None) -> dict[str, float]:
@@ -210,12 +210,12 @@ def test_what_is_no_training_is_left_out():
 
 
 def test_spans_are_kept_until_they_are_drained_and_subtracted_as_intervals():
-    spans.drain()
-    with spans.span("data", "outer"), spans.span("wait", "inner"):
-        assert [s.name for s in spans.open_spans()] == ["inner"]
-    assert [s.name for s in spans.drain()] == ["inner", "outer"]
-    assert (spans.open_spans(), spans.drain()) == ([], [])
-    assert spans.minus([(0, 10)], [(2, 3), (5, 12)]) == [(0, 2), (3, 5)]
-    assert spans.length([(0, 2), (1, 4), (6, 7)]) == 5
-    merged = spans.union([(0.0, 2.0), (1.0, 4.0), (6.0, 7.0)])
-    assert spans.inside(merged, 3.0, 6.5) == spans.clipped(merged, 3.0, 6.5) == [(3.0, 4.0), (6.0, 6.5)]
+    progress.drain()
+    with progress.span("data", "outer"), progress.span("wait", "inner"):
+        assert [s.name for s in progress.open_spans()] == ["inner"]
+    assert [s.name for s in progress.drain()] == ["inner", "outer"]
+    assert (progress.open_spans(), progress.drain()) == ([], [])
+    assert progress.minus([(0, 10)], [(2, 3), (5, 12)]) == [(0, 2), (3, 5)]
+    assert progress.length([(0, 2), (1, 4), (6, 7)]) == 5
+    merged = progress.union([(0.0, 2.0), (1.0, 4.0), (6.0, 7.0)])
+    assert progress.inside(merged, 3.0, 6.5) == progress.clipped(merged, 3.0, 6.5) == [(3.0, 4.0), (6.0, 6.5)]

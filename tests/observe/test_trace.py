@@ -10,7 +10,7 @@ from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.durations import step_range
 from jaxmpi.core.errors import UsageError
 from jaxmpi.observe.trace import Tracer, UncoordinatedTrace, merge_events, select_steps
-from jaxmpi.runtime.spans import Span
+from jaxmpi.runtime.progress import Span
 from launching import train, train_here
 from traces import check_schema
 

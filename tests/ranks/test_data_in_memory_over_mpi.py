@@ -34,7 +34,7 @@ from jaxmpi.data import (
 from jaxmpi.data.feed import DeviceFeed
 from jaxmpi.data.group_order import SEGMENT_BYTES
 from jaxmpi.data.shuffle import THREAD, keep
-from jaxmpi.runtime import spans
+from jaxmpi.runtime import progress
 
 if isinstance(processes(), SoloProcesses):
     pytest.skip("one rank has nobody to shuffle with", allow_module_level=True)
@@ -280,7 +280,7 @@ def everybody(values: np.ndarray) -> list[int]:
 
 def test_a_loop_of_ones_own_reads_each_example_once_before_and_after_a_shuffle():
     """Its first reading is the trainer's; from a state it goes on with the same batches, and says what moved."""
-    spans.drain()
+    progress.drain()
     with jaxmpi.InMemory(numbered(), LOCAL, group_size=0, seed=3) as data:
         epochs = [[data.batch() for _ in range(data.steps_per_epoch)] for _ in range(2)]
         data.shuffle()
@@ -293,7 +293,7 @@ def test_a_loop_of_ones_own_reads_each_example_once_before_and_after_a_shuffle()
         assert sorted(everybody(np.concatenate(seen))) == list(range(N))
     assert len(shuffles) == 2
     assert all(0 < moved_bytes <= part and seconds > 0 for seconds, moved_bytes in shuffles)
-    names = [span.name for span in spans.drain() if span.track == "shuffle"]
+    names = [span.name for span in progress.drain() if span.track == "shuffle"]
     assert names == [f"shuffle {i}, {moved_bytes / 1e6:.3g} MB" for i, (_, moved_bytes) in enumerate(shuffles, 1)]
     with jaxmpi.InMemory(numbered(), LOCAL, seed=3, state=state) as data:
         assert data.group_size == SIZE

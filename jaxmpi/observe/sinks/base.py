@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmpi.core.files import write_whole
-from jaxmpi.runtime.spared_threads import spare_threads
+from jaxmpi.runtime.failures import spare_threads
 
 Row = dict[str, Any]
 # Takes a line of the record, on rank 0. `close()`, if any, is called last, or `fail()`, if any, of a run that failed.
