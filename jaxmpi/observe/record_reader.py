@@ -221,7 +221,9 @@ def step_table(rows: Sequence[Row]) -> Table:
     parts = {part: np.full(len(rows), math.nan) for part in PARTS}
     for i, row in enumerate(rows):
         anatomy = row.get("anatomy")
-        for part in PARTS if isinstance(anatomy, dict) else ():
+        if not isinstance(anatomy, dict):
+            continue
+        for part in PARTS:
             spread = as_list(anatomy.get(part))  # least, median, most, rank
             parts[part][i] = as_number(spread[1]) if len(spread) > 1 else math.nan
     return table(rows) | parts
