@@ -42,7 +42,8 @@ from jaxmpi.rules.asynchronous.center import LEAVE, AllWorkers, Counters, Order,
 from jaxmpi.rules.asynchronous.coordinator import HeartbeatMonitor, Part, start_limit_s, take_part
 from jaxmpi.rules.asynchronous.start import AsyncStart, on_device
 from jaxmpi.rules.asynchronous.worker import AsyncWorker
-from jaxmpi.runtime import failures, phases, spans
+from jaxmpi.runtime import failures
+from jaxmpi.runtime.progress import drain, phase
 from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.evaluate import (
     Evaluation,
@@ -150,12 +151,12 @@ class AsyncCoordinator:
         state, self.source = on_device(position.state), run.plan.feed.batches(position.step)
         self.first = next(self.source)
         train_step, limit_s = run.functions.train_step, start_limit_s(run.experiment.stall_timeout_s)
-        with phases.phase("tracing and compiling the step"):
+        with phase("tracing and compiling the step"):
             self.step = self.control.leader_first(lambda: train_step.lower(state, self.first).compile(), limit_s)
-        with phases.phase("compiling the evaluation"):  # else one would fall behind while it compiles
+        with phase("compiling the evaluation"):  # else one would fall behind while it compiles
             self.control.leader_first(lambda: self.evaluation.compile(state), limit_s)
             run.plan.lr_of(1)  # as progress lines do
-        with phases.phase("waiting for all workers to be ready"):
+        with phase("waiting for all workers to be ready"):
             self.worker.wait_for_start()
         run.recorder.start_window(int(self.start.counters.examples))
         return state
@@ -185,7 +186,7 @@ class AsyncCoordinator:
         self._obey(state, status)
         self.is_left = status.stop == LEAVE
         if status.stop:
-            self.trace.add(spans.drain(), worker.number, step, is_end=True)
+            self.trace.add(drain(), worker.number, step, is_end=True)
         else:
             now = run.plan.step(status.examples)
             state = state._replace(rule_state=optimizers.set_step(state.rule_state, now))

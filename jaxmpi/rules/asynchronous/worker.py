@@ -25,7 +25,7 @@ from jaxmpi.rules.asynchronous.center import ABANDONED, OVER, CenterClient, Coun
 from jaxmpi.rules.asynchronous.gossip import GossipThread
 from jaxmpi.rules.asynchronous.start import AsyncStart, ParamsVector, on_device
 from jaxmpi.rules.base import Asynchronous
-from jaxmpi.runtime import failures, spans
+from jaxmpi.runtime import failures, progress
 
 
 class AsyncWorker:
@@ -74,12 +74,12 @@ class AsyncWorker:
         failures.set_phase("start", failures.LONG)
         self.report()
         self.new = Counters()  # the wait is no part of a step
-        spans.drain()
+        progress.drain()
 
     def report(self, *, leave: bool = False, closing: int = 0) -> Status:
         """A report without an exchange."""
         begin = time.perf_counter()
-        with spans.span("wait", "the center"):
+        with progress.span("wait", "the center"):
             exchange = self.client.exchange(None, self._next_report(leave, closing))
         self.count(sync=time.perf_counter() - begin)
         return check_alive(exchange.status)
@@ -88,7 +88,7 @@ class AsyncWorker:
         """Exchange with the center and report; return the state and the answer."""
         begin = time.perf_counter()
         w = self.flat.vector(self.rule.to_center(state.params, state.rule_state))
-        with spans.span("wait", "the center"):
+        with progress.span("wait", "the center"):
             exchange = self.client.exchange(self.rule.push(w, self.base), self._next_report(leave))
         distance = float(np.linalg.norm(w - exchange.seen))
         w, self.base = self.rule.pull(w, self.base, exchange.pushed, exchange.seen)
@@ -121,7 +121,7 @@ class AsyncWorker:
             self.count(sent_bytes=body.size)
         if push or w is not None:
             end = time.perf_counter()
-            spans.record_span("wait", "gossip", begin, end)
+            progress.record_span("wait", "gossip", begin, end)
             self.count(exchange_s=end - begin)
         return state
 
@@ -137,7 +137,7 @@ class AsyncWorker:
         self.is_done = True
         state = self.gossip_step(state)
         weight = np.float32(self.weight)
-        with spans.span("wait", "the center"):
+        with progress.span("wait", "the center"):
             self.client.exchange(np.append(weight * self.flat.vector(state.params), weight))
         return state
 
