@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jaxmpi.rules.local_sgd import LocalState
+from jaxmpi.rules.synchronous import LocalState
 
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.comm.axis import AxisComm
