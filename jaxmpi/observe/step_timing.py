@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.observe.record_format import OF_EXCHANGE, PARTS, SOURCES
+from jaxmpi.observe.record_format import EXCHANGE_PARTS, PARTS, SOURCES
 from jaxmpi.runtime import progress
 from jaxmpi.runtime.progress import Span, clipped, inside, length, minus
 
@@ -241,7 +241,7 @@ def over_ranks(parts: dict[str, np.ndarray], made: np.ndarray, steps: float, sou
     columns = seen.min(axis=1), np.median(seen, axis=1), seen.max(axis=1), ranks[seen.argmax(axis=1)]
     table = dict(zip(PARTS, zip(*(column.tolist() for column in columns), strict=True), strict=True))
     if source == "unknown":
-        table = {part: row for part, row in table.items() if part not in OF_EXCHANGE}
+        table = {part: row for part, row in table.items() if part not in EXCHANGE_PARTS}
     means = dict(zip(PARTS, seen.mean(axis=1).tolist(), strict=True))
     step_s = sum(value for part, value in means.items() if part != "hidden")
     return Summary(steps, source, table, means, each[OWN].sum(axis=0).tolist(), step_s, spent)
