@@ -171,29 +171,18 @@ experiment = dataclasses.replace(digits, model=model._replace(apply=apply), trai
 """
 
 
-def late(folder: Path, rank: int, sent: str, *args: str) -> list[str]:
-    """The line of a run of 3 workers, of which one gets a signal while it traces its step."""
-    (folder / "late.py").write_text(LATE.format(rank=rank, signal=sent))
-    return surviving(3, str(folder / "late.py"), *RULES["easgd"], *args, "--run-dir", str(folder / "run"))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_worker_that_hangs_before_the_start_is_named(rank, tmp_path):
-    """Rank 0, for which the others wait to compile, or another, whom server 0 misses; within six times the limit."""
-    ended = run(late(tmp_path, rank, "SIGSTOP", "--stall-timeout-s", "2"), timeout_s=120)
+@pytest.mark.parametrize(("rank", "sent"), [(0, "SIGSTOP"), (2, "SIGSTOP"), (2, "SIGKILL")])
+def test_a_worker_that_hangs_before_the_start_is_named_and_one_that_dies_holds_nobody_up(rank, sent, tmp_path):
+    """It gets a signal while it traces its step: rank 0, for which the others wait to compile, or another."""
+    (tmp_path / "late.py").write_text(LATE.format(rank=rank, signal=sent))
+    limit = ("--stall-timeout-s", "2" if sent == "SIGSTOP" else "0")  # six times as long at the start
+    line = surviving(3, str(tmp_path / "late.py"), *RULES["easgd"], *limit, "--run-dir", str(tmp_path / "run"))
+    ended = run(line, timeout_s=120)
     assert not ended.timed_out
-    assert ended.code != 0, ended.out
-    assert f"late: rank {rank}" in ended.out
+    assert (ended.code == 0) == (sent == "SIGKILL"), ended.out
+    assert ("finished with 2 of 3 workers" if sent == "SIGKILL" else f"late: rank {rank}") in ended.out
     assert "Traceback" not in ended.out, ended.out
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_before_the_start_holds_nobody_up(tmp_path):
-    ended = run(late(tmp_path, 2, "SIGKILL"), timeout_s=120)
-    assert ended.code == 0, ended.out
-    assert "finished with 2 of 3 workers" in ended.out
-    assert record(tmp_path / "run", "workers")[-1]["worker_steps"][2] == 0
 
 
 @pytest.mark.slow
@@ -479,22 +468,6 @@ def test_an_error_of_one_rank_ends_all_where_ranks_may_die(tmp_path):
 
 
 @pytest.mark.slow
-def test_who_still_gathers_when_another_fails_has_nothing_to_say(tmp_path):
-    """Rank 0 has all texts and ends the job, while the last rank still waits for them; most likely
-    at the first, when connections are made."""
-    script = (
-        "import jaxmpi\ncomm = jaxmpi.world()\ncomm.processes.allgather_object('abc')\n"
-        "if comm.rank == 0: raise ValueError('boom')\ncomm.processes.allgather_object('abc')\n"
-    )
-    (tmp_path / "job.py").write_text(script)
-    line = [*mpirun_line(3), "--with-ft", "ulfm", sys.executable, str(tmp_path / "job.py")]
-    for _ in range(3):
-        ended = run(line, timeout_s=60)
-        assert ended.code == 1, ended.out
-        assert ended.out.count("Traceback") == 1, ended.out
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("told", "ranks"), [(1, 3), (3, 5)], ids=["worker, then fewer", "server, then more"])
 def test_a_run_that_is_asked_to_leave_is_gone_on_with_on_another_number_of_ranks(told, ranks, tmp_path):
     """By a signal to one rank alone; nothing is lost, since all have reported and saved when they leave."""
@@ -598,32 +571,6 @@ def test_a_single_rank_is_told_to_start_several(tmp_path):
     assert "start several (mpirun -n 4, jaxmpi train -n 4)" in ended.out
 
 
-SLOWLY_ENDED = """
-import os
-from jaxmpi.experiments.digits import experiment
-from jaxmpi.runtime import failures
-failures.RANK_0_FIRST_S = 1.0
-failures.PASSED_ON_S = 4.0 * (os.environ.get("OMPI_COMM_WORLD_RANK") == "0")
-"""
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # waits for a launcher
-def test_one_rank_says_what_is_refused_however_slow_the_launcher_ends_the_others(tmp_path):
-    (tmp_path / "slowly.py").write_text(SLOWLY_ENDED)
-    line = (sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "3", str(tmp_path / "slowly.py"))
-    ended = run([*line, *RULES["easgd"], "--comm", "xla", "--run-dir", str(tmp_path / "run")], timeout_s=60)
-    assert ended.code == failures.MISUSED, ended.out
-    assert ended.out.count("error: comm: got xla with an asynchronous rule") == 1, ended.out
-    assert "---" not in ended.out, ended.out  # no box of Open MPI's
-
-
 def test_of_a_strategy_the_wire_counts():
-    asked = {
-        "auto": "root:32",
-        "auto:16": "root:16",
-        "ring16": "root:16",
-        "asa:bf16": "root:bf16",
-        "hier-ring": "root:32",
-    }
-    assert {name: to_center(ExchangeConfig(name)) for name in asked} == asked
+    wires = {"auto": "32", "auto:16": "16", "ring16": "16", "asa:bf16": "bf16", "hier-ring": "32"}
+    assert {name: to_center(ExchangeConfig(name)).partition(":")[2] for name in wires} == wires
