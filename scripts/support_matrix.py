@@ -6,7 +6,6 @@ mount namespace, on overlays of /usr, /var and /etc, which needs root. So the ma
     python scripts/support_matrix.py --out cells.json              all cells; the tables are printed
     python scripts/support_matrix.py --cells 3.13-newest-openmpi    some
     python scripts/support_matrix.py --page cells.json [more.json]  writes docs/support.md from earlier runs
-    python scripts/support_matrix.py --ci                           a loop of one's own with the newest of all
 """
 
 import json
@@ -30,10 +29,8 @@ BEGIN, END = "<!-- cells: scripts/support_matrix.py -->", "<!-- end of cells -->
 UV = os.environ.get("UV", "uv")  # as `uv run` names itself, on PATH or not
 LIMIT_S = 1200.0  # limit in seconds for one command; a machine without wheels of mpi4jax compiles it
 PINNED = ("jax", "jaxlib", "flax", "optax", "numpy", "mpi4py", "mpi4jax")  # packages; pyproject.toml pins the oldest
-NEWEST = ("jax==0.12.0.1", "jaxlib==0.12.0.1", "flax==0.12.12", "optax==0.2.8", "numpy==2.5.5")  # that CI takes
 TESTED_WITH = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
-OFFLINE = r"dns error|client error \(Connect\)|error sending request|network was disabled|Network is unreachable"
-Step = dict[str, Any]  # a command: name, line as it may be shown anywhere, code, reason if it failed, cpu_s
+Step = dict[str, Any]  # a command: name, line as it may be shown anywhere, code, reason if it failed
 
 
 class Mpi(NamedTuple):
@@ -87,7 +84,7 @@ class Cell:
 
     def run(self, name: str, line: Sequence[str]) -> Step:
         """Run one command of the cell."""
-        before, log = os.times(), self.folder / f"{name.replace(' ', '_')}.txt"
+        log = self.folder / f"{name.replace(' ', '_')}.txt"
         print(f"  {name}: {self.shown(shlex.join(line))}", file=sys.stderr, flush=True)
         with log.open("wb") as out:
             words, pipes = [*self.enter, *line], {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
@@ -98,12 +95,11 @@ class Cell:
                 os.killpg(job.pid, signal.SIGTERM)  # mpirun ends its ranks
                 job.wait()
                 code = 124
-        after, text = os.times(), log.read_text(errors="replace")
-        spent = after.children_user + after.children_system - before.children_user - before.children_system
+        text = log.read_text(errors="replace")
         if code:
             print(text[-6000:], file=sys.stderr, flush=True)
         reason = reason_of(self.shown(text)) if code else ""
-        return {"name": name, "line": self.shown(shlex.join(line)), "code": code, "reason": reason, "cpu_s": spent}
+        return {"name": name, "line": self.shown(shlex.join(line)), "code": code, "reason": reason}
 
     def environ(self) -> dict[str, str]:
         """Variables of a command: its own PATH and caches, no launcher."""
@@ -173,8 +169,6 @@ class Cell:
 
     def constraints(self) -> Sequence[str]:
         """Versions that the cell is held to."""
-        if self.jax == "newest of CI":
-            return NEWEST
         pins = project()["constraint-dependencies"]
         return [pin for pin in pins if pin.partition("==")[0] in PINNED] if self.jax == "oldest" else []
 
@@ -292,40 +286,6 @@ def write_page(files: Sequence[Path]) -> None:
     PAGE.write_text(f"{before}{BEGIN}\n\n{tables(cells)}\n\n{END}{rest.partition(END)[2]}")
 
 
-def newest_python() -> str:
-    """The newest Python above the oldest that uv finds; empty without one."""
-    pythons = {name.partition("-")[0] for name in CELLS}
-    for python in sorted(pythons - {min(pythons)}, reverse=True):
-        find = [UV, "python", "find", "--no-config", "--no-python-downloads", "--no-project", python]
-        environ = Cell(CELLS[0], ROOT).environ()
-        if subprocess.run(find, capture_output=True, env=environ, timeout=60).returncode == 0:
-            return python
-    return ""
-
-
-def short_tier() -> int:
-    """Run `own_loop` with the newest Python and the newest versions.
-
-    CI's environment is the oldest. A machine without such a Python or without a network does without it, and a line
-    says so.
-    """
-    python = newest_python()
-    if not python:
-        print("support: this machine has no Python above 3.11, so the newest versions are not tested")
-        return 0
-    found = run_cell(f"{python}-newest of CI-openmpi", ["own loop"])
-    cpu_s = sum(step["cpu_s"] for step in found["steps"])
-    failed = [step for step in found["steps"] if step["code"]]
-    if not failed:
-        said = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-        print(f"support: own loop passed with Python {python}, {said}; {cpu_s:.0f} CPU seconds")
-        return 0
-    is_offline = failed[0]["name"] == "install" and re.search(OFFLINE, failed[0]["reason"])
-    end = "no network, so the newest versions are not tested" if is_offline else "failed"
-    print(f"support: Python {python}: {end}: {failed[0]['line']}: {failed[0]['reason']}")
-    return int(not is_offline)
-
-
 def main() -> int:
     """Run the chosen cells."""
     parser = harness.parser(__doc__)
@@ -333,10 +293,7 @@ def main() -> int:
     parser.add_argument("--steps", nargs="*", default=[], help="of the tier; default: all")
     parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
     parser.add_argument("--page", type=Path, nargs="+", help="files of figures: write docs/support.md, without a run")
-    parser.add_argument("--ci", action="store_true", help="the newest Python and jax for a short tier")
     options = parser.parse_args()
-    if options.ci:
-        return short_tier()
     if options.page:
         write_page(options.page)
         return 0

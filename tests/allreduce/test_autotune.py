@@ -26,8 +26,8 @@ from jaxmpi.allreduce.prices import Link, Net, turn
 from jaxmpi.allreduce.wires import BLOCK, WIRES, Wire
 from jaxmpi.checkpoint import run_directory
 from jaxmpi.checkpoint.manifests import sealed
-from jaxmpi.comm.axis import AxisComm, add_rows
-from jaxmpi.comm.base import SoloComm
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.base import SoloComm, add_rows
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
