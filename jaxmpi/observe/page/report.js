@@ -393,13 +393,34 @@
     };
   };
 
-  const yAxis = (unit) => ({
+  const yAxis = (unit, isLog = false) => ({
     ...axis(),
     ticks: { show: false },
     size: (u, values) => 14 + 7 * Math.max(3, ...(values ?? []).map((text) => (text ?? "").length)),
-    values: (u, splits) => splits.map((y) => (y === null ? null : tick(y, unit))), // null: no room on a log axis
+    values: (u, splits) => (isLog ? logWords(u, splits, unit) : splits.map((y) => tick(y, unit))),
     space: 34,
+    ...(isLog ? { splits: logSplits, filter: (u, splits) => splits } : {}),
   });
+
+  /** Lines at 1, 2, ..., 9 of every power of ten; uPlot's own words are of the powers and the ends alone. */
+  const logSplits = (u, axis, min, max) => {
+    const powers = [...Array(Math.floor(Math.log10(max / min)) + 3).keys()].map((i) => Math.floor(Math.log10(min)) + i);
+    const made = powers.flatMap((power) => [1, 2, 3, 4, 5, 6, 7, 8, 9].map((k) => Number(`${k}e${power}`)));
+    return made.filter((y) => y >= min && y <= max);
+  };
+
+  /** The numbers at these lines, as many as there is room for. */
+  const logWords = (u, splits, unit) => {
+    const { min, max } = u.scales.y;
+    const decades = Math.log10(max / min);
+    const room = (u.height - 40) / 22;
+    const digits = decades > room / 2.5 ? "1" : decades > room / 6 ? "125" : decades > 0.6 ? "1235" : "123456789";
+    const every = Math.ceil(decades / room);
+    return splits.map((y) => {
+      const [digit, power] = y.toExponential().split("e");
+      return digits.includes(digit) && (digits !== "1" || Number(power) % every === 0) ? tick(y, unit) : null;
+    });
+  };
 
   const CURSOR = {
     y: false,
@@ -505,7 +526,7 @@
         {
           cursor: { points: { size: 7 }, dataIdx: (u, i, at) => this.nearest(u, i, at) },
           scales: { x: { time: false, range: wide }, y },
-          axes: [xAxis(), yAxis(this.description.unit)],
+          axes: [xAxis(), yAxis(this.description.unit, this.isLog)],
           series,
           bands,
         },
