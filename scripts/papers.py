@@ -1,7 +1,7 @@
 """Tables of four papers as data: what is run for each, how its output is read, and the paper's own figures.
 
 Ma et al. 2016 (Theano-MPI), Gibiansky 2017 (Baidu's ring), Kumar et al. 2018 (IBM), Stooke and Abbeel 2017
-(Synkhronos). `reproduce.py` runs an entry of `TABLES` by its name.
+(Synkhronos). `reproduce.py` runs an entry of `TABLES` by its name. How our settings differ: docs/papers.md.
 """
 
 import argparse
@@ -31,7 +31,6 @@ class PaperTable(NamedTuple):
     commands: Callable[[Options], list[list[str]]]  # {out} stands for a new file, {kept} for one that may exist
     read: Callable[[list[str]], Values]  # each command's file, or what it printed if it has none -> our figures
     paper: Callable[[Options], Values]
-    remark: str  # how the settings differ
     on_hosts: bool = True  # may run on emulated hosts
     drawn: str = ""  # regular expression of the quantities in the picture
 
@@ -418,12 +417,12 @@ def epoch_ratios(what: str, files: list[str]) -> Values:
     return ratios
 
 
-def epoch_table(what: str, source: str, paper: Sequence[float], remark: str) -> PaperTable:
+def epoch_table(what: str, source: str, paper: Sequence[float]) -> PaperTable:
     """A table of epochs whose paper has a figure for each of RECIPES, of the first quantity."""
     name = next(iter(EPOCH[what]))
     figures = {f"{model}, {name}": value for model, value in zip(RECIPES.values(), paper, strict=True)}
     read = partial(epoch_ratios, what)
-    return PaperTable(f"Kumar et al. 2018, {source}", partial(epoch_runs, what), read, lambda o: figures, remark)
+    return PaperTable(f"Kumar et al. 2018, {source}", partial(epoch_runs, what), read, lambda o: figures)
 
 
 # ---------------------------------------------------------------- Stooke and Abbeel 2017
@@ -456,9 +455,6 @@ TABLES = {
         accuracy_runs,
         errors,
         paper_errors,
-        "Theirs are ImageNet's 1000 classes after 62 and 70 epochs; ours ten classes of silhouettes, small variants of "
-        "the models, 12 epochs, an eighth (AlexNet) and a quarter (GoogLeNet) of the images a worker, at the paper's "
-        "rates. So compare errors over one worker's. Of 1,947 held-out images one is 0.05 points.",
         on_hosts=False,
         drawn="over 1 worker",
     ),
@@ -471,7 +467,6 @@ TABLES = {
             "googlenet, parameters": 13_378_280,
             "vgg16, parameters": 138_357_544,
         },
-        "Counts must be the same: the layers are those of the papers.",
         on_hosts=False,
     ),
     "table3": PaperTable(
@@ -479,9 +474,6 @@ TABLES = {
         cost_runs,
         costs,
         paper_costs,
-        "Their Allreduce went through the host and summed there; ours is Open MPI 5's own, tuned. Inside one host 16 "
-        "bits cost conversions and save memory traffic only. Training is one worker's on all cores of this machine, "
-        "divided by the workers, whereas the exchange runs on shared cores.",
         drawn="alexnet-128b.*/ training|ar / asa",
     ),
     "speedup": PaperTable(
@@ -489,25 +481,18 @@ TABLES = {
         trainings,
         speedups,
         paper_speedups,
-        "Theirs had a GPU a worker; ours are AlexNet's small variant and GoogLeNet at 64 px on digits, with an eighth "
-        "of the images a worker. Workers that share a machine's cores cannot go beyond its cores.",
     ),
     "ring": PaperTable(
         "Gibiansky 2017: everything through one rank over the ring, by its formula N / 2",
         ring_runs,
         root_over_ring,
         lambda o: {f"root / ring32, {n} workers": n / 2 for n in powers_up_to(ranks_of(o))},
-        "Their formula counts what the one rank receives; ours also sends the sum back, which makes N. "
-        "Inside one host links are memory, which ranks share.",
     ),
     "baidu": PaperTable(
         "Gibiansky 2017: samples/s of a language model over a ring, measured and predicted",
         language_runs,
         language_samples,
         lambda o: {"samples/s of a worker, most / 1": 370 / 675},  # ms of a step with 1 and with 40 workers
-        "Theirs are 300 million params, 40 GPUs on 5 nodes, 370 ms a step alone and 650 to 700 ms with all, and they "
-        "overlap; ours 103 million, all sizes over 1.7: of the whole size two hosts fit. Emulated hosts share one "
-        "machine's cores; with own cores: one host's computing time for all. Predicted by a probe on two hosts.",
         on_hosts=False,
     ),
     "multicolor": PaperTable(
@@ -515,44 +500,23 @@ TABLES = {
         lambda o: [bench(o, ranks_of(o), "--tree", "googlenetbn", "--strategies", "ar", "color4:32")],
         lambda files: {f"{case}, color4:32 / ar": by["color4:32"] / by["ar"] for case, by in medians(files[0]).items()},
         lambda o: {"googlenetbn, color4:32 / ar": 0.45},
-        "Theirs took 50 to 60 % less time on 16 nodes with RDMA; a tree inside one host only adds copies.",
     ),
     "dimd": PaperTable(
         "Kumar et al. 2018: data in memory, and its shuffle",
         memory_runs,
         memory_ratios,
         lambda o: {"reading an epoch, memory / files": 0.67},
-        "Theirs is the whole epoch of GoogLeNetBN on a cluster's file system (ResNet-50: 0.75); ours reading and "
-        "decoding alone, files in the page cache. Their shuffle of 220 GB took 4.2 s on 32 nodes and less with more.",
     ),
     "groups": PaperTable(
         "Kumar et al. 2018, Figs. 7 to 9: time and memory of the shuffle, by workers and groups",
         lambda o: [shuffle_run(o, group_workers(o))],
         group_ratios,
         group_layout,
-        "Memory follows from the layout. The paper's shuffle takes less time with more workers (4.2 s for 220 GB on 32 "
-        "nodes), and about as long with groups, since all its links are alike.",
     ),
-    "epoch": epoch_table(
-        "data",
-        "Figs. 10 and 11: an epoch with and without data in memory",
-        (0.75, 0.67),
-        "Theirs read ImageNet-1k from a cluster's file system; ours are small models of the kind, so that cores have "
-        "time for data, and files in the page cache.",
-    ),
-    "devices": epoch_table(
-        "devices",
-        "Fig. 12: an epoch with a better use of a node's devices",
-        (0.82, 0.85),
-        "Theirs improved one layout, Torch's data-parallel table; ours compares algorithm 1, one process a node, with "
-        "one process a device. Our devices are CPU devices that share cores.",
-    ),
+    "epoch": epoch_table("data", "Figs. 10 and 11: an epoch with and without data in memory", (0.75, 0.67)),
+    "devices": epoch_table("devices", "Fig. 12: an epoch with a better use of a node's devices", (0.82, 0.85)),
     "together": epoch_table(
-        "together",
-        "Table 1: an epoch with data in memory and trees over one with neither",
-        (1 / 2.2, 1 / 1.65),
-        "Theirs is throughput, 110 to 130 and 58 to 72 % more (here 120 and 65), on 8 to 32 nodes with a better use of "
-        "devices as well, over open code with Open MPI. Ours are the same models for images of 64 px, 8 a worker.",
+        "together", "Table 1: an epoch with data in memory and trees over one with neither", (1 / 2.2, 1 / 1.65)
     ),
     "synkhronos": PaperTable(
         "Stooke and Abbeel 2017, Figs. 2 and 3, Table 1",
@@ -565,8 +529,6 @@ TABLES = {
             "weak scaling, straggler of the time": 1.0 / 52.6,
             "weak scaling, all-reduce of the time": 0.46 / 52.6,
         },
-        "Theirs are 8 GPUs with NVLink and a batch of 64 each; ours cores of one processor, which share its memory, "
-        "and a batch of 8: an all-reduce is a larger part of a step.",
         on_hosts=False,
     ),
 }

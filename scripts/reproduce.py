@@ -8,8 +8,8 @@
     python scripts/reproduce.py all --quick                          every one of them, small: to see that all run
 
 It runs the project's other scripts and compares their results; it measures nothing itself. It writes NAME.md, with
-machine, date and a remark on differences, and NAME.png into --out (runs/papers); `all` writes all.md, too, and
-continues after a table that cannot run here.
+machine and date, and NAME.png into --out (runs/papers); `all` writes all.md, too, and continues after a table that
+cannot run here.
 """
 
 import argparse
@@ -137,7 +137,7 @@ def page(name: str, table: PaperTable, rows: Sequence[dict[str, Any]], lines: Se
     machine = f"{platform.machine()}, {cores} cores, {platform.system()}, {datetime.date.today()}."
     commands = [f"    {line}" for line in lines]
     text = [f"## {name}: {table.source}", "", *commands, "", harness.table(headings, cells), ""]
-    return "\n".join([*text, f"{table.remark} {machine}", ""])
+    return "\n".join([*text, f"How the settings differ: docs/papers.md. {machine}", ""])
 
 
 def format_value(value: Any) -> str:
@@ -183,8 +183,6 @@ def reproduce(name: str, options: argparse.Namespace) -> str:
         UsageError: a command failed, or the table does not run on emulated hosts.
     """
     table, folder = TABLES[name], options.out / name
-    if options.quick:
-        table = table._replace(remark=f"A try with --quick, so figures mean nothing. {table.remark}")
     if options.hosts and not table.on_hosts:
         raise UsageError(f"--hosts: {name} runs on this machine alone; leave it out")
     folder.mkdir(parents=True, exist_ok=True)
@@ -193,7 +191,7 @@ def reproduce(name: str, options: argparse.Namespace) -> str:
         return ""
     rows = compare(table.paper(options), ours)
     draw(table, rows, folder / f"{name}.png")
-    text = page(name, table, rows, lines)
+    text = "A try with --quick, so figures mean nothing.\n\n" * options.quick + page(name, table, rows, lines)
     (folder / f"{name}.md").write_text(text)
     return text
 

@@ -175,10 +175,10 @@ def save_both(panels: Sequence[Panel], path: Path) -> str:
     """
     from matplotlib import rc_context
 
-    made, text = figure(panels), io.StringIO()
+    fig, text = figure(panels), io.StringIO()
     with rc_context({"svg.fonttype": "none"}):
-        made.savefig(text, format="svg", metadata={"Date": None})
-    made.savefig(path)
+        fig.savefig(text, format="svg", metadata={"Date": None})
+    fig.savefig(path)
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
@@ -200,9 +200,9 @@ def figure(panels: Sequence[Panel]) -> "Figure":
     from matplotlib.figure import Figure
 
     heights = [panel.height for panel in panels]
-    made = Figure((WIDTH, sum(heights)), layout="constrained")
-    FigureCanvasAgg(made)
-    rows = made.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    fig = Figure((WIDTH, sum(heights)), layout="constrained")
+    FigureCanvasAgg(fig)
+    rows = fig.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     for axes, panel in zip(rows, panels, strict=True):
         panel.draw(axes)
         axes.set_title(literal(panel.title), loc="left")
@@ -212,10 +212,10 @@ def figure(panels: Sequence[Panel]) -> "Figure":
         count = len(axes.get_legend_handles_labels()[0])
         if count:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1), ncols=-(-count // NAMES), fontsize="small")
-    if engine := made.get_layout_engine():
-        engine.execute(made)
-    made.set_layout_engine(None)  # once; otherwise every file would lay it out again
-    return made
+    if engine := fig.get_layout_engine():
+        engine.execute(fig)
+    fig.set_layout_engine(None)  # once; otherwise every file would lay it out again
+    return fig
 
 
 def scale(axes: "Axes", which: Literal["x", "y"], quantity: Quantity, values: Sequence[float]) -> None:

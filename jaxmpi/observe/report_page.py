@@ -134,13 +134,13 @@ def group_runs(records: Sequence[Record]) -> list[Group]:
     grouped.sort()
     firsts = [settings[runs[0]] for runs in grouped]
     odd = [path for path in dict.fromkeys(chain(*firsts)) if len({first.get(path) for first in firsts}) > 1]
-    made = []
+    named = []
     for runs, first in zip(grouped, firsts, strict=True):
         words = [f"{path.removeprefix('experiment.')} {first[path].strip(chr(34))}" for path in odd if path in first]
         name = ", ".join(words)
         is_short = len(runs) > 1 and 0 < len(name) <= MOST_WORDS
-        made.append(Group(name if is_short else records[runs[0]].name, runs))
-    return made
+        named.append(Group(name if is_short else records[runs[0]].name, runs))
+    return named
 
 
 def run_settings(record: Record) -> dict[str, str]:
@@ -319,7 +319,7 @@ def shares_of_workers(record: Record) -> str:
     each, total = record.worker_steps, sum(record.worker_steps)
     if not total:
         return ""
-    shown = [f"{made:.0f} ({100 * made / total:.1f} %)" for made in each[:MOST_SHARES]]
+    shown = [f"{count:.0f} ({100 * count / total:.1f} %)" for count in each[:MOST_SHARES]]
     more = f", ... of {len(each)}: least {min(each):.0f}, most {max(each):.0f}" * (len(each) > MOST_SHARES)
     return ", ".join(shown) + more
 
