@@ -66,6 +66,7 @@ def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str
     }
     style, script, uplot = map(read_asset, ("report.css", "report.js", "uplot/uPlot.iife.min.js"))
     styles = read_asset("uplot/uPlot.min.css") + style
+    # Names come from records, perhaps of a stranger. Should escaping ever fail, the browser runs these scripts only.
     scripts = " ".join(f"'sha256-{digest(text)}'" for text in (uplot, script))
     return Template(read_asset("template.html")).substitute(
         policy=f"default-src 'none'; style-src 'sha256-{digest(styles)}'; script-src {scripts}; img-src data:",
@@ -79,6 +80,7 @@ def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str
         samples="".join(sample_figures(record, len(records)) for record in records if record.samples),
         differences=differences(records) if len(records) > 1 else "",
         configuration=configuration(records),
+        # No name in it may end the script element, as `</script>` would.
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c"),
         uplot=uplot,
         script=script,
@@ -131,7 +133,7 @@ def group_runs(records: Sequence[Record]) -> list[Group]:
     for runs in members.values():
         seeds = {json.dumps(fact(records[i], "experiment", "seed")) for i in runs}
         grouped += [runs] if len(seeds) == len(runs) else [[i] for i in runs]
-    grouped.sort()
+    grouped.sort()  # by the first run, in the order of the command line
     firsts = [settings[runs[0]] for runs in grouped]
     odd = [path for path in dict.fromkeys(chain(*firsts)) if len({first.get(path) for first in firsts}) > 1]
     named = []
