@@ -89,7 +89,8 @@ def measure_case(
         progress.show(f"{case.name}: first call of {contender.name}")
         runs[contender.name] = run = contender.start(inputs)
         contenders.check_result(contender, run(), control)
-    names, repeats, rounds, figures, next_kept = list(runs), dict.fromkeys(runs, 1), [], {}, -math.inf
+    names, repeats, rounds, next_kept = list(runs), dict.fromkeys(runs, 1), [], -math.inf
+    figures: Json = {}
     facts = {
         "case": case.name,
         "is_tree": case.is_tree,
