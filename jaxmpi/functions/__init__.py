@@ -5,8 +5,8 @@ Synkhronos (Stooke and Abbeel 2017) did the same with Theano.
 In reading order: `function`: scatter, compute, reduce; `reductions`, words for inputs and outputs, and trees of them;
 `rows`, which rows each worker takes; `variable`, arrays on the workers; `shared_array`, arrays of a host; `optimizer`,
 synchronous descent; `lifecycle`, start and end of the workers; `groups`, all workers together: devices, ranks or forked
-processes; `commands` to them; `worker`, a worker's part of a call; `transport`, messages between processes;
-`fork_memory`, sums of forked ones; `import_by_name`, functions in another process; `profiling` of calls.
+processes; `commands` to them; `worker`, a worker's part of a call, and `reports` on it; `programs` in other processes;
+`transport`, messages between processes; `profiling` of calls.
 
 It imports `core`, `runtime`, `comm` and `allreduce`.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxmpi.comm.job import broadcast as broadcast
 from jaxmpi.comm.job import processes
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.functions import shared_array
 from jaxmpi.functions.function import Function, Marker
@@ -69,11 +69,10 @@ def function(
 
     Communicates: at its calls; see `Function.__call__`. Raises: UsageError: no such input, output or update.
     """
-    check(callable(f), f"function: got {f!r}; expected a function")
-    check(
-        isinstance(updates, (Variable, tuple, list)),
-        f"updates: got {updates!r}; expected a jaxmpi.variable, a pair (variable, add), or several",
-    )
+    if not callable(f):
+        raise UsageError(f"function: got {f!r}; expected a function")
+    if not isinstance(updates, (Variable, tuple, list)):
+        raise UsageError(f"updates: got {updates!r}; expected a jaxmpi.variable, a pair (variable, add), or several")
     return Function(function=f, inputs=inputs, outputs=outputs, updates=updates, strategy=strategy)
 
 
@@ -102,7 +101,8 @@ def shared(
     Raises:
         UsageError: no numbers, a lossy cast, a name that is taken or unknown, no room.
     """
-    check(value is not None or bool(name), "shared: give an array, or the name of one")
+    if value is None and not name:
+        raise UsageError("shared: got neither an array nor a name; expected an array, or the name of one")
     if value is None:
         return shared_array.attach(name)
     make = functools.partial(shared_array.create, value, name, oversize, dtype, force)
@@ -126,6 +126,7 @@ def shared(
     texts = [text for text in processes().allgather_object("; ".join(f"{e}" or repr(e) for e in errors)) if text]
     if errors:
         raise errors[0]
-    check(not texts, f"shared: another rank could not make or see it: {texts and texts[0]}")
+    if texts:
+        raise UsageError(f"shared: another rank could not make or see it: {texts[0]}")
     made[0].name = name
     return made[0]

@@ -25,7 +25,7 @@ import jax
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm, world
-from jaxmpi.core.errors import TrainingError, check
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.functions.commands import execute
 from jaxmpi.functions.groups import DeviceGroup, ForkedGroup, ProcessGroup, RankGroup, SumFailed, WorkerGroup
 from jaxmpi.functions.transport import MpiTransport, SocketTransport, WorkerDied
@@ -45,7 +45,8 @@ _forks = itertools.count()
 def current_group() -> WorkerGroup:
     """The workers of this process's functions; without `fork`, made at first use."""
     global _group
-    check(not _is_worker, "this process is a worker, and runs what its master sends; only the master's script goes on")
+    if _is_worker:
+        raise UsageError("this process is a worker, and runs what its master sends; only the master's script goes on")
     if _group is None:
         _group = (
             group_of_ranks(is_serial=False) if launchers.launched_workers() > 1 else DeviceGroup(jax.local_devices())
@@ -71,20 +72,19 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
             been used. It is raised too for another number of workers than there can be, no shared memory, or no device.
     """
     global _group
-    check(
-        not _is_worker,
-        "fork: this process is a worker already; call it in the master's script only, under "
-        'if __name__ == "__main__": when workers may import that script',
-    )
-    check(kind in KINDS, f"fork: kind: got {kind!r}; expected one of {', '.join(KINDS)}")
-    check(
-        n is None or (isinstance(n, int) and n >= 1), f"fork: got {n!r} workers; expected a whole number >= 1, or None"
-    )
-    if _group is not None:
-        check(
-            not (_group.is_serial or _group.variable_count or _group.is_used),
+    if _is_worker:
+        raise UsageError(
+            "fork: this process is a worker already; call it in the master's script only, under "
+            'if __name__ == "__main__": when workers may import that script'
+        )
+    if kind not in KINDS:
+        raise UsageError(f"fork: kind: got {kind!r}; expected one of {', '.join(KINDS)}")
+    if n is not None and not (isinstance(n, int) and n >= 1):
+        raise UsageError(f"fork: got {n!r} workers; expected a whole number >= 1, or None")
+    if _group is not None and (_group.is_serial or _group.variable_count or _group.is_used):
+        raise UsageError(
             f"fork: there are {_group.size} workers already, and functions or variables on them; fork first, or "
-            "jaxmpi.close() before",
+            "jaxmpi.close() before"
         )
     try:
         _group = make_group(n, kind)
@@ -99,7 +99,8 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
 def make_group(n: int | None, kind: str) -> WorkerGroup:
     """The workers that `fork` makes."""
     if (ranks := launchers.launched_workers()) > 1:
-        check(n in (None, ranks), f"fork: got {n} workers; the launcher started {ranks} ranks: fork()")
+        if n not in (None, ranks):
+            raise UsageError(f"fork: got {n} workers; the launcher started {ranks} ranks: fork()")
         group = group_led_by_rank_0()
         if group.transport.rank != 0:
             serve(group)
@@ -113,17 +114,13 @@ def make_group(n: int | None, kind: str) -> WorkerGroup:
         if may_be_several or device_setup.visible_gpus():  # else a CPU's single device is not started here
             devices = jax.local_device_count()
         has_gpus = bool(device_setup.visible_gpus()) and jax.default_backend() != "cpu"
-    n = n or default_workers(kind, devices, has_gpus, affinity.cores())
+    is_one_a_core = kind == "processes" or (kind == "auto" and devices == 1 and not has_gpus)
+    n = n or (affinity.cores() if is_one_a_core else devices)
     if kind != "devices" and n > devices:
         return start_forked_group(n)
-    every = jax.local_devices()
-    check(n <= len(every), f"fork: got {n} workers; this process has {len(every)} devices")
-    return DeviceGroup(every[:n])
-
-
-def default_workers(kind: str, devices: int, has_gpus: bool, cores: int) -> int:
-    """The default number of workers: one a device, or one a core."""
-    return cores if kind == "processes" or (kind == "auto" and devices == 1 and not has_gpus) else devices
+    if n > devices:
+        raise UsageError(f"fork: got {n} workers; this process has {devices} devices")
+    return DeviceGroup(jax.local_devices()[:n])
 
 
 def close() -> None:
@@ -175,7 +172,8 @@ def group_led_by_rank_0() -> RankGroup:
         if _led.transport.rank == 0:
             call_before_finalize(functools.partial(end_ranks, _led))
         return _led
-    check(not _lost_reason, f"fork: {_lost_reason}; start the job anew")
+    if _lost_reason:
+        raise UsageError(f"fork: {_lost_reason}; start the job anew")
     return RankGroup(_led.transport, _led.comm, _led.default_strategy, is_serial=True)
 
 
@@ -192,11 +190,11 @@ def end_ranks(led: RankGroup) -> None:
 
 def start_forked_group(n: int) -> WorkerGroup:
     """Start n - 1 processes and take part as the first."""
-    check(
-        not device_setup.visible_gpus() or os.environ.get("JAX_PLATFORMS") == "cpu",
-        f"fork: got {n} workers for {len(device_setup.visible_gpus())} GPUs; forked processes are for CPUs. fork() "
-        "takes all GPUs, mpirun shares them; JAX_PLATFORMS=cpu leaves them alone",
-    )
+    if device_setup.visible_gpus() and os.environ.get("JAX_PLATFORMS") != "cpu":
+        raise UsageError(
+            f"fork: got {n} workers for {len(device_setup.visible_gpus())} GPUs; forked processes are for CPUs. fork() "
+            "takes all GPUs, mpirun shares them; JAX_PLATFORMS=cpu leaves them alone"
+        )
     prepare.prepare()
     number = next(_forks)
     pipes = {rank: Pipe() for rank in range(1, n)}

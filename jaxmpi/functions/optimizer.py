@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from jaxmpi.allreduce.buckets import fuse, split
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.functions.function import Function, Marker
 from jaxmpi.functions.lifecycle import current_group
@@ -44,21 +44,23 @@ class Optimizer:
         model_state_outputs: PyTree,
         aux: PyTree,
     ) -> None:
-        check(
-            isinstance(inputs, (tuple, list)),
-            f"optimizer: inputs: got {inputs!r}; expected a tuple, one for every input of the loss after its params",
-        )
-        is_optax = isinstance(tx, optax.GradientTransformation)
-        check(is_optax, f"optimizer: tx: got {tx!r:.80}; expected an Optax transformation, such as optax.sgd(0.1)")
+        if not isinstance(inputs, (tuple, list)):
+            raise UsageError(
+                f"optimizer: inputs: got {inputs!r}; expected a tuple, one for every input of the loss after its params"
+            )
+        if not isinstance(tx, optax.GradientTransformation):
+            raise UsageError(f"optimizer: tx: got {tx!r:.80}; expected an Optax transformation, such as optax.sgd(0.1)")
         numeric_leaves(params)  # refuse what is no tree of arrays before anything is placed
         like = [jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(params)]
-        odd = sorted({str(x.dtype) for x in like if x.dtype != np.float32})
-        check(not odd, f"optimizer: got params of {', '.join(odd)}; expected float32, which one flat gradient holds")
+        if odd := sorted({str(x.dtype) for x in like if x.dtype != np.float32}):
+            raise UsageError(f"optimizer: got params of {', '.join(odd)}; expected float32, as the flat gradient is")
         structure = jax.tree.structure(params)
         # The model state is kept in a variable for each of its reductions.
         reductions = Outputs([] if model_state is None else [model_state_outputs])
-        into = [output for output in reductions.flat if output.into is not None]
-        check(not into, f"optimizer: model_state_outputs: got {into}; expected words: it makes the variables itself")
+        if into := [output for output in reductions.flat if output.into is not None]:
+            raise UsageError(
+                f"optimizer: model_state_outputs: got {into}; expected words: it makes the variables itself"
+            )
         parts = reductions.split("optimizer: model_state", [model_state] if reductions.trees else [])
         numeric_leaves(parts)
         group = current_group()
@@ -132,9 +134,9 @@ class Optimizer:
 
 def unpack_pair(result: Any, expected: str) -> tuple[Any, Any]:
     """The two parts of what a loss returned."""
-    got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
-    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
-    check(is_pair, f"optimizer: got {got} from the loss; expected {expected}, as model_state and aux say")
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise UsageError(f"optimizer: got {got} from the loss; expected {expected}, as model_state and aux say")
     return result[0], result[1]
 
 

@@ -1,6 +1,5 @@
 """The collective operations against NumPy, for any number of ranks. Every rank knows what every rank holds."""
 
-import threading
 from typing import Any
 
 import jax
@@ -10,14 +9,10 @@ import pytest
 
 import jaxmpi
 from jaxmpi import collectives as mpi
-from jaxmpi.collectives import compiled_messages, messages
-from jaxmpi.collectives.call import shape_of
+from jaxmpi.collectives import messages
 from jaxmpi.comm import compiled_calls
-from jaxmpi.comm.call_comparison import comparison_of
-from jaxmpi.comm.compiled_calls import CompiledCalls
 from jaxmpi.comm.exchange_watch import watch
-from jaxmpi.comm.mpi import MpiComm, made
-from jaxmpi.comm.shared_sync import SharedMemoryFile
+from jaxmpi.comm.mpi import made
 from jaxmpi.runtime import host_callbacks
 
 COMM: Any = jaxmpi.world()
@@ -181,17 +176,6 @@ def test_sums_are_added_in_rank_order(length):
     for row in rows[1:]:
         total = total + row
     same(jax.jit(mpi.allreduce)(jnp.asarray(rows[RANK])), total)
-
-
-@pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
-def test_without_room_for_slots_operations_are_mpis(monkeypatch):
-    part = COMM.split(0)
-    comparison_of(part)
-    monkeypatch.setattr(compiled_calls, "reserved_anywhere", lambda *_: SharedMemoryFile("", trouble="no room"))
-    assert jax.jit(lambda x: mpi.allreduce(x, comm=part))(jnp.ones(3)).tolist() == [SIZE] * 3
-    calls = comparison_of(part)._calls
-    assert isinstance(calls, CompiledCalls)
-    assert calls._slots is None
 
 
 # ---------------------------------------------------------------- many communicators
@@ -494,51 +478,11 @@ def test_messages_of_c_and_of_python_are_the_same(size, monkeypatch):
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
-def test_collectives_and_their_comparison_call_no_python_and_on_one_host_send_no_message():
-    f = jax.jit(lambda x: mpi.allreduce(x, "max"))
-    f(jnp.ones(3)).block_until_ready()
-    assert isinstance(COMM, MpiComm)
-    calls = comparison_of(COMM)._calls
-    assert isinstance(calls, CompiledCalls)
-    count = calls.begun()
-    assert count > 0
-    if len(set(COMM.hosts)) == 1:
-        number = calls.number_of(RANK, count)
-        assert number
-        assert number == calls.number_of((RANK + 1) % SIZE, count)
-    assert (calls.held(), calls.waits()) == ((0, 0), 0)
-
-
-@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
 def test_messages_and_collectives_without_jit():
     left, right = (RANK - 1) % SIZE, (RANK + 1) % SIZE
     with jax.disable_jit():
         assert mpi.sendrecv(jnp.full(3, float(RANK)), jnp.ones(3), left, right).tolist() == [left] * 3
         assert mpi.allreduce(jnp.ones(3)).tolist() == [SIZE] * 3
-    mpi.barrier()
-
-
-@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
-def test_small_sendrecvs_in_a_loop_call_no_python(monkeypatch):
-    left, right = (RANK - 1) % SIZE, (RANK + 1) % SIZE
-    messages.register_handlers()
-    monkeypatch.setitem(host_callbacks._functions, messages.MESSAGE, None)
-    shift = jax.jit(lambda x: jax.lax.fori_loop(0, 2 * SIZE + 1, lambda _, x: mpi.sendrecv(x, x, left, right), x))
-    assert shift(jnp.arange(4.0) + RANK).tolist() == [left + i for i in range(4)]
-    jax.effects_barrier()
-
-
-@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
-def test_a_program_that_fails_before_its_small_sendrecv_leaves_no_note():
-    def fail(x: Any) -> Any:
-        raise ValueError("no data")
-
-    left, right = (RANK - 1) % SIZE, (RANK + 1) % SIZE
-    step = jax.jit(lambda x: mpi.sendrecv(jax.pure_callback(fail, x, x), x, left, right))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="no data"):
-        step(jnp.ones(3)).block_until_ready()
-    assert isinstance(COMM, MpiComm)
-    assert compiled_messages.notes_for(COMM).found() == []
     mpi.barrier()
 
 
@@ -903,39 +847,6 @@ def test_ranks_outside_a_part_take_no_part_in_what_it_starts():
     if RANK % 2 == 0:
         started = jax.jit(lambda x: jaxmpi.wait(jaxmpi.start(mpi.allreduce, x, comm=part)))
         assert float(started(jnp.float32(RANK))) == sum(range(0, SIZE, 2))
-
-
-@pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the gate holds up the thread that starts programs")
-def test_a_reversed_scan_is_traced_while_an_earlier_program_exchanges():
-    """On rank 0 that waits in MPI by then, on rank 1 it waits for a gate."""
-    pair = COMM.split(0 if RANK < 2 else None)
-    if not pair:
-        return
-    gate = threading.Event()
-
-    def pass_through(operands: list[np.ndarray], results: list[np.ndarray]) -> None:
-        assert gate.wait(20)
-        np.copyto(results[0], operands[0])
-
-    @jax.jit
-    def earlier(x: jax.Array, square: jax.Array) -> jax.Array:
-        [passed] = host_callbacks.call("test: a gate", [x], [shape_of(x)])
-        return mpi.allgather(passed + (square @ square)[0, 0], comm=pair)
-
-    host_callbacks.register("test: a gate", pass_through)
-    gate.set()
-    x, square = jnp.arange(3.0) + RANK, jnp.zeros((200, 200))  # JAX waits for programs that compute little
-    earlier(x, square).block_until_ready()
-    if RANK == 1:
-        gate.clear()
-    pending = earlier(x, square)
-    gradient = jax.jit(jax.grad(lambda x: (mpi.scan(x, comm=pair) ** 2).sum())).lower(x).compile()
-    gate.set()
-    both = np.stack([np.arange(3, dtype=np.float32) + rank for rank in range(2)])
-    same(gradient(x), 2 * np.cumsum(both, 0)[RANK:].sum(0))
-    same(pending, both)
-    host_callbacks.forget("test: a gate")
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker starts nothing")

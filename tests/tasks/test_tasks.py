@@ -258,25 +258,6 @@ def test_every_row_makes_with_three_workers_the_steps_of_one(row, tmp_path):
         assert figures[1][name] == pytest.approx(value, rel=2e4 * U)
 
 
-def test_a_sentence_in_a_packed_window_has_the_loss_that_it_has_alone():
-    packing = runpy.run_path("experiments/tasks/packing.py")
-    batch, alone = packing["packed"](1, 3), {"word": [], "sentence": []}
-    for sentence in range(1, batch["sentence"].max() + 1):
-        mine = batch["sentence"][0] == sentence
-        for name, values in batch.items():
-            alone[name].append(np.pad(values[0, mine], (0, (~mine).sum())))
-        alone["sentence"][-1] = np.minimum(alone["sentence"][-1], 1)
-    alone = {name: np.stack(values) for name, values in alone.items()}
-    params, _ = packing["init"](jax.random.key(0), batch)
-    sums = []
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for each in (batch, alone):
-            losses = packing["loss"](params, {}, each, jax.random.key(0), True)[0]
-            sums.append(float((losses * packing["counted"](each).sum(-1)).sum()))
-    assert len(alone["word"]) > 1
-    assert sums[0] == pytest.approx(sums[1], rel=100 * U)  # sums of 32 terms, in another order
-
-
 @pytest.mark.parametrize(
     ("task", "asked"),
     [(LINE, {"monitor_mode": "max"}), (FARTHEST, {}), (FARTHEST, {"monitor_mode": "max"})],
