@@ -30,7 +30,7 @@ from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.process_stat import stat_of
 from jaxmpi.functions.reports import SHORT_BYTES, CallReport, pack_report, unpack_reports
 from jaxmpi.runtime import host_callbacks, job_folder
-from jaxmpi.runtime.mpi_end import call_before_finalize
+from jaxmpi.runtime.failures import call_before_finalize
 
 
 class OutOfStep(TrainingError):

@@ -11,7 +11,7 @@ import jaxmpi
 from jaxmpi import collectives as mpi
 from jaxmpi.collectives import messages
 from jaxmpi.comm import compiled_calls
-from jaxmpi.comm.exchange_watch import watch
+from jaxmpi.comm.diagnosis import watch
 from jaxmpi.comm.mpi import made
 from jaxmpi.runtime import host_callbacks
 
