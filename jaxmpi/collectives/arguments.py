@@ -131,7 +131,8 @@ def check_rows(operation: str, x: PyTree, comm: Comm) -> None:
         if np.shape(leaf)[:1] != (comm.size,):
             raise UsageError(
                 f"{operation}: rank {rank_in_job(comm)}: leaf {path or '(the array itself)'!r} has shape "
-                f"{list(np.shape(leaf))}; expected {comm.size} rows, one for each rank"
+                f"{list(np.shape(leaf))}; expected {comm.size} rows, one for each rank: {operation.capitalize()} input "
+                "must have shape (nproc, ...)"  # in the words of mpi4jax, whose programs may look for them
             )
 
 

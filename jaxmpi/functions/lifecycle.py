@@ -116,9 +116,9 @@ def make_group(n: int | None, kind: str) -> WorkerGroup:
     n = n or (process.cores() if is_one_a_core else devices)
     if kind != "devices" and n > devices:
         return start_forked_group(n)
-    if n > devices:
-        raise UsageError(f"fork: got {n} workers; this process has {devices} devices")
-    return DeviceGroup(jax.local_devices()[:n])
+    if n > len(every := jax.local_devices()):
+        raise UsageError(f"fork: got {n} workers; this process has {len(every)} devices")
+    return DeviceGroup(every[:n])
 
 
 def close() -> None:
