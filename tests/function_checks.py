@@ -459,14 +459,10 @@ def synchronise() -> None:
 # ---------------------------------------------------------------- optimizers
 
 OPTIMIZERS = {
-    "sgd": lambda: optax.sgd(0.1),
-    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
     "nesterov": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
-    "adagrad": lambda: optax.adagrad(0.1),
     "rmsprop": lambda: optax.rmsprop(0.01),
     "adadelta": lambda: optax.adadelta(1.0),
     "adam": lambda: optax.adam(0.01),
-    "adamax": lambda: optax.adamax(0.01),
 }
 
 
@@ -642,13 +638,9 @@ def check_keys():
         assert (apart.get(0) == keys[::3]).all()
     single = jm.variable(key)
     fails(lambda: wrap("sum")(keys), "output 0: got random keys, which sum cannot take")
-    fails(lambda: wrap(inputs=jm.broadcast)(key), "got one random key; gather needs")
     fails(lambda: wrap()(key), "argument 0 leaf 'key_data': got one random key; scatter needs")
-    fails(lambda: single.scatter(key), "got one random key; scatter needs")
-    for name in ("gather", "all_gather", "lengths"):
-        fails(getattr(single, name), f"variable.{name}: leaf 0: got one random key")
+    fails(single.gather, "variable.gather: leaf 0: got one random key")
     fails(lambda: single.reduce("max"), "variable.reduce: leaf 0: got random keys, which max cannot take")
-    fails(lambda: wrap(inputs=jm.scatter(single))(), "input 0: got one random key")
     fails(lambda: jm.shared(key), "shared: got random keys")
 
 
@@ -657,54 +649,48 @@ def check_keys():
 
 def check_refusals():
     k, x = workers(), data(3 * workers())
-    f = jm.function(lambda x, y: (x.mean(), y.mean()), (jm.scatter, jm.scatter), (jm.mean, jm.mean))
-    fails(lambda: f(x, x[1:]), "scattered inputs have different lengths: argument 1")
-    fails(lambda: f(x), "got 1 arguments; expected 2")
-    fails(lambda: f(x[: k - 1], x[: k - 1]), f"got {k - 1} examples for {k} workers")
-    one = jm.function(lambda x: x.sum(), jm.scatter, jm.mean)
-    v = jm.variable(np.float32(0))
-    odd: list[Any] = [
-        (np.arange(3 * k), "int32[], which mean cannot take exactly: use sum"),
-        (x > 0, "which mean cannot take"),
-        (np.array([object()] * 3 * k), "got an array of object"),
-        (np.array(["a"] * 3 * k), "expected numbers"),
-        (v, "argument 0: got a jaxmpi.variable"),
-        (None, "argument 0: got None"),
-        (np.float32(3), "scatter needs an array with a first axis"),
-    ]
-    for argument, message in odd:
-        fails(lambda argument=argument: one(argument), message)
-    fails(lambda: jax.jit(one)(x), "got a traced value")
-    fails(lambda: jax.grad(lambda p: jm.variable(p).value)(np.float32(1)), "got a traced value")
-    rows: list[Any] = [
-        ([[0]], "indices in one axis"),
-        ([0, 3 * k], f"got index {3 * k}; there are {3 * k} examples"),
-        (x[1:, 0] > 0, f"got a mask of shape [{3 * k - 1}]; there are {3 * k} examples"),
-        (3 * k + 1, f"there are {3 * k} examples"),
-        (slice(0, 0), "got 0 examples"),
-    ]
-    for batch, message in rows:
-        fails(lambda batch=batch: one(x, batch=batch), message)
-    fails(lambda: one(x, slices=0), "slices: got 0")
-    fails(lambda: one(x, batch_local=1), "no input is scatter(variable)")
-    fails(lambda: wrap("local", inputs=jm.broadcast)(x, slices=2), "no input is scattered")
-    fails(lambda: wrap("local")(x, slices=2), "nothing says how pieces combine")
-    fails(lambda: wrap(f=lambda x: x.sum())(x), "gather needs a first axis")
-    fails(lambda: wrap("max", lambda x: jax.lax.complex(x, x).sum())(x), "complex64[], which max cannot")
-    two: Any = (jm.local,)
-    fails(lambda: wrap(two, lambda x: (x, x))(x), "returned tuple of 2; expected a tuple of 1")
-    fails(lambda: wrap(two)(x), "returned an array; expected a tuple of 1")
+    two_args = jm.function(lambda x, y: (x.mean(), y.mean()), (jm.scatter, jm.scatter), (jm.mean, jm.mean))
+    one, v = wrap("mean", lambda x: x.sum()), jm.variable(np.float32(0))
+    local: Any = (jm.local,)
     wrong: Any = 0.1
-    fails(lambda: jm.optimizer(lambda p, x: x, {"w": x}, wrong), "tx: got 0.1")
-    fails(lambda: jm.optimizer(lambda p, x: x, {"w": x}, optax.sgd(0.1), wrong), "inputs: got 0.1")
-    fails(lambda: jm.function(lambda x: (x, x), updates=((v, jm.add), (v, jm.max))), "is to take two results")
-    fails(lambda: wrap("add"), "outputs: got")
-    fails(lambda: wrap(inputs="scatter"), "inputs: got 'scatter'")
-    fails(lambda: jm.function(lambda x: x, updates="params"), "updates: got 'params'")
-    fails(lambda: jm.function(lambda x: x, strategy="rings"), "rings")
-    if k > 1:
-        fails(lambda: wrap("sum")(data(3 * k + 1)), "differs between workers")
-    assert float(one(x)) == float(jm.function(lambda x: x.sum(), jm.scatter, jm.mean)(x))  # the next call works
+    refused: list[tuple[Any, str]] = [
+        (lambda: two_args(x, x[1:]), "scattered inputs have different lengths: argument 1"),
+        (lambda: two_args(x), "got 1 arguments; expected 2"),
+        (lambda: two_args(x[: k - 1], x[: k - 1]), f"got {k - 1} examples for {k} workers"),
+        (lambda: one(np.arange(3 * k)), "int32[], which mean cannot take exactly: use sum"),
+        (lambda: one(np.array(["a"] * 3 * k)), "expected numbers"),
+        (lambda: one(v), "argument 0: got a jaxmpi.variable"),
+        (lambda: one(None), "argument 0: got None"),
+        (lambda: one(np.float32(3)), "scatter needs an array with a first axis"),
+        (lambda: jax.jit(one)(x), "got a traced value"),
+        (lambda: jax.grad(lambda p: jm.variable(p).value)(np.float32(1)), "got a traced value"),
+        (lambda: one(x, batch=[[0]]), "indices in one axis"),
+        (lambda: one(x, batch=[0, 3 * k]), f"got index {3 * k}; there are {3 * k} examples"),
+        (lambda: one(x, batch=x[1:, 0] > 0), f"got a mask of shape [{3 * k - 1}]"),
+        (lambda: one(x, batch=slice(0, 0)), "got 0 examples"),
+        (lambda: one(x, slices=0), "slices: got 0"),
+        (lambda: one(x, batch_local=1), "no input is scatter(variable)"),
+        (lambda: wrap("local", inputs=jm.broadcast)(x, slices=2), "no input is scattered"),
+        (lambda: wrap("local")(x, slices=2), "nothing says how pieces combine"),
+        (
+            lambda: wrap("sum")(x, slices=2) if k == 1 else wrap("sum")(data(3 * k + 1)),
+            "slices" if k == 1 else "differs",
+        ),
+        (lambda: wrap(f=lambda x: x.sum())(x), "gather needs a first axis"),
+        (lambda: wrap("max", lambda x: jax.lax.complex(x, x).sum())(x), "complex64[], which max cannot"),
+        (lambda: wrap(local, lambda x: (x, x))(x), "returned tuple of 2; expected a tuple of 1"),
+        (lambda: wrap(local)(x), "returned an array; expected a tuple of 1"),
+        (lambda: jm.optimizer(lambda p, x: x, {"w": x}, wrong), "tx: got 0.1"),
+        (lambda: jm.optimizer(lambda p, x: x, {"w": x}, optax.sgd(0.1), wrong), "inputs: got 0.1"),
+        (lambda: jm.function(lambda x: (x, x), updates=((v, jm.add), (v, jm.max))), "is to take two results"),
+        (lambda: wrap("add"), "outputs: got"),
+        (lambda: wrap(inputs="scatter"), "inputs: got 'scatter'"),
+        (lambda: jm.function(lambda x: x, updates="params"), "updates: got 'params'"),
+        (lambda: jm.function(lambda x: x, strategy="rings"), "rings"),
+    ]
+    for call, message in refused:
+        fails(call, message)
+    assert abs(float(one(x)) - float(x.sum()) / k) <= 64 * U * abs(x).sum()  # the next call works
 
 
 def check_exchange_inside():
