@@ -12,7 +12,7 @@ enum { LOOKED_AT = 4, HEARD_EVERY = 16 };
 enum word { CALL, SENT_ITEM_BYTES, RECEIVED_ITEM_BYTES }; /* of a call's attribute */
 enum { UNEXPECTED = -1, PENDING = -2 };                   /* besides MPI's errors, which are above 0 */
 
-struct call {
+static struct {
   int (*isend)(const void *, int, handle, int, int, handle, handle *);
   int (*issend)(const void *, int, handle, int, int, handle, handle *);
   int (*irecv)(void *, int, handle, int, int, handle, handle *);
@@ -21,23 +21,39 @@ struct call {
   int (*set_elements)(void *, handle, int);
   void (*unexpected)(int32_t call, const char *header); /* it ends the job */
   void (*failed)(int32_t call, int32_t code);           /* likewise */
-  handle headers, arrays, byte; /* two communicators, and MPI_BYTE */
-  void *status;                 /* MPI's, to fill; or NULL */
+} mpi; /* of the process, in this order */
+
+static handle byte; /* MPI_BYTE */
+
+void jaxmpi_set_up(const void *functions, handle mpi_byte) {
+  memcpy(&mpi, functions, sizeof mpi);
+  byte = mpi_byte;
+}
+
+struct call {
   int32_t number, sends, receives, source, dest, sendtag, recvtag;
-  int32_t is_synchronous;     /* its sender knows when headers are received: of short messages every HEARD_EVERYth */
-  _Atomic uint32_t has_sent; /* short messages */
-  int32_t most_inline_bytes, most_ahead, tags; /* arrays in the header's message; such messages that nobody has received */
+  int32_t is_synchronous;                      /* its sender knows when headers are received: of short messages some */
+  int32_t most_inline_bytes, most_ahead, tags; /* arrays in the header's message; such messages not yet received */
+  handle headers, arrays;                      /* two communicators */
+  void *status;                                /* MPI's, to fill; or NULL */
   char header[HEADER_BYTES], type[TYPE_BYTES]; /* that it sends; of the header that it expects */
+  _Atomic uint32_t has_sent;                   /* short messages */
 };
+
+enum { NUMBERS = 11 }; /* first in a call, as Python gives them */
 
 static struct call *calls[MOST_CALLS];
 
-int jaxmpi_call_bytes(void) { return sizeof(struct call); }
-
-void jaxmpi_open_message(const struct call *call) {
-  struct call *made = malloc(sizeof *made);
-  *made = *call;
-  calls[call->number] = made;
+void jaxmpi_open_message(const int32_t *numbers, handle headers, handle arrays, void *status, const char *header,
+                         const char *type) {
+  struct call *call = calloc(1, sizeof *call);
+  memcpy(call, numbers, NUMBERS * sizeof *numbers);
+  call->headers = headers;
+  call->arrays = arrays;
+  call->status = status;
+  memcpy(call->header, header, HEADER_BYTES);
+  memcpy(call->type, type, TYPE_BYTES);
+  calls[call->number] = call;
 }
 
 /* ---------------------------------------------------------------- notes */
@@ -87,7 +103,7 @@ static void look_at(int most) {
     ahead--;
     int flag = 0;
     status ignored;
-    if (!sent->call->test(&sent->request, &flag, ignored) && flag) {
+    if (!mpi.test(&sent->request, &flag, ignored) && flag) {
       free(sent);
     } else {
       keep(sent);
@@ -130,7 +146,8 @@ struct exchange {
 
 static _Atomic uint32_t numbered; /* arrays behind their headers, by which the receiver finds them */
 
-static int start_parts(const struct call *call, struct parts *parts, int is_sent, char *data, int64_t n, int rank, int tag) {
+static int start_parts(const struct call *call, struct parts *parts, int is_sent, char *data, int64_t n, int rank,
+                       int tag) {
   parts->count = (int)((n + MAX_BYTES - 1) / MAX_BYTES);
   parts->requests = malloc(parts->count * sizeof *parts->requests);
   int code = 0;
@@ -138,8 +155,8 @@ static int start_parts(const struct call *call, struct parts *parts, int is_sent
     int64_t left = n - i * (int64_t)MAX_BYTES;
     int size = (int)(left < MAX_BYTES ? left : MAX_BYTES);
     char *part = data + i * (int64_t)MAX_BYTES;
-    code = is_sent ? call->isend(part, size, call->byte, rank, tag, call->arrays, &parts->requests[i])
-                   : call->irecv(part, size, call->byte, rank, tag, call->arrays, &parts->requests[i]);
+    code = is_sent ? mpi.isend(part, size, byte, rank, tag, call->arrays, &parts->requests[i])
+                   : mpi.irecv(part, size, byte, rank, tag, call->arrays, &parts->requests[i]);
   }
   return code;
 }
@@ -163,9 +180,9 @@ static int start_send(struct exchange *e, void *x, int64_t n) {
   memcpy(sent->bytes, call->header, HEADER_BYTES);
   memcpy(sent->bytes + NUMBER_AT, &number, sizeof number);
   if (behind) memcpy(sent->bytes + HEADER_BYTES, x, behind);
-  int (*start)(const void *, int, handle, int, int, handle, handle *) = hears ? call->issend : call->isend;
+  int (*start)(const void *, int, handle, int, int, handle, handle *) = hears ? mpi.issend : mpi.isend;
   int code =
-      start(sent->bytes, HEADER_BYTES + behind, call->byte, call->dest, call->sendtag, call->headers, &sent->request);
+      start(sent->bytes, HEADER_BYTES + behind, byte, call->dest, call->sendtag, call->headers, &sent->request);
   if (code) return code;
   if (hears) {
     pthread_mutex_lock(&lock);
@@ -182,15 +199,15 @@ static int begin(struct exchange *e, void *x, int64_t x_bytes) {
   int code = 0;
   e->note = leave_note(call->number);
   if (call->receives)
-    code = call->irecv(e->message, HEADER_BYTES + INLINE_BYTES, call->byte, call->source, call->recvtag, call->headers,
+    code = mpi.irecv(e->message, HEADER_BYTES + INLINE_BYTES, byte, call->source, call->recvtag, call->headers,
                        &e->header);
   return !code && call->sends ? start_send(e, x, x_bytes) : code;
 }
 
 /* 0 once a request is complete. */
 static int complete(const struct exchange *e, handle *request, void *status) {
-  if (e->is_blocking) return e->call->wait(request, status);
-  int flag = 0, code = e->call->test(request, &flag, status);
+  if (e->is_blocking) return mpi.wait(request, status);
+  int flag = 0, code = mpi.test(request, &flag, status);
   return code || flag ? code : PENDING;
 }
 
@@ -212,7 +229,7 @@ static int unpack(struct exchange *e) {
   if (size != e->y_bytes || memcmp(e->message + TYPE_AT, call->type, TYPE_BYTES)) return UNEXPECTED;
   memcpy(&number, e->message + NUMBER_AT, sizeof number);
   memcpy(&sender, e->message + SENDER_AT, sizeof sender);
-  int code = call->status ? call->set_elements(call->status, call->byte, size > INT32_MAX ? INT32_MAX : (int)size) : 0;
+  int code = call->status ? mpi.set_elements(call->status, byte, size > INT32_MAX ? INT32_MAX : (int)size) : 0;
   if (code || number != INLINE) return code ? code : start_parts(call, &e->array, 0, e->y, size, sender, number);
   if (size) memcpy(e->y, e->message + HEADER_BYTES, size);
   return 0;
@@ -239,8 +256,8 @@ static int advance(struct exchange *e) {
   }
   if (code == PENDING) return code;
   if (e->note) *e->note = 0; /* also before an error: the thread that looks for absent ranks must not speak first */
-  if (code == UNEXPECTED) call->unexpected(call->number, e->message);
-  if (code > 0) call->failed(call->number, code);
+  if (code == UNEXPECTED) mpi.unexpected(call->number, e->message);
+  if (code > 0) mpi.failed(call->number, code);
   return code;
 }
 
@@ -255,7 +272,7 @@ XLA_FFI_Error *jaxmpi_messages(XLA_FFI_CallFrame *frame) {
   e.y = y ? y->data : NULL;
   e.y_bytes = y ? numbers_in(y) * words[RECEIVED_ITEM_BYTES] : 0;
   int code = begin(&e, x ? x->data : NULL, x ? numbers_in(x) * words[SENT_ITEM_BYTES] : 0);
-  if (code) call->failed(call->number, code);
+  if (code) mpi.failed(call->number, code);
   if (!code) code = advance(&e);
   return code ? error(frame, "jaxmpi: the job ends") : NULL; /* no program goes on with what it may have got */
 }
@@ -269,7 +286,7 @@ struct exchange *jaxmpi_begin(int32_t number, void *x, int64_t x_bytes, void *y,
   e->y_bytes = y_bytes;
   e->message = (char *)(e + 1);
   int code = begin(e, x, x_bytes);
-  if (code) e->call->failed(number, code);
+  if (code) mpi.failed(number, code);
   return e;
 }
 

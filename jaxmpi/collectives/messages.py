@@ -25,11 +25,10 @@ import itertools
 import secrets
 import struct
 import sys
-import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from ctypes import c_char, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +63,7 @@ SOURCE = c_handlers.CSource(
     **dict[str, Any](MAX_BYTES=1 << 30, MOST_CALLS=MOST_CALLS, NOTES=NOTES),
 )
 _message_p = SOURCE.primitive()
-FUNCTIONS = "Isend", "Issend", "Irecv", "Wait", "Test", "Status_set_elements"  # in the order of `struct call`
+FUNCTIONS = "Isend", "Issend", "Irecv", "Wait", "Test", "Status_set_elements"  # in the order of the source
 Unexpected = ctypes.CFUNCTYPE(None, c_int32, c_void_p)
 
 
@@ -101,17 +100,24 @@ def unavailable_reason() -> str:
 
 @functools.cache
 def _compile_error() -> str:
+    """Compile the source and tell it of this process; why it cannot be, or empty."""
+    from mpi4py import MPI
+
+    handle = c_handlers.handle_type()
     try:
-        c_handlers.addresses(FUNCTIONS)
+        functions = [*c_handlers.addresses(FUNCTIONS), *(ctypes.cast(each, c_void_p).value for each in _callbacks())]
         library = SOURCE.library()
     except Exception as error:  # no compiler, another header, a library without a symbol
         reason = f"handlers in C cannot be made: {type(error).__name__}: {error}"
         line = f"messages are mpi4jax's own, unchecked, since {reason}; all ranks need a C compiler for checked ones"
         print(f"jaxmpi: {failures.describe_rank()}: {line}", file=sys.stderr, flush=True)
         return reason
+    library.jaxmpi_set_up.argtypes = c_void_p, handle
+    library.jaxmpi_open_message.argtypes = c_void_p, handle, handle, c_void_p, c_char_p, c_char_p
     library.jaxmpi_begin.restype = c_void_p
     library.jaxmpi_begin.argtypes = c_int32, c_void_p, c_int64, c_void_p, c_int64
     library.jaxmpi_advance.argtypes = (c_void_p,)
+    library.jaxmpi_set_up((c_void_p * len(functions))(*functions), MPI._handleof(MPI.BYTE))
     host_callbacks.register(MESSAGE, _handle, ends_job=True)
     call_before_finalize(_check_all_received)
     return ""
@@ -224,7 +230,7 @@ class Opened(NamedTuple):
 
 
 _opened: dict[int, Opened] = {}
-_numbers, _opening = itertools.count(), threading.Lock()
+_numbers = itertools.count()
 
 
 def open_message(call: MpiCall, what: str, x: Any, place: Any = None) -> int:
@@ -240,65 +246,33 @@ def open_message(call: MpiCall, what: str, x: Any, place: Any = None) -> int:
 
     sent = x if call.sends else None
     received = (x if place is None else place) if call.receives else None
-    comm, roll = call.comm, call.comm.processes.roll
-    with _opening:  # several threads may lower programs; callbacks of theirs that nobody keeps would be freed
-        unexpected, failed = _callbacks()
-        number = next(_numbers)
+    comm, roll, number = call.comm, call.comm.processes.roll, next(_numbers)
     if number >= MOST_CALLS:
         raise UsageError(f"{what}: got {MOST_CALLS} messages that were compiled before; compile fewer programs")
-    made = _call_type()()
-    made.functions[:] = c_handlers.addresses(FUNCTIONS)
-    made.unexpected, made.failed = unexpected, failed
-    made.headers, made.arrays, made.byte = map(MPI._handleof, (comm.headers, comm.arrays, MPI.BYTE))
-    made.status = MPI._addressof(_statuses[call.status]) if call.status else None
-    made.number, made.sends, made.receives = number, sent is not None, received is not None
-    made.source = MPI.ANY_SOURCE if call.source is None else call.source
-    made.recvtag = MPI.ANY_TAG if call.recvtag is None else call.recvtag
-    made.dest, made.sendtag, made.is_synchronous = call.dest, call.sendtag, call.operation == "send"
-    made.most_inline_bytes = INLINE_BYTES if call.operation == "send" else SENDRECV_INLINE_BYTES
-    made.most_ahead, made.tags = MOST_AHEAD, min(comm.processes.tags, np.iinfo(np.int32).max)
+    source = MPI.ANY_SOURCE if call.source is None else call.source
+    recvtag = MPI.ANY_TAG if call.recvtag is None else call.recvtag
+    is_send = call.operation == "send"
+    numbers = (  # in the order of `struct call`
+        *(number, sent is not None, received is not None, source, call.dest, call.sendtag, recvtag, is_send),
+        *(INLINE_BYTES if is_send else SENDRECV_INLINE_BYTES, MOST_AHEAD),
+        min(comm.processes.tags, np.iinfo(np.int32).max),
+    )
     size_bytes, sent_type = (0, "") if sent is None else (sent.size * sent.dtype.itemsize, type_of(sent))
     # Of a long name the end: file and line of the call.
     place_text = call.line.rpartition(" in ")[0].encode()[-PLACE_BYTES:].decode(errors="ignore").encode()
     header = HEADER.pack(size_bytes, comm.rank, call.sendtag, INLINE, pack_type(sent_type), place_text)
-    _fill(made, "header", header)
-    _fill(made, "type", pack_type("" if received is None else type_of(received)))
+    expected = pack_type("" if received is None else type_of(received)).ljust(TYPE_BYTES, b"\0")
     is_waited_for = sent is not None and (received is None or HEADER.size + size_bytes > EAGER_BYTES)
     sources = set() if received is None else set(roll.others) if call.source is None else {call.source}
     partners = (sources | ({call.dest} if is_waited_for else set())) - {comm.rank} or {comm.rank}
     sent_size = 0 if sent is None else sent.size
     _opened[number] = Opened(comm, call, what, sent_size, received, tuple(sorted(partners)))
     roll.notes = notes_for(comm).found
-    SOURCE.library().jaxmpi_open_message(ctypes.byref(made))
+    communicators = map(MPI._handleof, (comm.headers, comm.arrays))
+    status = MPI._addressof(_statuses[call.status]) if call.status else None
+    packed = (c_int32 * len(numbers))(*numbers)
+    SOURCE.library().jaxmpi_open_message(packed, *communicators, status, header, expected)
     return number
-
-
-@functools.cache
-def _call_type() -> type[ctypes.Structure]:
-    """`struct call`."""
-    handle = c_handlers.handle_type()
-    numbers = "number", "sends", "receives", "source", "dest", "sendtag", "recvtag", "is_synchronous", "has_sent"
-
-    class Call(ctypes.Structure):
-        _fields_ = (
-            ("functions", c_void_p * len(FUNCTIONS)),
-            ("unexpected", Unexpected),
-            ("failed", c_handlers.Failed),
-            *((name, handle) for name in ("headers", "arrays", "byte")),
-            ("status", c_void_p),
-            *((name, c_int32) for name in (*numbers, "most_inline_bytes", "most_ahead", "tags")),
-            ("header", c_char * HEADER.size),
-            ("type", c_char * TYPE_BYTES),
-        )
-
-    assert ctypes.sizeof(Call) == SOURCE.library().jaxmpi_call_bytes()
-    return Call
-
-
-def _fill(made: Any, field: str, text: bytes) -> None:
-    """Copy bytes, zeros among them, to a field of characters."""
-    place = getattr(type(made), field)
-    ctypes.memmove(ctypes.addressof(made) + place.offset, text.ljust(place.size, b"\0"), place.size)
 
 
 def pack_type(text: str) -> bytes:

@@ -12,7 +12,7 @@ It imports `core`, `runtime`, `comm` and `allreduce`.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jaxmpi.comm.job import broadcast as broadcast
@@ -20,7 +20,7 @@ from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.functions import shared_array
-from jaxmpi.functions.function import Function, Marker
+from jaxmpi.functions.function import Function
 from jaxmpi.functions.lifecycle import close as close
 from jaxmpi.functions.lifecycle import current_group
 from jaxmpi.functions.lifecycle import fork as fork
@@ -39,41 +39,7 @@ from jaxmpi.functions.shared_array import SharedArray
 from jaxmpi.functions.variable import Variable, make_variable
 from jaxmpi.runtime.process import launched_workers
 
-
-def function(
-    f: Callable,
-    inputs: Mapping[str, Marker] | Sequence[Marker] | Marker = scatter,
-    outputs: PyTree = mean,
-    updates: Any = (),
-    strategy: str | None = None,
-) -> Function:
-    """Make a function that runs `f` over all workers.
-
-    The function returns y = op_r f(x_r, ...), with x_r the r-th share of the examples.
-
-    Args:
-        f: a JAX function of arrays and trees of them; it must give for shares what goes together by its outputs' ops.
-        inputs: for every argument of f, or one for all: `scatter` (rows divided, as evenly as can be), `broadcast`
-            (whole), a variable (each worker's own). `scatter(variable)` is also possible (its rows, for `slices` and
-            `batch_local`). A dict names parameters of f, which it then gets by name; those that it leaves out keep
-            their defaults.
-        outputs: for every output, or one for the only one: `mean` (weighted by examples), `sum`, `prod`, `min`, `max`,
-            `gather` (rows in order), `local` (left on the workers, as a variable). `mean(variable)` keeps the result
-            on all workers instead of returning it; `local(mean)` says how pieces combine. Words do as well: "sum".
-            A tree of them, such as a dict, reduces an output leaf by leaf: each stands for all that is below its place.
-        updates: variables, or pairs (variable, op), that take what f returns after its outputs, each worker for itself;
-            op is over pieces: `mean` (default), `sum`, `prod`, `min`, `max`, `gather`; `add` adds to the old value.
-            One may stand alone; with outputs=() it is what f returns.
-        strategy: how sums and means travel, as of `jaxmpi.exchange`; default: `shm` on one host's CPUs, `ar` over
-            GPUs of one process, else `asa32`.
-
-    Communicates: at its calls; see `Function.__call__`. Raises: UsageError: no such input, output or update.
-    """
-    if not callable(f):
-        raise UsageError(f"function: got {f!r}; expected a function")
-    if not isinstance(updates, (Variable, tuple, list)):
-        raise UsageError(f"updates: got {updates!r}; expected a jaxmpi.variable, a pair (variable, add), or several")
-    return Function(function=f, inputs=inputs, outputs=outputs, updates=updates, strategy=strategy)
+function = Function  # rebinds the name of the module
 
 
 def variable(tree: PyTree) -> Variable:

@@ -30,7 +30,7 @@ from jaxmpi.functions import lifecycle, profiling
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.groups import WorkerGroup
 from jaxmpi.functions.programs import Leaf, WorkerProgram, qualified_name
-from jaxmpi.functions.reductions import Output, Outputs, Scatter, check_reducible, from_word
+from jaxmpi.functions.reductions import Output, Outputs, Scatter, check_reducible, from_word, mean, scatter
 from jaxmpi.functions.rows import RowSelection, check_lengths, choices_by_worker, shard_bounds
 from jaxmpi.functions.shared_array import is_shared
 from jaxmpi.functions.variable import Variable, check_numbers, give_rows
@@ -60,22 +60,49 @@ class Form(NamedTuple):
 
 
 class Function:
-    """A function over workers. `__wrapped__` is the user's own function."""
+    """A function that runs `f`, its `__wrapped__`, over all workers.
+
+    It returns y = op_r f(x_r, ...), with x_r the r-th share of the examples.
+
+    Args:
+        f: a JAX function of arrays and trees of them; it must give for shares what goes together by its outputs' ops.
+        inputs: for every argument of f, or one for all: `scatter` (rows divided, as evenly as can be), `broadcast`
+            (whole), a variable (each worker's own). `scatter(variable)` is also possible (its rows, for `slices` and
+            `batch_local`). A dict names parameters of f, which it then gets by name; those that it leaves out keep
+            their defaults.
+        outputs: for every output, or one for the only one: `mean` (weighted by examples), `sum`, `prod`, `min`, `max`,
+            `gather` (rows in order), `local` (left on the workers, as a variable). `mean(variable)` keeps the result
+            on all workers instead of returning it; `local(mean)` says how pieces combine. Words do as well: "sum".
+            A tree of them, such as a dict, reduces an output leaf by leaf: each stands for all that is below its place.
+        updates: variables, or pairs (variable, op), that take what f returns after its outputs, each worker for itself;
+            op is over pieces: `mean` (default), `sum`, `prod`, `min`, `max`, `gather`; `add` adds to the old value.
+            One may stand alone; with outputs=() it is what f returns.
+        strategy: how sums and means travel, as of `jaxmpi.exchange`; default: `shm` on one host's CPUs, `ar` over
+            GPUs of one process, else `asa32`.
+
+    Communicates: at its calls; see `Function.__call__`. Raises: UsageError: no such input, output or update.
+    """
 
     def __init__(
         self,
-        function: Callable,
-        inputs: Mapping[str, Marker] | Sequence[Marker] | Marker,
-        outputs: PyTree,
-        updates: Any,
-        strategy: str | None,
+        f: Callable,
+        inputs: Mapping[str, Marker] | Sequence[Marker] | Marker = scatter,
+        outputs: PyTree = mean,
+        updates: Any = (),
+        strategy: str | None = None,
     ) -> None:
-        self.__wrapped__ = function
-        self.name = getattr(function, "__name__", "function")
+        if not callable(f):
+            raise UsageError(f"function: got {f!r}; expected a function")
+        if not isinstance(updates, (Variable, tuple, list)):
+            raise UsageError(
+                f"updates: got {updates!r}; expected a jaxmpi.variable, a pair (variable, add), or several"
+            )
+        self.__wrapped__ = f
+        self.name = getattr(f, "__name__", "function")
         self.keywords: tuple[str, ...] = ()  # if inputs have names, all arguments are passed by them
         self.markers: list[Marker] = [*inputs] if isinstance(inputs, (tuple, list)) else [inputs]
         if isinstance(inputs, Mapping):
-            by_name = _sort_by_parameter(inputs, function, self.name)
+            by_name = _sort_by_parameter(inputs, f, self.name)
             self.keywords, self.markers = tuple(by_name), [*by_name.values()]
         for marker in self.markers:
             if marker is not broadcast and not isinstance(marker, (Scatter, Variable)):

@@ -28,9 +28,29 @@ from jaxmpi.functions.variable import make_variable, numeric_leaves
 
 
 class Optimizer:
-    """Params and optimizer state on every worker, and a step's two functions.
+    """Synchronous descent: every worker applies `tx` to the mean gradient.
 
-    `model_state` is a variable, or a tree of them as the reductions are one; `params` and `state` are variables.
+    A step takes g = sum_r (n_r / n) grad loss(params, share_r), with n_r of the n examples on worker r.
+
+    Args:
+        loss: (params, *inputs) -> the mean loss of some examples, f32[]. With `model_state` (params, model_state,
+            *inputs) -> (loss, model_state); with `aux` it returns (loss, aux); with both (loss, (model_state, aux)).
+        params: tree of f32; every worker begins with it and all stay equal, bit for bit.
+        tx: any Optax transformation; it is given value and grad, the loss and its gradient over all examples. One
+            that evaluates the loss anew (value_fn), as a line search does, is refused.
+        inputs, strategy: as of `jaxmpi.function`.
+        model_state: tree that every worker begins with and that the loss moves, such as running batch statistics.
+        model_state_outputs: one reduction, or a tree of them, for what workers make of it: `mean` over examples keeps
+            it equal on all; `local` leaves it to each worker.
+        aux: one reduction, or a tree of them as `outputs` of `jaxmpi.function`, for what a step returns beside the
+            loss.
+
+    Communicates: at every step the gradient, flat, with the other means; then what else is reduced.
+
+    Raises:
+        UsageError: as `jaxmpi.function`; other params; a loss that does not return what is said above.
+
+    `params`, `state` and `model_state` are variables; `model_state` is a tree of them as its reductions are one.
     """
 
     def __init__(
@@ -38,11 +58,12 @@ class Optimizer:
         loss: Any,
         params: PyTree,
         tx: optax.GradientTransformation,
-        inputs: Sequence[Marker],
-        strategy: str | None,
-        model_state: PyTree,
-        model_state_outputs: PyTree,
-        aux: PyTree,
+        inputs: Sequence[Marker] = (scatter, scatter),
+        strategy: str | None = None,
+        *,
+        model_state: PyTree = None,
+        model_state_outputs: PyTree = mean,
+        aux: PyTree = None,
     ) -> None:
         if not isinstance(inputs, (tuple, list)):
             raise UsageError(
@@ -106,18 +127,17 @@ class Optimizer:
             gradient.__signature__ = inspect.Signature([*by_position, *own])  # pyright: ignore[reportFunctionMemberAccess]
         into_variables = [mean(self.gradient), mean(self.value), *(reductions.flat[i](states[i]) for i in reduced)]
         self._gradient = Function(
-            function=gradient,
+            gradient,
             inputs=(self.params, *states, *inputs),
             outputs=(mean, [aux] if has_aux else [], *into_variables),
             updates=tuple((states[i], reductions.flat[i].op or "mean") for i in local),  # over pieces
             strategy=strategy,
         )
         self._update = Function(
-            function=update,
+            update,
             inputs=(self.gradient, self.value, self.params, self.state),
             outputs=(),
             updates=(self.params, self.state),
-            strategy=None,
         )
 
     def __call__(
@@ -149,37 +169,4 @@ def refuse_line_search(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def optimizer(
-    loss: Any,
-    params: PyTree,
-    tx: optax.GradientTransformation,
-    inputs: Sequence[Marker] = (scatter, scatter),
-    strategy: str | None = None,
-    *,
-    model_state: PyTree = None,
-    model_state_outputs: PyTree = mean,
-    aux: PyTree = None,
-) -> Optimizer:
-    """Synchronous descent: every worker applies `tx` to the mean gradient.
-
-    A step takes g = sum_r (n_r / n) grad loss(params, share_r), with n_r of the n examples on worker r.
-
-    Args:
-        loss: (params, *inputs) -> the mean loss of some examples, f32[]. With `model_state` (params, model_state,
-            *inputs) -> (loss, model_state); with `aux` it returns (loss, aux); with both (loss, (model_state, aux)).
-        params: tree of f32; every worker begins with it and all stay equal, bit for bit.
-        tx: any Optax transformation; it is given value and grad, the loss and its gradient over all examples. One
-            that evaluates the loss anew (value_fn), as a line search does, is refused.
-        inputs, strategy: as of `jaxmpi.function`.
-        model_state: tree that every worker begins with and that the loss moves, such as running batch statistics.
-        model_state_outputs: one reduction, or a tree of them, for what workers make of it: `mean` over examples keeps
-            it equal on all; `local` leaves it to each worker.
-        aux: one reduction, or a tree of them as `outputs` of `jaxmpi.function`, for what a step returns beside the
-            loss.
-
-    Communicates: at every step the gradient, flat, with the other means; then what else is reduced.
-
-    Raises:
-        UsageError: as `jaxmpi.function`; other params; a loss that does not return what is said above.
-    """
-    return Optimizer(loss, params, tx, inputs, strategy, model_state, model_state_outputs, aux)
+optimizer = Optimizer
