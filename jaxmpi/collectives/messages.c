@@ -1,8 +1,8 @@
 /* Messages between two ranks, each behind its header: a handler that XLA calls, and for Python the same by ctypes.
 
-   `messages.py` says what a header is for. An exchange is begun, which starts what it sends and receives, and then
-   finished in four stages. XLA's handler waits in each (MPI's own wait is faster than to look again and again); Python
-   looks, for a program on a GPU and beside a program that computes. MPI waits without a limit, so a call leaves a note
+   `messages.py` says what a header is for. `begin` starts what a call sends and receives, and `advance`
+   finishes it in four stages. XLA's handler waits in each (MPI's own wait is faster than to look again and again); Python
+   polls, for programs on GPUs and for started messages. MPI waits without a limit, so a call leaves a note
    meanwhile: the thread that names absent ranks reads notes, and has the limit. Nothing here needs Python unless a header
    is not the expected one, or MPI fails. */
 

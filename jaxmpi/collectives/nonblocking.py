@@ -79,7 +79,7 @@ def _traced_function() -> Any:
 
 
 def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle:
-    """Begin a `jaxmpi.collectives` operation inside jit, beside the program: `start(allreduce, x, "max")`.
+    """Begin a `jaxmpi.collectives` operation inside jit, concurrently with the program: `start(allreduce, x, "max")`.
 
     Arrays are copied. Several may be under way; ranks start them in the same order. Each handle is waited for once, in
     the function that started it. All ranks of the communicator compile the same starts; of a message its two ranks do.
@@ -87,7 +87,7 @@ def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle
     Communicates: as the operation, on the communication thread.
 
     Raises:
-        UsageError: what is no operation; outside jit; MPI or this JAX cannot send beside a program; a handle that is
+        UsageError: what is no operation; outside jit; MPI or this JAX cannot send while a program computes; a handle that is
             never waited for, when the program is compiled; under `jax.grad` or `jax.vmap`.
     """
     name = getattr(operation, "__name__", "")
@@ -96,7 +96,7 @@ def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle
         raise UsageError(f"start: got {operation}; {expected}")
     handle = Handle(operation, args, kwargs, caller())
     if not is_traced(()):
-        raise UsageError(f"start: got a call outside jax.jit, {handle.line}; expected one in a program that goes on")
+        raise UsageError(f"start: got a call outside jax.jit, {handle.line}; expected one in a compiled program")
 
     def begin(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
         handle.tickets += _start_p.bind(*operands, call=call, handle=handle)

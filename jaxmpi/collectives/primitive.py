@@ -170,7 +170,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequ
     return mlir.lower_fun(run)(ctx, *operands)
 
 
-mlir.register_lowering(_call_p, _lower, cacheable=False)  # each call has a mark of its own
+mlir.register_lowering(_call_p, _lower, cacheable=False)  # each call has a number
 
 
 # ---------------------------------------------------------------- derivatives and mapping
@@ -209,7 +209,7 @@ ad.primitive_transposes[_call_p] = _transpose
 def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, call: MpiCall) -> tuple[list, list]:
     """Make one call with the mapped axis as part of the array.
 
-    All ranks move the axis to one place, wherever each maps its own: the first, as in most programs, or the last if the
+    All ranks move the axis to one place, wherever each has it: the first, as in most programs, or the last if the
     operation takes rows, which are the first axis.
     """
     if call.is_of_tangents and call.operation != "allreduce":

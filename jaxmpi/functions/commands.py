@@ -2,7 +2,7 @@
 
 A call of a function and each method of a variable become a `Command`. If every rank runs the script, each makes the
 same command; else rank 0 sends it to the processes that wait. From there on the code is the same: each process runs the
-command's row of `COMMANDS` for its own workers. A worker that lacks a program says so in its report, gets the program,
+command's row of `COMMANDS` for its workers. A worker that lacks a program says so in its report, gets the program,
 and the command is repeated (`MissingPrograms`). So nobody keeps a list of which worker has been sent which shapes.
 """
 
@@ -24,7 +24,7 @@ from jaxmpi.functions.worker import Command, Input, Leaves, Worker
 
 
 def perform(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> Any:
-    """Prepare a command and carry it out with all workers, this process's own among them.
+    """Prepare a command and carry it out with all workers, those of this process included.
 
     Raises:
         UsageError, WorkerFailed: as `WorkerGroup.run_and_report`; another command is under way. The workers are as
@@ -184,7 +184,7 @@ def _lay_out(group: WorkerGroup, command: Command, op: str = "") -> None:
 
 
 def reduce(group: WorkerGroup, command: Command) -> Leaves:
-    """The variable over workers, each counted once; kept by all if asked."""
+    """The variable over workers, each counted once; with `keep` all workers store it."""
     number, op, keep, strategy = (command.fields[key] for key in ("number", "op", "keep", "strategy"))
     _lay_out(group, command, op)
     with profiling.part("reduce"):
@@ -204,7 +204,7 @@ def reduce(group: WorkerGroup, command: Command) -> Leaves:
 
 
 def fetch(group: WorkerGroup, command: Command) -> list[list[np.ndarray]] | None:
-    """The leaves of one worker or all, kept by all if asked."""
+    """The leaves of one worker or all; with `keep` all workers store them."""
     number, rank, keep = (command.fields[key] for key in ("number", "rank", "keep"))
     _lay_out(group, command)
     with profiling.part("shuffle"):

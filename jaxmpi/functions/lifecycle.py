@@ -55,8 +55,8 @@ def current_group() -> WorkerGroup:
 def fork(n: int | None = None, kind: str = "auto") -> int:
     """Let this script lead `n` workers from here on, itself the first.
 
-    The other workers wait for what this script calls. Under a launcher with several ranks: rank 0 goes on, the others
-    wait here and end with it. Without one: local devices if there are several, else processes on this host, one a core.
+    The other workers wait for what this script calls. Under a launcher with several ranks: rank 0 continues, the others
+    wait in this call and end with it. Without one: local devices if there are several, else processes on this host, one a core.
 
     Args:
         n: workers; None: all ranks, devices or cores.
@@ -158,8 +158,8 @@ def group_of_ranks(is_serial: bool) -> RankGroup:
     comm, control = world(), processes()
     assert isinstance(comm, MpiComm)
     assert isinstance(control, MpiProcesses)
-    here = len(set(comm.hosts)) == 1 and jax.default_backend() == "cpu"
-    return RankGroup(MpiTransport(control, is_serial), comm, "shm" if here else "asa32", is_serial)
+    is_shared = len(set(comm.hosts)) == 1 and jax.default_backend() == "cpu"
+    return RankGroup(MpiTransport(control, is_serial), comm, "shm" if is_shared else "asa32", is_serial)
 
 
 def group_led_by_rank_0() -> RankGroup:
@@ -264,7 +264,7 @@ def forked_main(socket: int) -> None:
 def serve(waiting: ProcessGroup) -> None:
     """Carry out the master's commands until it ends.
 
-    Raises what failed here alone after the reports: the others wait for this worker, and notice only its end.
+    Raises what failed in this process alone, after the reports: the others wait for this worker, and notice only its end.
     """
     global _is_worker
     _is_worker = True
@@ -278,7 +278,7 @@ def serve(waiting: ProcessGroup) -> None:
             return
         except SumFailed:  # the master will close
             pass
-        except Exception as error:  # a failure of the worker's own part, or of others' parts, is in the reports
+        except Exception as error:  # failures of workers' parts are in the reports
             waiting.note_failure(error)
             if waiting.unusable:
                 raise

@@ -1,9 +1,9 @@
-"""Synchronous descent with any Optax optimizer: all gradients travel as one vector.
+"""Synchronous descent with any Optax optimizer: all gradients are reduced as one vector.
 
 A step is two functions over workers. The first computes gradients and takes their mean; in the second each worker
 updates its own copy without an exchange. Params and optimizer state are variables, so they stay on the workers, equal
 bit for bit. The mean is weighted by examples: unequal shares give the gradient over all examples. Fused into one
-vector, the gradients are one reduction instead of one a leaf; so params must be float32. The loss travels along for
+vector, the gradients are one reduction instead of one a leaf; so params must be float32. The loss is reduced with them for
 transformations that take it, such as reduce_on_plateau. A line search is refused, since the update has no examples to
 evaluate the loss on.
 """
@@ -118,13 +118,13 @@ class Optimizer:
             updates, state = extended.update(grads, state, params, **extra)
             return optax.apply_updates(params, updates), state
 
-        # The loss's own parameters may be passed by name; params and variables come by position.
+        # The loss's parameters may be passed by name; params and variables come by position.
         with contextlib.suppress(TypeError, ValueError):  # Python does not know them
-            own = [*inspect.signature(loss).parameters.values()][1 + len(reductions.trees) :]
+            arguments = [*inspect.signature(loss).parameters.values()][1 + len(reductions.trees) :]
             by_position = [
                 inspect.Parameter(f"_{i}", inspect.Parameter.POSITIONAL_ONLY) for i in range(1 + len(states))
             ]
-            gradient.__signature__ = inspect.Signature([*by_position, *own])  # pyright: ignore[reportFunctionMemberAccess]
+            gradient.__signature__ = inspect.Signature([*by_position, *arguments])  # pyright: ignore[reportFunctionMemberAccess]
         into_variables = [mean(self.gradient), mean(self.value), *(reductions.flat[i](states[i]) for i in reduced)]
         self._gradient = Function(
             gradient,

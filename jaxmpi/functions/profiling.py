@@ -150,7 +150,7 @@ def profile(path: str | Path | None = None) -> Iterator[Profile]:
     """Profile the calls inside the `with` block.
 
     Printed it is a table. Seconds are those of this process's first worker: of a script that leads, the master's; of
-    ranks that all run the script, each rank's own. Calls wait for their results meanwhile. No communication.
+    ranks that all run the script, each rank's. Calls wait for their results meanwhile. No communication.
 
     Args:
         path: a file for a JSON line a call, with its `function`, `number` among functions, and the figures of `rows`;

@@ -1,7 +1,7 @@
 """Messages between processes of workers, over MPI or a fork's sockets, and the watch for workers that are stopped.
 
 A transport carries commands from the master, reports of all, and arrays of any length. A message is a pickled value
-with its arrays beside it, which so are not copied; all processes are this user's own. The master looks at its workers'
+and its arrays, which are sent separately and so are not copied; all processes are this user's. The master looks at its workers'
 processes: one that is stopped or gone is named, one that computes is not late.
 """
 
@@ -34,11 +34,11 @@ from jaxmpi.runtime.failures import call_before_finalize
 
 
 class OutOfStep(TrainingError):
-    """Workers are at different places, or gone; no call can follow."""
+    """Workers are at different calls, or have ended; no call can follow."""
 
 
 class WorkerDied(OutOfStep):
-    """A worker's process has ended, and with it what it held."""
+    """A worker's process has ended; its variables are lost."""
 
 
 # ---------------------------------------------------------------- messages
@@ -167,7 +167,7 @@ SHORT_S, SHORT_LOOKS = 0.0001, 5000  # the sleep between a wait's first looks, a
 
 
 class MpiTransport:
-    """Over a communicator of its own, polled without spinning."""
+    """Over a separate communicator, polled without spinning."""
 
     def __init__(self, control: MpiProcesses, is_led: bool) -> None:
         """Take a communicator for this transport alone; all ranks call this together.

@@ -30,7 +30,7 @@ from jaxmpi.functions.worker import Command, Input, Leaves
 
 
 class Variable:
-    """A tree of which every worker holds values of its own.
+    """A tree that each worker holds, with its values.
 
     `jaxmpi.variable` makes one, for functions as an input or a target. If every rank runs the script, all ranks call
     the same methods in the same order. All of them get the results. A script that leads workers calls the methods once.
@@ -50,7 +50,7 @@ class Variable:
 
     @property
     def value(self) -> PyTree:
-        """The tree on this process's own worker, without communication.
+        """The tree on this process's worker, without communication.
 
         For a script that leads, or has devices as workers, this is worker 0.
         """
@@ -59,7 +59,7 @@ class Variable:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Leaves of this process's own worker."""
+        """Shapes of the leaves on this process's worker."""
         return [x.shape for x in jax.tree.leaves(self.value)]
 
     def lengths(self) -> list[int]:
@@ -153,7 +153,7 @@ class Variable:
 
     @property
     def leaves(self) -> Leaves:
-        """The leaves on this process's own worker; of random keys the numbers."""
+        """The leaves on this process's worker; of random keys the numbers."""
         return self.group.worker.leaves(self.number)
 
     def _rank(self, what: str, rank: int | np.integer) -> int:

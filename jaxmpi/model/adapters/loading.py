@@ -1,4 +1,4 @@
-"""Arrays of a trained model into a module of its own library."""
+"""Arrays of a trained model into a module of its library."""
 
 from typing import Any
 
@@ -31,8 +31,8 @@ def _into_nnx(module: Any, params: PyTree, model_state: PyTree, source: str) -> 
     """An NNX module, changed in place."""
     from flax import nnx
 
-    _, held, _, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    for name, arrays, variables in (("params", params, held), ("model_state", model_state, rest)):
+    _, trained, _, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    for name, arrays, variables in (("params", params, trained), ("model_state", model_state, rest)):
         _check_same(f"{name} of {source}", by_path(arrays), by_path(nnx.to_pure_dict(variables)))
         nnx.update(module, nnx.restore_int_paths(jax.tree.map(jnp.asarray, arrays)))
     return module
@@ -45,9 +45,9 @@ def _into_equinox(module: Any, params: PyTree, model_state: PyTree, source: str)
     net, state = module if isinstance(module, tuple) else (module, None)
     arrays = {name: jnp.asarray(leaf) for name, leaf in {**params, **model_state}.items()}
     names = state_names(net, state) if state is not None else []
-    held = by_path(eqx.filter(net, eqx.is_array))
-    held |= dict(zip(names, jax.tree.leaves(state), strict=True)) if state is not None else {}
-    _check_same(source, arrays, held)
+    expected = by_path(eqx.filter(net, eqx.is_array))
+    expected |= dict(zip(names, jax.tree.leaves(state), strict=True)) if state is not None else {}
+    _check_same(source, arrays, expected)
     net = jax.tree_util.tree_map_with_path(lambda path, leaf: arrays.get(path_name(path), leaf), net)
     if state is None:
         return net

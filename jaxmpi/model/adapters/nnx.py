@@ -100,8 +100,8 @@ def _fresh_streams(streams: list[tuple[Any, Any]], key: jax.Array) -> dict[Any, 
     fresh = {}
     for i, (path, leaf) in enumerate(streams):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            own = jax.random.fold_in(key, i)
-            fresh[path] = jax.random.split(own, leaf.shape) if leaf.shape else own
+            stream = jax.random.fold_in(key, i)
+            fresh[path] = jax.random.split(stream, leaf.shape) if leaf.shape else stream
         else:
             fresh[path] = jnp.zeros(leaf.shape, leaf.dtype)
     return fresh
