@@ -87,8 +87,8 @@ def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle
     Communicates: as the operation, on the communication thread.
 
     Raises:
-        UsageError: what is no operation; outside jit; MPI or this JAX cannot send while a program computes; a handle that is
-            never waited for, when the program is compiled; under `jax.grad` or `jax.vmap`.
+        UsageError: what is no operation; outside jit; MPI or this JAX cannot send while a program computes; a handle
+            that is never waited for, when the program is compiled; under `jax.grad` or `jax.vmap`.
     """
     name = getattr(operation, "__name__", "")
     if name not in OPERATIONS or operation is not getattr(api, name):

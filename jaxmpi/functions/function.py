@@ -77,8 +77,8 @@ class Function:
         updates: variables, or pairs (variable, op), that take what f returns after its outputs, each worker for itself;
             op is over pieces: `mean` (default), `sum`, `prod`, `min`, `max`, `gather`; `add` adds to the old value.
             One may stand alone; with outputs=() it is what f returns.
-        strategy: by which sums and means are exchanged, as of `jaxmpi.exchange`; default: `shm` on one host's CPUs, `ar` over
-            GPUs of one process, else `asa32`.
+        strategy: of sums and means, as of `jaxmpi.exchange`; default: `shm` on one host's CPUs, `ar` over GPUs of one
+            process, else `asa32`.
 
     Communicates: at its calls; see `Function.__call__`. Raises: UsageError: no such input, output or update.
     """

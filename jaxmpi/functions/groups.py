@@ -1,7 +1,8 @@
 """Workers that carry out commands together: devices of one process, ranks of MPI, or forked processes.
 
-Every command is carried out in the same way by all: each worker computes its part, then reports, then takes part in exchanges.
-Nothing is changed and nothing is exchanged before all have reported well; so a failure leaves all workers as they were.
+Every command is carried out in the same way by all: each worker computes its part, then reports, then takes part in
+exchanges. Nothing is changed and nothing is exchanged before all have reported well; so a failure leaves all workers as
+they were.
 
 Workers in other processes get commands from rank 0, or none if all ranks run the script. f32 on one host is
 summed without a program. A failed sum leaves workers out of step, and the group ends. Processes by MPI's spawn were

@@ -56,7 +56,8 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
     """Let this script lead `n` workers from here on, itself the first.
 
     The other workers wait for what this script calls. Under a launcher with several ranks: rank 0 continues, the others
-    wait in this call and end with it. Without one: local devices if there are several, else processes on this host, one a core.
+    wait in this call and end with it. Without one: local devices if there are several, else processes on this host, one
+    a core.
 
     Args:
         n: workers; None: all ranks, devices or cores.
@@ -264,7 +265,8 @@ def forked_main(socket: int) -> None:
 def serve(waiting: ProcessGroup) -> None:
     """Carry out the master's commands until it ends.
 
-    Raises what failed in this process alone, after the reports: the others wait for this worker, and notice only its end.
+    Raises what failed in this process alone, after the reports: the others wait for this worker, and notice only its
+    end.
     """
     global _is_worker
     _is_worker = True

@@ -3,10 +3,9 @@
 A step is two functions over workers. The first computes gradients and takes their mean; in the second each worker
 updates its own copy without an exchange. Params and optimizer state are variables, so they stay on the workers, equal
 bit for bit. The mean is weighted by examples: unequal shares give the gradient over all examples. Fused into one
-vector, the gradients are one reduction instead of one a leaf; so params must be float32. The loss is reduced with them for
-transformations that take it, such as reduce_on_plateau. A line search is refused, since the update has no examples to
-evaluate the loss on.
-"""
+vector, the gradients are one reduction instead of one a leaf; so params must be float32. The loss is reduced with them
+for transformations that take it, such as reduce_on_plateau. A line search is refused, since the update has no examples
+to evaluate the loss on."""
 
 import contextlib
 import inspect

@@ -1,8 +1,8 @@
 """Messages between processes of workers, over MPI or a fork's sockets, and the watch for workers that are stopped.
 
-A transport carries commands from the master, reports of all, and arrays of any length. A message is a pickled value
-and its arrays, which are sent separately and so are not copied; all processes are this user's. The master looks at its workers'
-processes: one that is stopped or gone is named, one that computes is not late.
+A transport carries commands from the master, reports of all, and arrays of any length. A message is a pickled value and
+its arrays, which are sent separately and so are not copied; all processes are this user's. The master looks at its
+workers' processes: one that is stopped or gone is named, one that computes is not late.
 """
 
 import functools
