@@ -5,7 +5,8 @@ updates its own copy without an exchange. Params and optimizer state are variabl
 bit for bit. The mean is weighted by examples: unequal shares give the gradient over all examples. Fused into one
 vector, the gradients are one reduction instead of one a leaf; so params must be float32. The loss is reduced with them
 for transformations that take it, such as reduce_on_plateau. A line search is refused, since the update has no examples
-to evaluate the loss on."""
+to evaluate the loss on.
+"""
 
 import contextlib
 import inspect
