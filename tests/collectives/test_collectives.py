@@ -49,7 +49,7 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many
     "another order on a part of the ranks": (
         PART + "b = jax.jit(lambda x: mpi.allreduce(2 * x, comm=part))\n"
         "a(x).block_until_ready(), b(x).block_until_ready(), (a, b)[rank](x).block_until_ready()",
-        r"rank 0 to 'exchange 1 of a communicator of 2 ranks \(allreduce\(.*rank 1 to 'exchange 2 of a comm",
+        r"rank 0 to 'exchange 1 of [\w ]+ \(allreduce\(.*rank 1 to 'exchange 2 of ",
     ),
     "one rank is missing": (
         "if rank == 0: f(x).block_until_ready()" + ALONE,
