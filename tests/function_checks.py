@@ -765,9 +765,8 @@ def check_what_a_function_leaves_goes_with_it():
 
 
 CORE = [  # quick ones that leave no kind of message out
-    *(check_batches, check_broadcast_is_seen_when_it_changes, check_local_and_into, check_resident),
-    *(check_variable, check_unequal_lengths, check_shared, check_exception),
-    *(check_exchange_inside, check_what_a_function_leaves_goes_with_it, check_keys),
-    *(check_trees_of_reductions, check_long_results, check_model_state, check_profile),
+    *(check_batches, check_broadcast_is_seen_when_it_changes, check_resident, check_variable, check_unequal_lengths),
+    *(check_shared, check_exception, check_exchange_inside, check_trees_of_reductions, check_long_results),
+    *(check_profile, check_keys),
 ]
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

@@ -27,14 +27,14 @@ from tolerances import U
 
 EXAMPLES = sorted(Path("experiments/tasks").glob("*.py"))
 FARTHEST = dataclasses.replace(LINE, maximize=("far",))
-LONGEST = ("translation", "contrastive", "multi_label")
+QUICK = ("regression", "segmentation")
 WITHOUT = [file for file in EXAMPLES if file.stem != "gan"]  # which has a test of its own
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     "file",
-    [pytest.param(file, marks=[pytest.mark.slow] * (file.stem in LONGEST)) for file in WITHOUT],
+    [pytest.param(file, marks=[pytest.mark.slow] * (file.stem not in QUICK)) for file in WITHOUT],
     ids=lambda file: file.stem,
 )
 def test_the_examples_train(file, tmp_path):
@@ -232,8 +232,11 @@ ROWS = {  # label_shape, classes, labels of n examples
 }
 
 
+SHORT_ROWS = ("classification", "token-classification", "regression")
+
+
 @pytest.mark.e2e
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", [pytest.param(r, marks=[pytest.mark.slow] * (r not in SHORT_ROWS)) for r in ROWS])
 def test_every_row_makes_with_three_workers_the_steps_of_one(row, tmp_path):
     assert ROWS.keys() == TASKS.keys()
     shape, classes, label = ROWS[row]

@@ -14,7 +14,6 @@ from flax import nnx
 import jaxmpi.models.__main__ as report
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.comm.axis import AxisComm
-from jaxmpi.core.errors import UsageError
 from jaxmpi.model.adapters.nnx import nnx_model
 from jaxmpi.model.batch_statistics import batch_mean, statistics_over
 from jaxmpi.models.googlenetbn import MAX_POOLED, googlenetbn
@@ -62,14 +61,6 @@ def test_depth_and_counts(make, depth, params, statistics):
     if depth < 100:  # whose programs are lowered in a second
         assert tuple(report.row(model)[1:4]) == (str(depth), f"{params:,}", "224x224x3")
     assert {leaf.dtype for leaf in jax.tree.leaves((abstract, state))} == {jnp.dtype("float32")}
-
-
-def test_version_says_which_convolution_has_the_stride():
-    # Where a block halves the image v1 runs its first 1x1 on a quarter of the places.
-    v1, later = (float(report.row(resnet50(version=version))[4]) for version in ("v1", "v1.5"))
-    assert 1.05 < later / v1 < 1.1
-    with pytest.raises(UsageError, match=r"did you mean 'v1.5'"):
-        resnet50(version="v15")
 
 
 # ---------------------------------------------------------------- initial values

@@ -143,15 +143,6 @@ def learn(model: Model, params, state, rows: np.ndarray) -> list[float]:
     return losses
 
 
-def test_a_loop_counts_as_often_as_it_turns():
-    """2 a multiply-add and a token: W, U and P of each layer, and the logits; the rest of the cell is little."""
-    flop = {window: report.flop(traced(lstm(window=window, width=64, cells=128))) for window in (1, 2, 40)}
-    products = 2 * (2 * (2 * 64 * 512 + 128 * 64) + 64 * 256)
-    assert products < flop[1] < 1.1 * products
-    assert flop[40] - flop[2] == pytest.approx(38 * (flop[2] - flop[1]), rel=1e-6)
-    assert flop[40] == pytest.approx(40 * flop[1], rel=0.05)
-
-
 def traced(model: Model):
     params, state, x = report.shapes(model)
     return jax.jit(lambda p, x: model.apply(p, state, x, KEY, False)[0]).trace(params, x).jaxpr
