@@ -2,11 +2,11 @@
 
 Synkhronos (Stooke and Abbeel 2017) did the same with Theano.
 
-In reading order: `function`: scatter, compute, reduce; `reductions`, words for inputs and outputs, and trees of them;
-`rows`, which rows each worker takes; `variable`, arrays on the workers; `shared_array`, arrays of a host; `optimizer`,
-synchronous descent; `lifecycle`, start and end of the workers; `groups`, all workers together: devices, ranks or forked
-processes; `commands` to them; `worker`, a worker's part of a call, and `reports` on it; `programs` in other processes;
-`transport`, messages between processes; `profiling` of calls.
+In reading order: `function`: scatter, compute, reduce; `arguments` of its calls; `reductions`, words for inputs and
+outputs, and trees of them; `rows`, which rows each worker takes; `variable`, arrays on the workers; `shared_array`,
+arrays of a host; `optimizer`, synchronous descent; `lifecycle`, start and end of the workers; `groups`, all workers
+together: devices, ranks or forked processes; `commands` to them; `worker`, a worker's part of a call, and `reports` on
+it; `programs` in other processes; `transport`, messages between processes; `profiling` of calls.
 
 It imports `core`, `runtime`, `comm` and `allreduce`.
 """

@@ -6,11 +6,9 @@ script get the StableHLO of that program, so closures, lambdas and notebook cell
 into Python is sent by its name (docs/decisions/0017). A broadcast argument that has not changed is not sent again.
 """
 
-import inspect
 import itertools
 import json
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -27,17 +25,17 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.random_keys import check_op, check_rows, key_leaves, packed, unpacked
 from jaxmpi.core.to_jax import in_jax_dtype
 from jaxmpi.functions import lifecycle, profiling
+from jaxmpi.functions.arguments import bind_arguments, sort_by_parameter
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.groups import WorkerGroup
 from jaxmpi.functions.programs import Leaf, WorkerProgram, qualified_name
 from jaxmpi.functions.reductions import Output, Outputs, Scatter, check_reducible, from_word, mean, scatter
-from jaxmpi.functions.rows import RowSelection, check_lengths, choices_by_worker, shard_bounds
+from jaxmpi.functions.rows import check_choices, check_lengths, choices_by_worker, digest_rows, shard_bounds
 from jaxmpi.functions.shared_array import is_shared
 from jaxmpi.functions.variable import Variable, check_numbers, give_rows
 from jaxmpi.functions.worker import Command, Input
 
 Marker = Any  # scatter, scatter(variable), broadcast, or a variable
-CALL_KEYWORDS = ("batch", "batch_local", "slices", "output_subset")
 CLOSED = "belongs to workers that were closed; make it anew"
 _numbers = itertools.count()  # functions in the order in which they are made, the same on all ranks
 
@@ -102,7 +100,7 @@ class Function:
         self.keywords: tuple[str, ...] = ()  # if inputs have names, all arguments are passed by them
         self.markers: list[Marker] = [*inputs] if isinstance(inputs, (tuple, list)) else [inputs]
         if isinstance(inputs, Mapping):
-            by_name = _sort_by_parameter(inputs, f, self.name)
+            by_name = sort_by_parameter(inputs, f, self.name)
             self.keywords, self.markers = tuple(by_name), [*by_name.values()]
         for marker in self.markers:
             if marker is not broadcast and not isinstance(marker, (Scatter, Variable)):
@@ -229,7 +227,7 @@ class Function:
             self.forms.append(form)
         lengths = {x.name: len(x.value) for x in inputs if x.kind == "rows"}
         is_resident = any(x.kind == "resident" for x in inputs)
-        _check_choices(batch, batch_local, slices, bool(lengths), is_resident)
+        check_choices(batch, batch_local, slices, bool(lengths), is_resident)
         rows = check_lengths(lengths, group.size, batch) if lengths else None
         edges = shard_bounds(rows.count, group.size) if rows else []
         choices = choices_by_worker(batch_local, group.size) if is_resident else [None] * group.size
@@ -264,7 +262,7 @@ class Function:
         }
         agreed = {"name": self.name, **fields, "outputs": computed}
         if group.is_the_world:
-            agreed |= _digest_rows(rows, choices)
+            agreed |= digest_rows(rows, choices)
         return Command("call", self.name, fields | {"agreed": json.dumps(agreed)}, inputs_for)
 
     def _inputs(
@@ -278,7 +276,7 @@ class Function:
             markers = markers * len(args)
         else:
             free = [place for place, marker in enumerate(markers) if takes_argument(marker)]
-            args = _bind_arguments(self.name, self.__wrapped__, free, keywords, args, named)
+            args = bind_arguments(self.name, self.__wrapped__, free, keywords, args, named)
         inputs: list[Input] = []
         structures, left = [], iter(args)
         names = [*range(len(markers) - len(keywords)), *map(repr, keywords)]
@@ -433,31 +431,6 @@ def _parse_update(update: Any) -> Output:
     return Output(op.op, stays=True, into=variable)
 
 
-def _check_choices(batch: Any, batch_local: Any, slices: Any, is_scattered: bool, is_resident: bool) -> None:
-    """Refuse choices of rows that no input has."""
-    if not isinstance(slices, (int, np.integer)) or slices < 1:
-        raise UsageError(f"slices: got {slices!r}; expected a whole number > 0")
-    if batch is not None and not is_scattered:
-        raise UsageError("batch: got a choice of examples, but no argument is scattered; leave it out")
-    if batch_local is not None and not is_resident:
-        raise UsageError("batch_local: got a choice of rows, but no input is scatter(variable); leave it out")
-    if slices > 1 and not (is_scattered or is_resident):
-        raise UsageError(f"slices: got {slices}, but no input is scattered; leave it out")
-
-
-def _digest_rows(rows: RowSelection | None, choices: list[Any]) -> dict[str, Any]:
-    """Rows that ranks compare, if each of them chooses."""
-    crc = 0
-    for indices in (rows and rows.indices, *choices):
-        if hasattr(indices, "__len__"):
-            crc = zlib.crc32(np.asarray(indices, np.int64).tobytes(), crc)
-    return {
-        "rows": str(rows and rows[:3]),
-        "local": [str(choice) for choice in choices if not hasattr(choice, "__len__")],
-        "indices": crc,
-    }
-
-
 def _is_same(before: Any, now: Any) -> bool:
     """Return True if workers have this broadcast leaf: the same JAX array, or the same bytes."""
     if isinstance(now, jax.Array) or isinstance(before, jax.Array):
@@ -466,59 +439,3 @@ def _is_same(before: Any, now: Any) -> bool:
         return False
     old, new = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (before, now))
     return np.array_equal(old, new)  # as bytes NaN equals NaN, and -0 is not 0
-
-
-# ---------------------------------------------------------------- arguments among the parameters of the function
-
-
-def _parameters(function: Callable, name: str) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"{name}: its parameters have no names that Python knows: give arguments by position"
-        ) from error
-
-
-def _sort_by_parameter(inputs: Mapping[str, Any], function: Callable, name: str) -> dict[str, Any]:
-    """Inputs by name, in the order of the function's parameters."""
-    known = _parameters(function, name)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    by_name = [key for key, p in known.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    for key in inputs:
-        if key in CALL_KEYWORDS:
-            raise UsageError(f"inputs: got {key!r}, a keyword of every call; expected another parameter name")
-        if not takes_any and key not in by_name:
-            raise UsageError(f"inputs: got {key!r}; expected parameters of {name}: {', '.join(by_name)}")
-    order = [*known, *inputs]
-    return dict(sorted(inputs.items(), key=lambda item: order.index(item[0])))
-
-
-def _bind_arguments(
-    name: str,
-    function: Callable,
-    free: Sequence[int],
-    keywords: Sequence[str],
-    args: Sequence,
-    named: Mapping[str, Any],
-) -> list[Any]:
-    """A call's arguments for the free places of the function, in order.
-
-    `keywords` name all places; if there are none, the function's parameters do.
-    """
-    given = dict(zip(free, args, strict=False))
-    if named:
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = keywords or [key for key, p in _parameters(function, name).items() if p.kind in positional]
-        places = {key: place for place, key in enumerate(names) if place in free}
-        for key, value in named.items():
-            if key not in places:
-                expected = f"expected one of {', '.join(places)}"
-                raise UsageError(f"{name}: got an argument {key!r}; {expected}; inputs as a dict may name others")
-            if places[key] in given:
-                raise UsageError(f"{name}: got {key!r} by position and by name; expected it once")
-            given[places[key]] = value
-    got = len(args) + len(named)
-    if not got == len(free) == len(given):
-        raise UsageError(f"{name}: got {got} arguments; expected {len(free)}, one for every scatter and broadcast")
-    return [given[place] for place in free]

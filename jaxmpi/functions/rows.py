@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -93,6 +94,31 @@ def choices_by_worker(batch: Any, workers: int) -> list[Any]:
     if len(batch) != workers:
         raise UsageError(f"batch_local: got {len(batch)} choices of rows; expected {workers}, one a worker")
     return [np.asarray(b) if hasattr(b, "__len__") else b for b in batch]
+
+
+def check_choices(batch: Any, batch_local: Any, slices: Any, is_scattered: bool, is_resident: bool) -> None:
+    """Refuse choices of rows that no input has."""
+    if not isinstance(slices, (int, np.integer)) or slices < 1:
+        raise UsageError(f"slices: got {slices!r}; expected a whole number > 0")
+    if batch is not None and not is_scattered:
+        raise UsageError("batch: got a choice of examples, but no argument is scattered; leave it out")
+    if batch_local is not None and not is_resident:
+        raise UsageError("batch_local: got a choice of rows, but no input is scatter(variable); leave it out")
+    if slices > 1 and not (is_scattered or is_resident):
+        raise UsageError(f"slices: got {slices}, but no input is scattered; leave it out")
+
+
+def digest_rows(rows: RowSelection | None, choices: list[Any]) -> dict[str, Any]:
+    """Rows that ranks compare, if each of them chooses."""
+    crc = 0
+    for indices in (rows and rows.indices, *choices):
+        if hasattr(indices, "__len__"):
+            crc = zlib.crc32(np.asarray(indices, np.int64).tobytes(), crc)
+    return {
+        "rows": str(rows and rows[:3]),
+        "local": [str(choice) for choice in choices if not hasattr(choice, "__len__")],
+        "indices": crc,
+    }
 
 
 def check_lengths(lengths: dict[str, int], workers: int, batch: Any) -> RowSelection:
