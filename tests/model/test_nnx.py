@@ -140,13 +140,3 @@ def test_each_stream_has_its_own_key():
     twice = adapted(Twice)
     one, two = twice.apply(*twice.init(KEY, IMAGE[:1]), IMAGE, KEY, True)[0]
     assert not np.array_equal(one, two)
-
-
-def test_vmap_over_workers(model, apply, state):
-    images, keys = jnp.stack([IMAGE, 2 * IMAGE]), jax.random.split(KEY, 2)
-    mapped: Any = jax.jit(jax.vmap(lambda x, key: model.apply(*state, x, key, True)))
-    outputs, states = mapped(images, keys)
-    for i in range(2):
-        want, want_state = apply(*state, images[i], keys[i], True)
-        np.testing.assert_allclose(outputs[i], want, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(states["norm"]["mean"][i], want_state["norm"]["mean"], atol=1e-5)
