@@ -25,6 +25,7 @@ import itertools
 import secrets
 import struct
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -95,7 +96,11 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
 
 def unavailable_reason() -> str:
     """Why messages are mpi4jax's own; empty if they have headers."""
-    return host_callbacks.unavailable_reason() or _compile_error()
+    with _loading:
+        return host_callbacks.unavailable_reason() or _compile_error()
+
+
+_loading = threading.Lock()  # several threads may lower programs
 
 
 @functools.cache
