@@ -30,16 +30,17 @@ def linen_model(module: Any, *, name: str, input_shape: tuple[int, ...], classes
     if not isinstance(module, linen.Module):
         way_out = "expected an instance of a flax.linen.Module, such as linen_model(Net(), ...)"
         raise UsageError(f"{name}: got {with_article(module)}; {way_out}")
+    net: Any = module  # whose switches for training have no types
 
     def init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
         # Without a stream of its own name a layer takes `params`.
-        variables = module.init({"params": key}, image, **train_arguments(module, True))
+        variables = net.init({"params": key}, image, **train_arguments(module, True))
         collections = unfreeze(linen.meta.unbox(variables))
         return collections.pop("params", {}), collections
 
     def apply(params: PyTree, model_state: PyTree, image: jax.Array, key: jax.Array, train: bool) -> tuple[Any, PyTree]:
         variables, keys = {"params": params, **model_state}, {"params": key} if train else {}
-        outputs, updated = module.apply(
+        outputs, updated = net.apply(
             variables, image, **train_arguments(module, train), mutable=list(model_state), rngs=keys
         )
         return outputs, unfreeze(updated) if train else model_state
