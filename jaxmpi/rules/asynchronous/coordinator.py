@@ -63,10 +63,11 @@ def take_part(
         server = CenterServer(layout, rank - first, shard, rule.apply, size, progress)
         responder = Responder(to_center, server, range(size), MESSAGE_BYTES)
 
-        def serve() -> bool:
+        def keep_shard() -> bool:
             responder.run(server.is_over, lambda: monitor.look(server, responder))
             return server.is_left
 
+        serve = keep_shard
     if rank < size:
         client = CenterClient(to_center, layout, range(first, first + servers), 0 if rank else size)
         body_bytes = CenterLayout(n, 1, wire).host_wire().size_bytes(n)
