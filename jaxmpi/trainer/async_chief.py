@@ -17,8 +17,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jaxmpi.checkpoint.manager import refuge, written
-from jaxmpi.checkpoint.write import UncoordinatedCheckpoint
+from jaxmpi.checkpoint.manager import UncoordinatedCheckpoint, refuge, written
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import TrainState

@@ -16,8 +16,7 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from jaxmpi.checkpoint.manager import warn
-from jaxmpi.checkpoint.write import Retention, UncoordinatedCheckpoint
+from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint, warn
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import to_device
 from jaxmpi.config.durations import step_range

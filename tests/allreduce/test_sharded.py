@@ -25,8 +25,8 @@ from jaxmpi.allreduce.shards import Shards, shards_of, vectors_of
 from jaxmpi.allreduce.slice_vectors import RowsInColumns
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.checkpoint.export import model_of
+from jaxmpi.checkpoint.manager import Retention, files_of, save
 from jaxmpi.checkpoint.restore import Slicing, restore
-from jaxmpi.checkpoint.write import Retention, files_of, save
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.solo import SoloProcesses

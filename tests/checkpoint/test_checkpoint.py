@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxmpi.checkpoint import manifests, write
+from jaxmpi.checkpoint import manager, manifests
 from jaxmpi.checkpoint.restore import restore as restore_newest
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.errors import UsageError
@@ -38,14 +38,14 @@ def save(
     folder, states=None, *, step: int = 7, replicated: bool = False, keep: int = 2, extra=None, best=0, score=None
 ):
     states = states or {worker: state(worker, step) for worker in range(3)}
-    return write.save(
+    return manager.save(
         folder,
-        write.files_of(states, replicated),
+        manager.files_of(states, replicated),
         SoloProcesses(),
         step=step,
         workers=len(states),
         extra=extra or {"elapsed_s": 1.5},
-        keep=write.Retention(keep, best),
+        keep=manager.Retention(keep, best),
         score=score,
     )
 
@@ -169,7 +169,7 @@ def test_what_was_cut_off_while_it_was_written_is_passed_over(tmp_path):
     assert not (tmp_path / "step_00000006.tmp").exists()
 
 
-@pytest.mark.parametrize("kept", [write.Retention(2, 1), write.Retention(1, 2)])
+@pytest.mark.parametrize("kept", [manager.Retention(2, 1), manager.Retention(1, 2)])
 def test_the_best_are_kept_beside_the_newest(tmp_path, kept):
     for step, score in enumerate((0.5, 0.2, None, 0.9, 0.3, 0.4), 1):
         save(tmp_path, step=step, keep=kept.newest, best=kept.best, score=score)

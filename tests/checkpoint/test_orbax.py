@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxmpi.checkpoint import export, manifests
-from jaxmpi.checkpoint.write import Retention, UncoordinatedCheckpoint, files_of, save
+from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint, files_of, save
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core import pytrees

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxmpi.checkpoint import run_directory, run_folder
+from jaxmpi.checkpoint import run_directory
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
@@ -30,8 +30,8 @@ from launching import PATH, Ended, mpirun_line, run, small_disk, train_here
 HOLD = """
 import sys
 from pathlib import Path
-from jaxmpi.checkpoint import run_directory, run_folder
-with run_folder.locked(Path(sys.argv[1])):
+from jaxmpi.checkpoint import run_directory
+with run_directory.locked(Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()
 """
@@ -174,9 +174,9 @@ def test_nothing_is_written_through_what_a_stranger_has_laid_in_a_run_directory(
 def test_a_record_and_a_lock_that_are_no_text(tmp_path):
     (tmp_path / "record.jsonl").write_bytes(b"\xff\xfe")
     run_directory.begin_record(tmp_path)
-    with run_folder.locked(tmp_path):
+    with run_directory.locked(tmp_path):
         (tmp_path / "lock").write_bytes(b"\xff\x1b]0;")
-        with pytest.raises(UsageError, match=r"is in use by .*xff.x1b\]0;"), run_folder.locked(tmp_path):
+        with pytest.raises(UsageError, match=r"is in use by .*xff.x1b\]0;"), run_directory.locked(tmp_path):
             pass
 
 
@@ -336,7 +336,7 @@ def test_a_run_directory_that_is_not_handed_over_ends_a_run_that_nobody_misused(
     folder.mkdir()
     run, held = left_alone(folder), contextlib.ExitStack()
     if way == "held by another job":
-        held.enter_context(run_folder.locked(folder))
+        held.enter_context(run_directory.locked(folder))
     elif way == "gone":
         folder.rmdir()
     else:

@@ -21,8 +21,8 @@ import optax
 import pytest
 
 from jaxmpi.allreduce.api import exchange
+from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint
 from jaxmpi.checkpoint.manifests import found
-from jaxmpi.checkpoint.write import Retention, UncoordinatedCheckpoint
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.solo import SoloProcesses
