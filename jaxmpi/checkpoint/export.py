@@ -93,9 +93,9 @@ class TrainedModel:
             UsageError: a leaf is absent, of another shape or type, or unknown: path, got, expected.
         """
         if not self.model_state:
-            return structured(self.source, {"params": self.params}, {"params": params})["params"], model_state
+            return _structured(self.source, {"params": self.params}, {"params": params})["params"], model_state
         tree = {"params": self.params, "model_state": self.model_state}
-        got = structured(self.source, tree, {"params": params, "model_state": model_state})
+        got = _structured(self.source, tree, {"params": params, "model_state": model_state})
         return got["params"], got["model_state"]
 
 
@@ -116,7 +116,7 @@ def load(where: str | Path, *, step: int | None = None, best: bool = False) -> T
     check(path.suffix != ".jaxexport", f"{path}: got a program; jaxmpi.load_program({str(path)!r}) reads it")
     if path.suffix == SUFFIX:
         check(not is_chosen, f"{path}: got step or best; a file holds one model: leave them out")
-        return from_safetensors(path)
+        return _from_safetensors(path)
     check(
         path.is_dir(), f"{path}: got no folder; expected a run directory, a checkpoint, or what `jaxmpi export` wrote"
     )
@@ -127,7 +127,7 @@ def load(where: str | Path, *, step: int | None = None, best: bool = False) -> T
     if (path / "manifest.json").is_file():
         tree, at = nested(model_of(path)), manifests.step_of(path)
     else:
-        tree, at = read_orbax(path), None
+        tree, at = _read_orbax(path), None
         if not isinstance(tree, dict) or not tree.keys() <= {"params", "model_state"}:
             tree = {"params": tree}
         check("params" in tree, f"{path}: got no params; expected those of a model, as `jaxmpi export` writes them")
@@ -150,7 +150,7 @@ def load_program(where: str | Path) -> jax.export.Exported:
         raise UsageError(f"{file}: cannot be read: {error}; expected it with {facts.name} beside it") from error
     except (*MALFORMED, KeyError, TypeError) as error:
         raise manifests.Damaged(f"{facts}: damaged, it has no checksum; export the run again") from error
-    check_whole(file, hashlib.sha256(program).hexdigest() == expected)
+    _check_whole(file, hashlib.sha256(program).hexdigest() == expected)
     return jax.export.deserialize(bytearray(program))
 
 
@@ -213,32 +213,28 @@ def model_of(path: Path) -> Leaves:
     """
     manifest = read_manifest(path)
     files = manifest["files"]
-    centers = ((where, name) for where in CENTERS for name in files if rows_below(files[name], where))
+    centers = ((where, name) for where in CENTERS for name in files if _rows_below(files[name], where))
     where, name = next(centers, ("params", ""))
     if name and name != "common.bin" and manifest["extra"].get("chunks"):  # shards of an average
         with open_regular(path / "common.bin") as file:
-            rows = rows_below(files["common.bin"], "params")
+            rows = _rows_below(files["common.bin"], "params")
             likes = {row["path"].removeprefix("params"): leaf_spec(path, file, row) for row in rows}
         shards = WholeLeaves(path, manifest)
         params = {rest: shards.read(where + rest, like) for rest, like in likes.items()}
     else:
-        params = read_leaves_under(path, name, files[name], where) if name else mean_params(path, files)
-    sources = {name: files[name] for name in sorted(files) if rows_below(files[name], "model_state")}
+        params = _read_leaves_under(path, name, files[name], where) if name else _mean_params(path, files)
+    sources = {name: files[name] for name in sorted(files) if _rows_below(files[name], "model_state")}
     if where == "center":
         sources = dict([*sources.items()][:1])
-    state = mean_over_files(path, sources, "model_state")
+    state = _mean_over_files(path, sources, "model_state")
     return {f"params{rest}": leaf for rest, leaf in params.items()} | {
         f"model_state{rest}": leaf for rest, leaf in state.items()
     }
 
 
-def mean_params(path: Path, files: dict[str, Rows]) -> Leaves:
-    """Mean of the workers' params, with schedule-free y replaced by x.
-
-    Raises:
-        Damaged: its z are not of these params.
-    """
-    params = mean_over_files(path, files, "params")
+def _mean_params(path: Path, files: dict[str, Rows]) -> Leaves:
+    """Mean of the workers' params, with schedule-free y replaced by x."""
+    params = _mean_over_files(path, files, "params")
     places: dict[str, str] = {}  # where in the state, by the first file that has it
     for name, rows in files.items():
         names = {row["path"] for row in rows}
@@ -246,8 +242,8 @@ def mean_params(path: Path, files: dict[str, Rows]) -> Leaves:
             if {f"{where}/{field}" for field in SCHEDULE_FREE} <= names:
                 places.setdefault(where, name)
     for where, name in places.items():
-        [b1] = read_leaves_under(path, name, files[name], f"{where}/b1").values()
-        z = read_leaves_under(path, name, files[name], f"{where}/z")
+        [b1] = _read_leaves_under(path, name, files[name], f"{where}/b1").values()
+        z = _read_leaves_under(path, name, files[name], f"{where}/z")
         fits = all(leaf in params and params[leaf].shape == z[leaf].shape for leaf in z) and not b1.shape
         undamaged(fits, f"{path / name}: damaged, {where}/z is not of these params")
         state: Any = SimpleNamespace(b1=b1, z=z)  # all fields of Optax's class that it looks at
@@ -256,9 +252,9 @@ def mean_params(path: Path, files: dict[str, Rows]) -> Leaves:
     return params
 
 
-def mean_over_files(path: Path, files: dict[str, Rows], where: str) -> Leaves:
+def _mean_over_files(path: Path, files: dict[str, Rows], where: str) -> Leaves:
     """Mean of floating-point leaves below `where` over files; others are the first's."""
-    each = [read_leaves_under(path, name, rows, where) for name, rows in files.items() if rows_below(rows, where)]
+    each = [_read_leaves_under(path, name, rows, where) for name, rows in files.items() if _rows_below(rows, where)]
     if len(each) < 2:
         return each[0] if each else {}
     mean = dict(each[0])
@@ -269,18 +265,14 @@ def mean_over_files(path: Path, files: dict[str, Rows], where: str) -> Leaves:
     return mean
 
 
-def rows_below(rows: Rows, where: str) -> Rows:
+def _rows_below(rows: Rows, where: str) -> Rows:
     """Entries of an index with leaves in this field of the state."""
     return [row for row in rows if is_at(row["path"], where)]
 
 
-def read_leaves_under(path: Path, name: str, rows: Rows, where: str) -> Leaves:
-    """A file's leaves below `where`, by the rest of their paths.
-
-    Raises:
-        Damaged: leaves overlap or have the same name, or one is damaged.
-    """
-    rows, source = rows_below(rows, where), path / name
+def _read_leaves_under(path: Path, name: str, rows: Rows, where: str) -> Leaves:
+    """A file's leaves below `where`, by the rest of their paths."""
+    rows, source = _rows_below(rows, where), path / name
     with open_regular(source) as file:
         likes = {row["path"]: leaf_spec(source, file, row) for row in rows}
         size = sum(math.prod(like.shape) * like.dtype.itemsize for like in likes.values())
@@ -301,9 +293,9 @@ def to_safetensors(tree: PyTree, file: Path, step: int) -> None:
     Raises:
         UsageError: it exists or cannot be written, a name has a dot in it, or safetensors is missing.
     """
-    save_file = safetensors_library().numpy.save_file
+    save_file = _safetensors_library().numpy.save_file
     leaves = dict(dotted(tree))
-    metadata = {"step": str(step), "writer": "jaxmpi", "sha256": digest_of(leaves, str(step))}
+    metadata = {"step": str(step), "writer": "jaxmpi", "sha256": _digest_of(leaves, str(step))}
     with made_whole(file) as aside:
         try:
             save_file(leaves, aside, metadata=metadata)
@@ -311,13 +303,9 @@ def to_safetensors(tree: PyTree, file: Path, step: int) -> None:
             raise OSError(f"{error!s:.400}") from error
 
 
-def from_safetensors(file: Path) -> TrainedModel:
-    """The model in a file of `params.*` and `model_state.*`, or bare params.
-
-    Raises:
-        UsageError: no such file, it is damaged, or safetensors is missing.
-    """
-    library = safetensors_library()
+def _from_safetensors(file: Path) -> TrainedModel:
+    """The model in a file of `params.*` and `model_state.*`, or bare params."""
+    library = _safetensors_library()
     check(file.is_file(), f"{file}: no such file; name one that `jaxmpi export` or another program has written")
     try:
         leaves = library.numpy.load_file(str(file))
@@ -327,7 +315,7 @@ def from_safetensors(file: Path) -> TrainedModel:
         raise UsageError(f"{file}: cannot be read: {error!s:.400}; export the run again") from error
     step = facts.get("step", "")
     if facts.get("writer") == "jaxmpi" or "sha256" in facts:  # either, since a flipped bit may have changed one
-        check_whole(file, facts.get("sha256") == digest_of(leaves, step) and facts.get("writer") == "jaxmpi")
+        _check_whole(file, facts.get("sha256") == _digest_of(leaves, step) and facts.get("writer") == "jaxmpi")
     tree = nest(leaves, lambda name: name.split("."), file)
     if not tree.keys() <= {"params", "model_state"}:
         tree = {"params": tree}
@@ -349,12 +337,8 @@ def dotted(tree: PyTree, above: str = "") -> Iterator[tuple[str, np.ndarray]]:
             yield f"{above}{key}", np.asarray(value, order="C")
 
 
-def safetensors_library() -> Any:
-    """The package `safetensors`, with its `numpy`.
-
-    Raises:
-        UsageError: it is missing.
-    """
+def _safetensors_library() -> Any:
+    """The package `safetensors`, with its `numpy`."""
     try:
         import safetensors.numpy
     except ImportError as error:
@@ -377,7 +361,6 @@ def params_from_orbax(folder: Path, params: PyTree, model_state: PyTree) -> Load
     """Params and model state from an Orbax folder, structured as those given.
 
     Args:
-        folder: to read.
         params: their leaves have the shapes and dtypes that the folder's must have.
         model_state: likewise; what the run begins with if the folder holds bare params.
 
@@ -392,9 +375,9 @@ def params_from_orbax(folder: Path, params: PyTree, model_state: PyTree) -> Load
         is_bare = names == bare or not {name.split(SEPARATOR)[0] for name in names} <= whole.keys()
         return params if is_bare else whole
 
-    tree = read_orbax(folder, lambda sizes: check_leaves(folder, sizes, expected(sizes)))
+    tree = _read_orbax(folder, lambda sizes: _check_leaves(folder, sizes, expected(sizes)))
     like = expected(tree)
-    got = jax.tree.map(np.asarray, structured(folder, tree, like))
+    got = jax.tree.map(np.asarray, _structured(folder, tree, like))
     return Loaded(got, model_state, False) if like is params else Loaded(got["params"], got["model_state"], True)
 
 
@@ -420,7 +403,7 @@ def to_orbax(tree: PyTree, folder: Path) -> None:
         # Not StandardCheckpointer: it writes in a thread, and blocks forever if that cannot make the folder.
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
             writer.save(aside.absolute() / "model", args=ocp.args.StandardSave(tree))  # pyright: ignore[reportCallIssue]
-        write_text(aside / "model" / CHECKSUM, digest_of(dict(named_leaves(tree))))
+        write_text(aside / "model" / CHECKSUM, _digest_of(dict(named_leaves(tree))))
         (aside / "model").rename(folder)
     except Exception as error:  # Orbax and TensorStore raise of all kinds
         text = str(error) if isinstance(error, OSError) else f"{error!s:.400}".splitlines()[0]
@@ -432,18 +415,11 @@ def to_orbax(tree: PyTree, folder: Path) -> None:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def read_orbax(folder: Path, admit: Callable[[PyTree], None] = lambda sizes: None) -> PyTree:
+def _read_orbax(folder: Path, admit: Callable[[PyTree], None] = lambda sizes: None) -> PyTree:
     """Nested dicts of an Orbax folder's arrays, compared with its checksum if `export` wrote it.
 
     A stranger's folder is looked at first: it holds regular files only, and no chunk, which is read whole, is larger
     than its leaf.
-
-    Args:
-        folder: to read.
-        admit: raises UsageError for a tree of these shapes, before anything is read.
-
-    Raises:
-        UsageError: it cannot be read, or is damaged.
     """
     import orbax.checkpoint as ocp
 
@@ -470,7 +446,7 @@ def read_orbax(folder: Path, admit: Callable[[PyTree], None] = lambda sizes: Non
         raise
     except Exception as error:  # Orbax and TensorStore raise of all kinds
         raise UsageError(f"{folder}: cannot be read: {error!s:.400}; {WAY_OUT}") from error
-    check_whole(folder, expected is None or expected == digest_of(dict(named_leaves(tree))).encode())
+    _check_whole(folder, expected is None or expected == _digest_of(dict(named_leaves(tree))).encode())
     return tree
 
 
@@ -486,7 +462,7 @@ def nested(leaves: Leaves) -> PyTree:
     return nest(leaves, split)
 
 
-def digest_of(leaves: Mapping[str, np.ndarray], *facts: str) -> str:
+def _digest_of(leaves: Mapping[str, np.ndarray], *facts: str) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of leaves, in the order of their names, and over `facts`."""
     digest = hashlib.sha256("\n".join(facts).encode())
     for name in sorted(leaves):
@@ -496,19 +472,19 @@ def digest_of(leaves: Mapping[str, np.ndarray], *facts: str) -> str:
     return digest.hexdigest()
 
 
-def check_whole(source: Path, is_whole: bool) -> None:
+def _check_whole(source: Path, is_whole: bool) -> None:
     """Raise `Damaged` if an exported file's checksum does not match."""
     undamaged(is_whole, f"{source}: damaged, its checksum does not match; export the run again")
 
 
-def check_leaves(source: Path, tree: PyTree, like: PyTree) -> None:
+def _check_leaves(source: Path, tree: PyTree, like: PyTree) -> None:
     """Raise `UsageError` if read or unread leaves differ from those of `like`."""
     lines = mismatches(dict(named_leaves(tree)), dict(named_leaves(like)))
     check(not lines, "\n  ".join([f"{source} is not of this model:", *lines, ANOTHER_MODEL]))
 
 
-def structured(source: Path, tree: PyTree, like: PyTree) -> PyTree:
+def _structured(source: Path, tree: PyTree, like: PyTree) -> PyTree:
     """A tree's leaves in the structure of `like`, after `check_leaves`."""
-    check_leaves(source, tree, like)
+    _check_leaves(source, tree, like)
     leaves = dict(named_leaves(tree))
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name, _ in named_leaves(like)])

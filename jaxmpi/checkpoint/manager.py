@@ -69,11 +69,8 @@ class Saver:
     All ranks save the same checkpoints in the same order.
 
     Args:
-        home: the run directory.
         processes: whose communicator is cloned if threads may send; else it writes in the foreground.
-        workers: of the run.
         replicated: the rule's state is equal on all workers.
-        keep: how many checkpoints.
         same_params: params are equal on all workers.
     """
 
@@ -102,7 +99,6 @@ class Saver:
 
         Args:
             states: of this process's workers, in host memory that may change once this returns.
-            extra: JSON values kept beside.
             score: checkpoints with the lowest are kept as the best.
             is_last: that memory stays as it is until `wait`, so it is not copied.
         """
@@ -173,7 +169,6 @@ class Saver:
 
         Args:
             states: of this process's workers, in host memory.
-            extra: JSON values kept beside.
             copy: puts the record into a new directory.
         """
         place = str(refuge(self.home, copy)) if self._processes.rank == 0 else ""
@@ -206,7 +201,6 @@ def refuge(home: HeldFolder, copy: Callable[[Path], None]) -> Path:
     """The run directory's new place, or a new directory to save in.
 
     Args:
-        home: the run directory.
         copy: puts the record into a new directory.
 
     Raises:
@@ -295,11 +289,6 @@ def save(
     Args:
         folder: RUN/checkpoints, the same for all ranks.
         files: this process's, of `files_of`.
-        processes: the ranks.
-        step: of the checkpoint.
-        workers: of the run.
-        extra: JSON values kept beside.
-        keep: how many checkpoints.
         score: checkpoints with the lowest are kept as the best; None if this step was not evaluated.
         agrees: a rank that cannot write has all ranks raise. Else it raises by itself, and the job ends or goes on
             without it.
@@ -309,7 +298,7 @@ def save(
     Raises:
         OSError: on the rank that cannot write; with `agrees` an `AgreedError` on all.
     """
-    final, aside = checkpoint_path(folder, step), aside_path(folder, step)
+    final, aside = _checkpoint_path(folder, step), _aside_path(folder, step)
     is_first, index = processes.rank == 0, {}
 
     def together(act: Callable[[], Any]) -> list[Any]:
@@ -323,26 +312,26 @@ def save(
 
         return on_all_ranks(processes, write) if agrees else processes.allgather_object(act())
 
-    together(lambda: make_aside(aside) if is_first else None)
+    together(lambda: _make_aside(aside) if is_first else None)
     for each in together(lambda: {name: write_leaves(aside / name, tree, step) for name, tree in files.items()}):
         index |= each
     facts = {"workers": workers, "score": score, "files": index, "extra": dict(extra)}
-    together(lambda: commit(folder, step, facts, keep) if is_first else None)
+    together(lambda: _commit(folder, step, facts, keep) if is_first else None)
     fault_injection.inject_at("saved", step, final)
     return final
 
 
-def checkpoint_path(folder: Path, step: int) -> Path:
+def _checkpoint_path(folder: Path, step: int) -> Path:
     """The folder of a whole checkpoint."""
     return folder / f"step_{step:08d}"
 
 
-def aside_path(folder: Path, step: int) -> Path:
+def _aside_path(folder: Path, step: int) -> Path:
     """The folder that becomes the checkpoint."""
     return folder / f"step_{step:08d}.tmp"
 
 
-def make_aside(aside: Path) -> None:
+def _make_aside(aside: Path) -> None:
     """Make a checkpoint's temporary folder, and remove partial checkpoints of an ended run; links are not followed."""
     aside.parent.mkdir(exist_ok=True)  # without parents: a run directory that was removed stays removed
     for partial in aside.parent.glob("step_*.tmp"):
@@ -369,16 +358,16 @@ def write_leaves(path: Path, tree: PyTree, step: int) -> list[dict[str, Any]]:
     return index
 
 
-def commit(folder: Path, step: int, facts: Mapping[str, Any], keep: Retention) -> None:
+def _commit(folder: Path, step: int, facts: Mapping[str, Any], keep: Retention) -> None:
     """Turn step_N.tmp into a checkpoint, in place of an older one of that step, and drop those beyond `keep`."""
-    final, aside = checkpoint_path(folder, step), aside_path(folder, step)
+    final, aside = _checkpoint_path(folder, step), _aside_path(folder, step)
     write_text(aside / "manifest.json", sealed({"format": FORMAT, "step": step, **facts}))
-    sync_folder(aside)
+    _sync_folder(aside)
     before = final.with_name(f"{final.name}.old.tmp")
     if final.exists():
         final.rename(before)
     aside.rename(final)
-    sync_folder(folder)
+    _sync_folder(folder)
     if before.exists():
         shutil.rmtree(before)
     upto = [path for path in found(folder) if step_of(path) <= step]
@@ -395,7 +384,7 @@ def write_text(path: Path, text: str) -> None:
         sync_file(file)
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Fsync a folder, so that the names in it are on disk."""
     handle = os.open(folder, os.O_RDONLY)
     os.fsync(handle)
@@ -411,11 +400,11 @@ class UncoordinatedCheckpoint(NamedTuple):
 
     def begin(self, step: int) -> None:
         """Make the folder; worker 0 calls it before it announces the checkpoint."""
-        make_aside(aside_path(self.folder, step))
+        _make_aside(_aside_path(self.folder, step))
 
     def write_own(self, step: int, worker: int, tree: PyTree) -> None:
         """Write a worker's part, then its index, which marks it as whole."""
-        path = aside_path(self.folder, step) / worker_file(worker)
+        path = _aside_path(self.folder, step) / worker_file(worker)
         index = write_leaves(path, tree, step)
         being_written = path.with_name(f"{path.name}.json.tmp")
         write_text(being_written, json.dumps(index))
@@ -426,7 +415,7 @@ class UncoordinatedCheckpoint(NamedTuple):
 
         Files of workers that have ended are empty.
         """
-        aside = aside_path(self.folder, step)
+        aside = _aside_path(self.folder, step)
         files = {"common.bin": write_leaves(aside / "common.bin", common, step)}
         for name in map(worker_file, range(self.workers)):
             index = aside / f"{name}.json"
@@ -434,4 +423,4 @@ class UncoordinatedCheckpoint(NamedTuple):
         for left in aside.glob("worker_*.json*"):
             left.unlink()
         facts = {"workers": self.workers, "score": score, "files": files, "extra": dict(extra)}
-        commit(self.folder, step, facts, self.keep)
+        _commit(self.folder, step, facts, self.keep)

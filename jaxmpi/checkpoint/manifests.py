@@ -133,16 +133,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     got = manifest.get("format")
     check(type(got) is int and got == FORMAT, f"{path}: got format {got!r:.80}; expected {FORMAT}")
     undamaged(is_sealed, f"{file}: damaged, it has no checksum")
-    check_fields(file, manifest)
+    _check_fields(file, manifest)
     return manifest
 
 
 _FIELDS = {"step": int, "workers": int, "files": dict, "extra": dict}
 _ROW = {"path": str, "shape": list, "dtype": str, "offset": int, "crc32": int}
 _EXTRA: dict[str, Callable[[Any], bool]] = {  # checks of the values with which a run resumes, if present
-    "elapsed_s": lambda got: is_count(got) or (type(got) is float and 0 <= got < COUNT),
-    "skipped": lambda got: is_count(got),
-    "chunks": lambda got: isinstance(got, list) and all(map(is_count, got)) and sorted(got) == [*range(len(got))],
+    "elapsed_s": lambda got: _is_count(got) or (type(got) is float and 0 <= got < COUNT),
+    "skipped": lambda got: _is_count(got),
+    "chunks": lambda got: isinstance(got, list) and all(map(_is_count, got)) and sorted(got) == [*range(len(got))],
     "cut": lambda got: got in ("entries", "leaves"),
     "experiment": lambda got: isinstance(got, dict),
     "monitor": lambda got: isinstance(got, str),
@@ -150,7 +150,7 @@ _EXTRA: dict[str, Callable[[Any], bool]] = {  # checks of the values with which 
 }
 
 
-def check_fields(file: Path, manifest: dict[str, Any]) -> None:
+def _check_fields(file: Path, manifest: dict[str, Any]) -> None:
     """Raise `Damaged` if a manifest's field has a wrong type or value."""
 
     def refuse_unless(holds: bool, name: str, got: object, expected: object) -> None:
@@ -161,7 +161,7 @@ def check_fields(file: Path, manifest: dict[str, Any]) -> None:
     step, workers, files = step_of(file.parent), manifest["workers"], manifest["files"]
     refuse_unless(manifest["step"] == step, "step", manifest["step"], step)
     for name, index in files.items():
-        is_index = isinstance(index, list) and all(map(is_row, index))
+        is_index = isinstance(index, list) and all(map(_is_row, index))
         refuse_unless(is_index, f"{name:.80}", index, "an index of leaves")
     refuse_unless(0 < workers <= len(files), "workers", workers, "one file for each")
     names = {"common.bin", *map(worker_file, range(workers))}  # they become paths
@@ -171,12 +171,12 @@ def check_fields(file: Path, manifest: dict[str, Any]) -> None:
         refuse_unless(name not in manifest["extra"] or holds(got), f"extra: {name}", got, "what a run writes")
 
 
-def is_count(got: Any) -> bool:
+def _is_count(got: Any) -> bool:
     """Return True for a plausible count."""
     return type(got) is int and 0 <= got < COUNT
 
 
-def is_row(row: Any) -> bool:
+def _is_row(row: Any) -> bool:
     """Return True for a well-formed leaf entry of the index."""
     typed = isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in _ROW.items())
     return typed and row["offset"] >= 0 and all(type(n) is int for n in row["shape"])

@@ -74,10 +74,7 @@ def restore(
     """Read this process's workers from the newest checkpoint whole on all ranks; None if there is no checkpoint.
 
     Args:
-        folder: of the run's checkpoints.
         like: states of the same structure, shapes and dtypes, as the run starts with.
-        processes: the ranks.
-        workers: of the run.
         replicated: the rule's state is equal on all workers.
         same_params: likewise for params.
         slicing: how the rule's state is held now. One that was held otherwise is put together and resharded.
@@ -116,9 +113,6 @@ def first_whole(folder: Path, processes: Processes, read: Callable[[Path], T], s
     """Return `read` of the newest checkpoint whole on all ranks, or None.
 
     Args:
-        folder: of the run's checkpoints.
-        processes: the ranks.
-        read: a checkpoint.
         say: receives a line for each damaged checkpoint that is skipped.
 
     Communicates: a gather of rank 0's list, then one of short texts for each checkpoint that is tried.

@@ -115,13 +115,13 @@ def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> Held
             f"run directory {str(folder)!r}",
             "a run writes nothing through those: remove it (--run-dir itself may be a link to a larger disk)",
         )
-        check_kinds(folder)
+        _check_kinds(folder)
         home = held.enter_context(locked(folder))
         if experiment.resume:
             refuse_lost(folder)
         else:
             if experiment.from_start:
-                set_aside(folder)
+                _set_aside(folder)
             begin_record(folder)
     return home
 
@@ -171,7 +171,6 @@ def lock(home: HeldFolder, held: contextlib.ExitStack) -> None:
     holder. The lock ends with the process.
 
     Args:
-        home: the run directory.
         held: closes the file `lock`.
 
     Raises:
@@ -204,12 +203,8 @@ def lock(home: HeldFolder, held: contextlib.ExitStack) -> None:
 # ---------------------------------------------------------------- what it holds
 
 
-def check_kinds(folder: Path) -> None:
-    """Refuse folders in place of a run's files, or the reverse.
-
-    Raises:
-        UsageError: the name.
-    """
+def _check_kinds(folder: Path) -> None:
+    """Refuse folders in place of a run's files, or the reverse."""
     checkpoints, way_out = folder / "checkpoints", "remove it, or name another run directory with --run-dir"
     for path in (folder / name for name in FILES):
         check(not path.is_dir(), f"{str(path)!r}: got a folder; expected a file or nothing: {way_out}")
@@ -228,7 +223,7 @@ def begin_record(folder: Path) -> None:
     record.write_text("")
 
 
-def set_aside(folder: Path) -> None:
+def _set_aside(folder: Path) -> None:
     """Rename an earlier run's files by the next free number, as record.1.jsonl.
 
     With them goes the run's identity at the services of sinks, since another run begins.
@@ -248,7 +243,7 @@ def refuse_lost(folder: Path) -> None:
     Raises:
         UsageError: the record has a line of a checkpoint, and there is none.
     """
-    steps = saved_steps(folder / "record.jsonl")
+    steps = _saved_steps(folder / "record.jsonl")
     if steps and not candidates(folder / "checkpoints"):
         raise UsageError(
             f"--resume: the record of {str(folder)!r} has checkpoints up to step {max(steps)}, and "
@@ -259,11 +254,11 @@ def refuse_lost(folder: Path) -> None:
 def lost(folder: Path) -> list[Path]:
     """Checkpoints that the record lists, newer than all in the folder."""
     there = [step_of(path) for path in candidates(folder / "checkpoints")]
-    steps = {step for step in saved_steps(folder / "record.jsonl") if step > max(there, default=0)}
+    steps = {step for step in _saved_steps(folder / "record.jsonl") if step > max(there, default=0)}
     return [folder / "checkpoints" / f"step_{step:08d}" for step in sorted(steps)]
 
 
-def saved_steps(record: Path) -> list[int]:
+def _saved_steps(record: Path) -> list[int]:
     """Steps of the checkpoints in a record."""
     steps = []
     for line in record.read_bytes().splitlines():
@@ -294,7 +289,7 @@ def check_source(experiment: Experiment) -> None:
     run = manifest["extra"].get("experiment")
     has_batch = isinstance(run, dict) and type(run.get("effective batch")) is int and run["effective batch"] > 0
     check(has_batch, f"{source}: the newest checkpoint has no effective batch: damaged, or of an older version")
-    refuse_other_shape(run, experiment)
+    _refuse_other_shape(run, experiment)
 
 
 # ---------------------------------------------------------------- what a resumed run keeps
@@ -338,7 +333,7 @@ def stored(experiment: Experiment, name: str) -> StoredSettings | None:
         and (type(size) is int and size >= 0)
     )
     check(sound, f"{folder}: the newest checkpoint: got {extra!r:.200}; expected what a run writes: damaged")
-    refuse_other_shape(run, experiment)
+    _refuse_other_shape(run, experiment)
     return StoredSettings(
         workers=manifest["workers"],
         scaled_for=extra["scaled_for"],
@@ -406,11 +401,6 @@ def facts_of(
     begun the run, so that its experiment file may be executed.
 
     Args:
-        experiment: resolved.
-        workers: of the run.
-        strategy: resolved.
-        form: of the step.
-        root: the project's folder.
         digest: of the experiment file; empty if there is none.
     """
     import jax  # the supervisor needs none of this
@@ -468,8 +458,6 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], but: Sequence[s
     """Refuse to resume a checkpoint as another run.
 
     Args:
-        saved: the checkpoint's fields.
-        now: the run's.
         but: fields that may differ.
 
     Raises:
@@ -483,7 +471,7 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], but: Sequence[s
     check(not lines, "\n  ".join(["a run goes on as the same run only:", *lines, way_out]))
 
 
-def refuse_other_shape(run: dict[str, Any], experiment: Experiment) -> None:
+def _refuse_other_shape(run: dict[str, Any], experiment: Experiment) -> None:
     """Refuse another rule or optimizer than the run's, whose state has other leaves."""
     shaping = {name: run[name] for name in SHAPING if name in run}
     refuse_other_run(shaping, flatten_json(flags.to_json(experiment)))
@@ -500,7 +488,6 @@ def changes(saved: Any, now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
 
     Args:
         saved: the checkpoint's `settings`; older checkpoints have none, and then no change is known.
-        now: the run's.
     """
     names = [name for name in now if name in saved] if isinstance(saved, dict) else []
     return {name: (saved[name], now[name]) for name in names if saved[name] != now[name]}

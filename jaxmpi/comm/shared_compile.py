@@ -44,7 +44,7 @@ class CompiledTogether:
     def program(self, args: tuple) -> CompiledFunction:
         """The program for arguments of this kind; ranks compile it together."""
         leaves, structure = jax.tree.flatten(args)
-        kind = structure, tuple(shape_and_dtype(leaf) for leaf in leaves)
+        kind = structure, tuple(_shape_and_dtype(leaf) for leaf in leaves)
         if kind not in self._programs:
             self._programs[kind] = self._make(args)
         return self._programs[kind]
@@ -57,7 +57,7 @@ def compiled_for(function: Any, args: tuple) -> jax.stages.Compiled:
     return function.lower(*args).compile()
 
 
-def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
+def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
     """Shape and dtype, of JAX's arrays without `result_type` (2 ms for 512)."""
     return (leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else (np.shape(leaf), jnp.result_type(leaf))
 
@@ -67,21 +67,21 @@ def shared_jit(function: Callable, donate_argnums: tuple[int, ...], control: Hos
 
     The others read the program from the cache. Ranks must call the function together for the first time.
     """
-    return CompiledTogether(lambda args: compile_together(function, args, donate_argnums, control))
+    return CompiledTogether(lambda args: _compile_together(function, args, donate_argnums, control))
 
 
-def compile_together(
+def _compile_together(
     function: Callable, args: tuple, donate_argnums: tuple[int, ...], control: HostProcesses
 ) -> CompiledFunction:
     """The compiled function for arguments of this kind."""
     leaves, structure = jax.tree.flatten(args)
-    shapes = [jax.ShapeDtypeStruct(*shape_and_dtype(leaf)) for leaf in leaves]
+    shapes = [jax.ShapeDtypeStruct(*_shape_and_dtype(leaf)) for leaf in leaves]
     argument = np.repeat(range(len(args)), [len(jax.tree.leaves(arg)) for arg in args])
     donated = tuple(np.flatnonzero(np.isin(argument, donate_argnums)).tolist())
     jax.effects_barrier()  # the control plane speaks only when the exchange is silent
     name = getattr(getattr(function, "func", function), "__name__", "a program")  # name of a partial's function, too
     with phase(f"tracing {name}"):
-        body, result = control.bcast_from_host_leader(lambda: trace(function, structure, shapes))
+        body, result = control.bcast_from_host_leader(lambda: _trace(function, structure, shapes))
     if not body:
         jitted = jax.jit(function, donate_argnums=donate_argnums)
         return CompiledFunction(lambda args: jitted(*args), lambda: jitted.lower(*args).compile())
@@ -103,7 +103,7 @@ def compile_together(
     return CompiledFunction(lambda args: jax.tree.unflatten(result, run(*jax.tree.leaves(args))), lambda: compiled)
 
 
-def trace(function: Callable, structure: Any, shapes: list[jax.ShapeDtypeStruct]) -> tuple[bytes, Any]:
+def _trace(function: Callable, structure: Any, shapes: list[jax.ShapeDtypeStruct]) -> tuple[bytes, Any]:
     """A function's program over flat leaves, and its result's structure; empty if it cannot be sent."""
     results = []
 
@@ -144,13 +144,13 @@ def loaded_jit(jitted: Any, devices: Sequence[Any], control: HostProcesses) -> C
     def make(args: tuple) -> CompiledFunction:
         if not jax.tree.leaves(args):  # then nothing says which devices
             return CompiledFunction(lambda args: jitted(*args), lambda: jitted.lower(*args).compile())
-        compiled = compile_or_load(jitted, args, devices, control)
+        compiled = _compile_or_load(jitted, args, devices, control)
         return CompiledFunction(lambda args: compiled(*args), lambda: compiled)
 
     return CompiledTogether(make)
 
 
-def compile_or_load(jitted: Any, args: tuple, devices: Sequence[Any], control: HostProcesses) -> jax.stages.Compiled:
+def _compile_or_load(jitted: Any, args: tuple, devices: Sequence[Any], control: HostProcesses) -> jax.stages.Compiled:
     """The compiled function; machine code is sent within one host and job only."""
     lowered = jitted.lower(*args)  # on all ranks: it also loads what a program calls, such as LAPACK
     compiled_here = []

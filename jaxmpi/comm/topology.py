@@ -90,8 +90,6 @@ def transport(workers: Workers, *, exchanges: bool, in_shared_memory: bool) -> s
     Asynchronous workers send params to a center or to each other, from host memory, whatever the strategy.
 
     Args:
-        workers: of the job.
-        exchanges: the strategy exchanges anything.
         in_shared_memory: its ranks of a host add in shared memory.
     """
     on_gpu = jax.default_backend() == "gpu"

@@ -33,9 +33,7 @@ def load(source: Path, headers: Sequence[Path] = (), constants: Mapping[str, Any
     A library is cached under a digest of all that it is made of. Where nothing can be cached, each process compiles it.
 
     Args:
-        source: to compile.
         headers: of the package that it includes.
-        constants: to define.
 
     Raises:
         OSError, subprocess.SubprocessError: there is no compiler, or it fails.

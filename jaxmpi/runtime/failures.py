@@ -174,7 +174,7 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
         if is_marked(ENDING):  # it has said so, and the launcher is slow to end this rank
             end_job(exit_code(error))
     phase = f" ({_at.phase})" if _job else ""
-    if is_no_backend(error):
+    if _is_no_backend(error):
         error = no_device(error)
     if isinstance(error, (UsageError, TrainingError)):
         text = f"error: {error}\n"
@@ -184,7 +184,7 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
         text = "".join(traceback.format_exception(None if error is None else type(error), error, trace))
     sys.stderr.write(f"jaxmpi: {describe_rank()}{phase}:\n{text}")  # at once: other ranks write too
     if not isinstance(error, (UsageError, AgreedError, KeyboardInterrupt)):
-        die_alone_if_others_go_on()
+        _die_alone_if_others_go_on()
     end_job(exit_code(error))
 
 
@@ -206,7 +206,7 @@ def exit_code(error: BaseException | None) -> int:
 
 def as_sentence(error: Exception) -> Exception:
     """The error in the user's words, which Python prints without a traceback."""
-    shown = no_device(error) if is_no_backend(error) else error
+    shown = no_device(error) if _is_no_backend(error) else error
     before = sys.excepthook
 
     def show(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
@@ -234,7 +234,7 @@ def no_device(error: BaseException | None) -> UsageError:
     )
 
 
-def is_no_backend(error: BaseException | None) -> bool:
+def _is_no_backend(error: BaseException | None) -> bool:
     """Return True if JAX could not start the backend that JAX_PLATFORMS names.
 
     JAX passes over `cuda` if the host has no GPU, and then a bare assertion of its own fails.
@@ -274,7 +274,7 @@ def end_job(code: int) -> NoReturn:
     os._exit(code)
 
 
-def die_alone_if_others_go_on() -> None:
+def _die_alone_if_others_go_on() -> None:
     """End this rank by SIGKILL if the others are to go on: after a bad exit code Open MPI would end them."""
     if _job is not None and _job.kill:
         sys.stdout.flush()
@@ -307,7 +307,7 @@ def leave() -> None:
     if _job.working:
         end = "the others go on" if _job.kill else "ending the job"
         print(f"jaxmpi: {describe_rank()} left early ({_at.phase}); {end}", file=sys.stderr)
-        die_alone_if_others_go_on()
+        _die_alone_if_others_go_on()
         end_job(1)
     if not _job.wait_for_all(EXIT_TIMEOUT_S):
         print(
@@ -411,12 +411,12 @@ def drain_stdio() -> None:
     """
     deadline = time.monotonic() + READ_S
     with suppress(KeyboardInterrupt):
-        while any(map(unread, (1, 2))) and time.monotonic() < deadline:
+        while any(map(_unread, (1, 2))) and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(PASSED_ON_S)
 
 
-def unread(fd: int) -> int:
+def _unread(fd: int) -> int:
     """Number of unread bytes in a pipe; 0 for any other file."""
     try:
         if not stat.S_ISFIFO(os.fstat(fd).st_mode):

@@ -188,7 +188,6 @@ def parse(text: str, workers: int, last_step: int = 0) -> Fault:
     """A fault as it is spelled on the command line.
 
     Args:
-        text: KIND[:key=value,...].
         workers: of the run, or that it began with if these were more.
         last_step: of the run; 0: not known.
 

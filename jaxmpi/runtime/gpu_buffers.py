@@ -72,20 +72,20 @@ def on_host(
     if not end:
         yield [x.array(is_written=False) for x in operands], [x.array(is_written=True) for x in results]
         return
-    with device_of(stream), page_locked(end) as block:
+    with _device_of(stream), _page_locked(end) as block:
         host = {address: block + offset for address, offset in offsets.items()}
         read = {x.address for x in operands if x.size_bytes}
         for address in read:
-            call_driver("cuMemcpyDtoHAsync_v2", host[address], address, sizes[address], stream)
+            _call_driver("cuMemcpyDtoHAsync_v2", host[address], address, sizes[address], stream)
         if read:
-            call_driver("cuStreamSynchronize", stream)
+            _call_driver("cuStreamSynchronize", stream)
         sources, targets = ([x._replace(address=host[x.address]) for x in every] for every in (operands, results))
         yield [x.array(is_written=False) for x in sources], [x.array(is_written=True) for x in targets]
         filled = [x for x in results if x.size_bytes]
         for x in filled:
-            call_driver("cuMemcpyHtoDAsync_v2", x.address, host[x.address], x.size_bytes, stream)
+            _call_driver("cuMemcpyHtoDAsync_v2", x.address, host[x.address], x.size_bytes, stream)
         if filled:
-            call_driver("cuStreamSynchronize", stream)
+            _call_driver("cuStreamSynchronize", stream)
 
 
 @functools.cache
@@ -101,12 +101,8 @@ def driver() -> Any:
     return library
 
 
-def call_driver(call: str, *arguments: Any) -> None:
-    """Call a function of CUDA's driver.
-
-    Raises:
-        DriverError: it answers with an error.
-    """
+def _call_driver(call: str, *arguments: Any) -> None:
+    """Call a function of CUDA's driver."""
     code = getattr(driver(), call)(*arguments)
     if code:
         text = c_char_p()
@@ -115,11 +111,11 @@ def call_driver(call: str, *arguments: Any) -> None:
 
 
 @contextmanager
-def device_of(stream: int | None) -> Iterator[None]:
+def _device_of(stream: int | None) -> Iterator[None]:
     """Make the stream's device current in this thread, which may have none."""
     context = c_void_p()
-    call_driver("cuStreamGetCtx", stream, byref(context))
-    call_driver("cuCtxPushCurrent_v2", context)
+    _call_driver("cuStreamGetCtx", stream, byref(context))
+    _call_driver("cuCtxPushCurrent_v2", context)
     try:
         yield
     finally:
@@ -131,21 +127,21 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def page_locked(size_bytes: int) -> Iterator[int]:
+def _page_locked(size_bytes: int) -> Iterator[int]:
     """Address of a page-locked block of so many bytes or more, until the end."""
     with _lock:
         address, has_bytes = _kept.pop() if _kept else (0, 0)
     if has_bytes < size_bytes:
         if address:
-            call_driver("cuMemFreeHost", address)
+            _call_driver("cuMemFreeHost", address)
         has_bytes, made = max(size_bytes, LEAST_BYTES), c_void_p()
-        call_driver("cuMemHostAlloc", byref(made), has_bytes, PORTABLE)
+        _call_driver("cuMemHostAlloc", byref(made), has_bytes, PORTABLE)
         address = made.value or 0
     try:
         yield address
     except BaseException:
         with suppress(DriverError):  # it may be copied to still: to free it waits for that
-            call_driver("cuMemFreeHost", address)
+            _call_driver("cuMemFreeHost", address)
         raise
     with _lock:
         _kept.append((address, has_bytes))

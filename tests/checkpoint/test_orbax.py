@@ -152,7 +152,7 @@ def test_bare_params_of_another_program_leave_the_model_its_own_state(tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("place", ["below a file", "full"])
+@pytest.mark.parametrize("place", ["below a file", pytest.param("full", marks=pytest.mark.slow)])
 def test_an_export_that_cannot_be_written_ends_and_leaves_nothing(place, run_dir, tmp_path):
     """Below a file it waited for ever for a thread of Orbax."""
     with contextlib.ExitStack() as ends:
