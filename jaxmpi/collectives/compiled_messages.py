@@ -5,7 +5,7 @@ other in Python. `compiled_messages.c` sends, receives and compares; Python is c
 Python a message takes 90 microseconds more, ten times what it takes itself.
 
 A program that waits in MPI can say nothing. It leaves a note in the process's memory, which the thread that looks for
-absent ranks reads; that thread has the time limit (`exchange_watch`).
+absent ranks reads; that thread has the time limit (`comm.diagnosis`).
 
 A `send` knows when its header was received (`MPI_Issend`); if it is short, of the first message, the 17th, and so on. A
 `sendrecv` sends as MPI's own does, before anybody receives, and may never know. So each rank looks for messages that
