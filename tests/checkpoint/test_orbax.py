@@ -21,7 +21,8 @@ from jaxmpi.core import pytrees
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.train_state import create
 from jaxmpi.optim import optimizers
-from jaxmpi.rules import base, easgd
+from jaxmpi.rules import base
+from jaxmpi.rules.synchronous import easgd_sync
 from jaxmpi.tools import cli
 from launching import run, small_disk
 
@@ -123,7 +124,7 @@ def test_of_a_rule_with_a_center_it_is_the_center_that_goes_out(tmp_path):
     """As in evaluation: of an asynchronous one, and of `easgd_sync`, where it is a part of the state."""
     center = jax.tree.map(lambda x: np.asarray(x + np.asarray(5, x.dtype)), PARAMS)
     exchange = base.Exchange(lambda tree: tree, lambda tree: tree)
-    rule = easgd.easgd_sync(optax.sgd(0.1), exchange, RuleConfig("easgd_sync", alpha=0.5))
+    rule = easgd_sync(optax.sgd(0.1), exchange, RuleConfig("easgd_sync", alpha=0.5))
     synchronous = create(PARAMS, {}, rule.init(center), seed=0, worker=0)
     save(
         *(tmp_path / "sync", files_of({0: synchronous}, False, same_params=False), SoloProcesses()),

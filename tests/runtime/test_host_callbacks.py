@@ -156,16 +156,7 @@ def test_buffers_of_a_gpu_are_copied_behind_its_work_and_back(cuda):
     assert cuda.asked == ["StreamGetCtx", "CtxPushCurrent", "MemHostAlloc", *copies, "CtxPopCurrent"]
 
 
-def test_memory_of_a_call_that_fails_is_not_used_again(cuda):
-    x = np.arange(3.0)
-    with pytest.raises(ValueError, match="odd"), gpu_buffers.on_host(7, [on_gpu(x)], [on_gpu(x)]):
-        raise ValueError("odd")
-    assert cuda.asked[-2:] == ["MemFreeHost", "CtxPopCurrent"]
-    assert "MemcpyHtoDAsync" not in cuda.asked
-    assert gpu_buffers._kept == []
-
-
-def test_page_locked_memory_is_kept_and_grows(cuda):
+def test_page_locked_memory_is_kept_and_grows_until_a_call_fails(cuda):
     for size, allocations in ((0, 0), (10, 1), (1000, 1), (1 << 21, 2), (10, 2)):
         x = np.arange(size).astype(np.uint8)
         beginning = on_gpu(x)._replace(shape=(size // 2,))  # one array with the whole
@@ -174,6 +165,12 @@ def test_page_locked_memory_is_kept_and_grows(cuda):
         assert cuda.asked.count("MemHostAlloc") == allocations
         assert allocations or not cuda.asked  # nothing to wait for
     assert cuda.asked.count("MemFreeHost") == 1
+    x = np.arange(3.0)
+    with pytest.raises(ValueError, match="odd"), gpu_buffers.on_host(7, [on_gpu(x)], [on_gpu(x)]):
+        raise ValueError("odd")
+    assert cuda.asked[-2:] == ["MemFreeHost", "CtxPopCurrent"]
+    assert "MemcpyHtoDAsync" not in cuda.asked
+    assert gpu_buffers._kept == []  # memory of a call that fails is not used again
 
 
 def test_attributes_keep_their_values(python, form):
@@ -335,10 +332,7 @@ def test_programs_are_found_in_the_cache_and_exported_to_other_processes(tmp_pat
         assert "python ran" in out, out
         assert answer in out, out
     assert [out.count("cache_hits") for out in (first, second)] == [0, 1]
-
-
-def test_a_function_may_end_the_job(tmp_path):
-    code, out = script("fails", tmp_path)
+    code, out = script("fails", tmp_path)  # a function may end the job
     assert code == 1
     assert "jaxmpi: rank 0/1 on " in out
     assert "ValueError: boom" in out

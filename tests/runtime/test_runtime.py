@@ -10,8 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import IO
+from collections.abc import Callable, Iterator
 
 import jax
 import pytest
@@ -52,14 +51,9 @@ def test_what_each_launcher_says(environ, expected, no_launcher, monkeypatch):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert process.launched() == expected
-    assert process.my_rank() == (expected.rank if expected else 0)
-
-
-def test_messages_name_rank_and_host(no_launcher, monkeypatch):
-    assert failures.describe_rank().startswith("rank 0/1 on ")
-    monkeypatch.setenv("PMI_RANK", "2")
-    monkeypatch.setenv("PMI_SIZE", "4")
-    assert failures.describe_rank().startswith("rank 2/4 on ")
+    rank, size = (expected.rank, expected.size) if expected else (0, 1)
+    assert process.my_rank() == rank
+    assert failures.describe_rank().startswith(f"rank {rank}/{size} on ")
 
 
 def python(code: str, **environ: str) -> subprocess.CompletedProcess:
@@ -69,42 +63,29 @@ def python(code: str, **environ: str) -> subprocess.CompletedProcess:
     )
 
 
-PINS = [
-    # local rank, local size, cores of this process, cores of the host -> cores to keep
-    (0, 2, 8, 8, [0, 1, 2, 3]),
-    (1, 2, 8, 8, [4, 5, 6, 7]),
-    (5, 8, 2, 2, [1]),
-    (1, 3, 8, 8, None),  # does not divide
-    (1, 2, 4, 8, None),  # a part of the machine: whether others have the same is seen when MPI has started
-    (0, 1, 8, 8, list(range(8))),
+SHARES = [
+    # call of this rank, its cores, cores of the host -> cores to keep
+    (lambda: process.pin_cores(0, 2), 8, 8, [0, 1, 2, 3]),
+    (lambda: process.pin_cores(1, 2), 8, 8, [4, 5, 6, 7]),
+    (lambda: process.pin_cores(5, 8), 2, 2, [1]),
+    (lambda: process.pin_cores(1, 3), 8, 8, None),  # does not divide
+    (lambda: process.pin_cores(1, 2), 4, 8, None),  # whether others have this part is seen when MPI has started
+    (lambda: process.pin_cores(0, 1), 8, 8, list(range(8))),
+    (lambda: process.divide_mask([[0, 1], [2, 3]], 1), 2, 8, None),
+    (lambda: process.divide_mask([[4, 5, 6, 7]] * 2, 1), 4, 8, [6, 7]),
+    (lambda: process.divide_mask([[4, 5, 6, 7], [0, 1], [4, 5, 6, 7], [0, 1]], 2), 4, 8, [6, 7]),
+    (lambda: process.divide_mask([[0, 1, 2]] * 2, 1), 3, 8, None),
+    (lambda: process.divide_mask([[]] * 2, 1), 0, 8, None),
 ]
 
 
-@pytest.mark.parametrize(("rank", "size", "cores", "cpus", "expected"), PINS)
-def test_share_of_cores(rank, size, cores, cpus, expected, monkeypatch):
+@pytest.mark.parametrize(("bind", "cores", "cpus", "expected"), SHARES)
+def test_share_of_cores(bind, cores, cpus, expected, monkeypatch):
     kept = []
     monkeypatch.setattr(os, "cpu_count", lambda: cpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, chosen: kept.append(sorted(chosen)), raising=False)
-    process.pin_cores(rank, size)
-    assert kept == ([] if expected is None else [expected])
-
-
-MASKS = [
-    # masks of the host's ranks, local rank -> cores to keep
-    ([[0, 1], [2, 3]], 1, None),
-    ([[4, 5, 6, 7]] * 2, 1, [6, 7]),
-    ([[4, 5, 6, 7], [0, 1], [4, 5, 6, 7], [0, 1]], 2, [6, 7]),
-    ([[0, 1, 2]] * 2, 1, None),  # does not divide
-    ([[]] * 2, 1, None),
-]
-
-
-@pytest.mark.parametrize(("masks", "rank", "expected"), MASKS)
-def test_share_of_a_mask_that_several_ranks_have(masks, rank, expected, monkeypatch):
-    kept = []
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, chosen: kept.append(sorted(chosen)), raising=False)
-    process.divide_mask(masks, rank)
+    bind()
     assert kept == ([] if expected is None else [expected])
 
 
@@ -191,20 +172,30 @@ def test_a_rank_says_nothing_of_programs_that_another_has_half_written(ranks, tm
             program.write_bytes(program.read_bytes()[:20])
 
 
+@pytest.fixture
+def cache_setting(no_launcher) -> Iterator[Callable[[], str]]:
+    """JAX's folder of compiled programs, which comes back at the end."""
+    names = [f"jax_persistent_cache_min_{name}" for name in ("compile_time_secs", "entry_size_bytes")]
+    before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", *names)}
+    yield lambda: getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009 # unknown to type checkers
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
 @pytest.mark.parametrize("trouble", ["writable by others", "of another user", "no home"])
-def test_a_cache_that_others_could_have_filled_is_not_used(trouble, no_launcher, tmp_path, monkeypatch):
-    folder, settings = tmp_path / "jaxmpi" / "xla", {"jax_compilation_cache_dir": None}
+def test_a_cache_that_others_could_have_filled_is_not_used(trouble, cache_setting, tmp_path, monkeypatch):
+    folder = tmp_path / "jaxmpi" / "xla"
     folder.mkdir(parents=True)
-    monkeypatch.setattr(jax.config, "update", settings.__setitem__)
-    monkeypatch.setattr(jax.config, "jax_compilation_cache_dir", None, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder.chmod(0o755)
+    jax.config.update("jax_compilation_cache_dir", None)
     assert caches.use_compilation_cache() == ""
-    assert settings["jax_compilation_cache_dir"] == str(folder)
+    assert cache_setting() == str(folder)
     if trouble == "writable by others":
         folder.chmod(0o775)
         said = f"others may write {str(folder)!r}"
     elif trouble == "no home":
+        jax.config.update("jax_compilation_cache_dir", None)
         monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
         said = "XDG_CACHE_HOME"
     elif os.geteuid() == 0:
@@ -213,7 +204,7 @@ def test_a_cache_that_others_could_have_filled_is_not_used(trouble, no_launcher,
     else:
         pytest.skip("only root can give a folder away")
     assert said in caches.use_compilation_cache()
-    assert settings["jax_compilation_cache_dir"] is None
+    assert cache_setting() is None
 
 
 def test_too_few_devices_after_the_start_are_refused():
@@ -267,29 +258,18 @@ os._exit(3)
 """
 
 
-@contextlib.contextmanager
-def with_last_words(patience_s: float) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
-    """A process that has just said `why`, and what it says that on."""
-    code = LAST_WORDS.format(patience_s=patience_s)
+@pytest.mark.e2e
+@pytest.mark.parametrize("ends", ["read", "interrupted", "time is up"])
+def test_last_words_are_waited_for_until_they_are_read(ends):
+    """By the launcher, which forgets what it has not read when a job is ended; Ctrl-C ends the wait."""
+    code = LAST_WORDS.format(patience_s=0.5 if ends == "time is up" else 100)
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as rank:
         assert rank.stderr is not None
         assert select.select([rank.stderr], [], [], 60)[0]
-        yield rank, rank.stderr
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("reads", [True, False])
-def test_last_words_are_waited_for_until_they_are_read(reads):
-    """By the launcher, which forgets what it has not read when a job is ended; Ctrl-C ends the wait."""
-    with with_last_words(patience_s=100) as (rank, words):
-        with pytest.raises(subprocess.TimeoutExpired):
-            rank.wait(1)
-        assert words.read(4) == b"why\n" if reads else rank.send_signal(signal.SIGINT) is None
-        assert rank.wait(50) == 3
-
-
-def test_last_words_that_nobody_reads_hold_nobody_up():
-    with with_last_words(patience_s=0.5) as (rank, _):
+        if ends != "time is up":
+            with pytest.raises(subprocess.TimeoutExpired):
+                rank.wait(1)
+            assert rank.stderr.read(4) == b"why\n" if ends == "read" else rank.send_signal(signal.SIGINT) is None
         assert rank.wait(60) == 3
 
 
@@ -355,12 +335,6 @@ def test_each_local_rank_takes_its_gpus_and_share(visible, local_rank, local_siz
     assert (chosen.get("jax_cuda_visible_devices", "all"), os.environ.get(process.MEMORY_SHARE)) == (device, share)
 
 
-SHARED = [
-    # CUDA_VISIBLE_DEVICES of ranks 0 and 1, further environment -> share of the memory of each
-    ("0", "0", {}, "0.450"),
-    ("0", "1", {}, None),  # a launcher or a script has given each its own
-    ("0", "1", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.450"}, "0.450"),  # the user's word
-]
 SHOW_SHARE = """
 import jaxmpi, os
 comm = jaxmpi.world()
@@ -370,14 +344,16 @@ print(f"share of {comm.rank}:", os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("first", "second", "more", "share"),
-    [SHARED[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in SHARED[1:])],
+    ("second", "more", "share"),
+    [
+        ("0", {}, "0.450"),
+        pytest.param("1", {}, None, marks=pytest.mark.slow),  # a launcher or a script has given each its own
+        pytest.param("1", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.450"}, "0.450", marks=pytest.mark.slow),  # the user's
+    ],
 )
-def test_ranks_on_one_gpu_share_its_memory(first, second, more, share):
+def test_ranks_on_one_gpu_share_its_memory(second, more, share):
     """On any machine: which GPU a rank has is read from its environment before the device starts."""
-    ranks = [
-        ["env", f"CUDA_VISIBLE_DEVICES={visible}", sys.executable, "-c", SHOW_SHARE] for visible in (first, second)
-    ]
+    ranks = [["env", f"CUDA_VISIBLE_DEVICES={gpu}", sys.executable, "-c", SHOW_SHARE] for gpu in ("0", second)]
     line = [*mpirun_line(1), *ranks[0], ":", "-n", "1", *ranks[1]]
     ended = run(line, timeout_s=60, env={"JAX_PLATFORMS": "cpu", **more})
     assert ended.code == 0, ended.out
@@ -395,9 +371,7 @@ OF_A_STEP = [
 @pytest.mark.parametrize(("visible", "gpus", "is_same"), OF_A_STEP)
 def test_srun_may_call_every_ranks_own_gpu_0(visible, gpus, is_same, no_launcher, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
-    if gpus is not None:
-        monkeypatch.setenv("SLURM_GPUS_ON_NODE", gpus)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", gpus)
     found = set()
     for rank in "01":
         for name, value in zip(SLURM, (rank, "2", rank, "2"), strict=True):
