@@ -7,7 +7,7 @@ import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -35,6 +35,8 @@ class Span(NamedTuple):
 
 _spans: deque[Span] = deque(maxlen=MOST)
 _open: dict[int, Span] = {}  # by a number of their own; not yet ended
+# (read, track, name) of handlers in C: `read` gives spans that have ended, and since when one is under way.
+_sources: list[tuple[Callable[[], tuple[list[Span], float | None]], str, str]] = []
 
 
 def record_span(track: str, name: str, begin_s: float, end_s: float) -> None:
@@ -58,18 +60,35 @@ def span(track: str, name: str) -> Iterator[None]:
         record_span(track, name, begin_s, time.perf_counter())
 
 
+def add_source(read: Callable[[], tuple[list[Span], float | None]], track: str, name: str) -> None:
+    """Take spans from code that does not call Python: those that have ended, and since when one is under way."""
+    _sources.append((read, track, name))
+
+
+def _collect() -> list[Span]:
+    """Take what has ended; return what is under way."""
+    is_open = []
+    for read, track, name in _sources:
+        ended, since_s = read()
+        _spans.extend(ended)
+        is_open += [Span(track, name, since_s, since_s)] if since_s else []
+    return is_open
+
+
 def open_spans() -> list[Span]:
     """Spans under way, by thread; their ends are not known yet."""
-    return list(_open.values())
+    return [*_open.values(), *_collect()]
 
 
 def is_crowded() -> bool:
     """Return True if the oldest will soon be dropped."""
+    _collect()
     return len(_spans) > MOST // 2
 
 
 def drain() -> list[Span]:
     """All spans since the last call, and forget them."""
+    _collect()
     return [_spans.popleft() for _ in range(len(_spans))]
 
 
