@@ -26,14 +26,14 @@ from jaxmpi.allreduce.schedules import LINE_BYTES, MEMORIES, STEPS, WINDOW, Grou
 from jaxmpi.allreduce.wires import WIRE_CONSTANTS
 from jaxmpi.comm import c_handlers
 from jaxmpi.comm.base import Comm
-from jaxmpi.comm.call_comparison import comparison_of
 from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.diagnosis import comparison_of
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.polling import survives_losses
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError
-from jaxmpi.runtime import failures, spans
-from jaxmpi.runtime.spans import Span
+from jaxmpi.runtime import failures, progress
+from jaxmpi.runtime.progress import Span
 
 EXCHANGE = "an exchange"
 NO_MEMORY = -1  # a number that is no error of MPI's
@@ -202,12 +202,12 @@ def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = 
     return _sums_p.bind(*vectors, results=c_handlers.shaped(*vectors), effect=comm.effect, words=halves)
 
 
-def _spans_of_c() -> tuple[list[Span], float | None]:
-    """Waits for sums in programs since the last call, and since when one is under way."""
+def _read_spans() -> tuple[list[Span], list[Span]]:
+    """Waits for sums in programs: those that ended since the last call, and one under way."""
     taken, since_ns = np.empty((MOST_SPANS, 2), np.int64), c_int64()
     count = SOURCE.library().jaxmpi_sum_spans(c_void_p(taken.ctypes.data), ctypes.byref(since_ns))
-    ended = [Span("wait", EXCHANGE, begin / 1e9, end / 1e9) for begin, end in taken[:count].tolist()]
-    return ended, since_ns.value / 1e9 or None
+    running = [Span("wait", EXCHANGE, since_ns.value / 1e9, since_ns.value / 1e9)] if since_ns.value else []
+    return [Span("wait", EXCHANGE, begin / 1e9, end / 1e9) for begin, end in taken[:count].tolist()], running
 
 
 @ctypes.CFUNCTYPE(None, c_int32, c_double)
@@ -309,7 +309,7 @@ def _structs() -> tuple[type[ctypes.Structure], type[ctypes.Structure]]:
     setup.functions[:] = c_handlers.addresses(FUNCTIONS)
     setup.status_bytes, setup.error_at = MPI._sizeof(MPI.Status), _place_of_error()
     library.jaxmpi_sum_setup(ctypes.byref(setup))
-    spans.add_source(_spans_of_c, "wait", EXCHANGE)
+    progress.add_reader(_read_spans)
     return RecordStruct, PlanStruct
 
 

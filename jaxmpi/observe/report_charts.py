@@ -1,12 +1,10 @@
 """Figures of a report: their list, page data, and static pictures.
 
 A report shows the same figures on an HTML page and in files. Each line chart is described once, as a `Chart`. The page
-draws it from packed data, and `pictures` draws it with matplotlib. A long record has more lines than a figure can show.
-Plain decimation would miss spikes, so each bin of a line keeps its least and its greatest value. Arrays are sent as
-base64 of uint32, float32 or float64 numbers.
+draws it from JSON, and `pictures` draws it with matplotlib. A long record has more lines than a figure can show. Plain
+decimation would miss spikes, so each bin of a line keeps its least and its greatest value.
 """
 
-import base64
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -66,16 +64,16 @@ def charts(records: Sequence[Record]) -> list[Chart]:
     is_measured = any(record.facts.get("peak") == "measured" for record in records)
     peak, goodput = "of a peak that was measured" * is_measured, "seconds of compute over seconds since the start"
     noise = "the batch beyond which examples tell less"
-    made = [
+    described = [
         Chart("learning", "Loss", Quantity("loss"), loss),
         Chart("learning", "Accuracy", Quantity("accuracy", "%", base=None, low=None), tops),
     ]
     for field in custom_figures(records):
         quantity = Quantity(field.removeprefix("eval_"), base=None, low=None)
-        made.append(Chart("learning", figure_title(field), quantity, (Series("evaluations", field),)))
+        described.append(Chart("learning", figure_title(field), quantity, (Series("evaluations", field),)))
     for field in filter(is_speed, curve_fields(records, "train")):
-        made.append(of_step("speed", f"Speed, {speed_unit(field)}", Quantity(speed_unit(field), base=None), field))
-    made += [
+        described.append(of_step("speed", f"Speed, {speed_unit(field)}", Quantity(speed_unit(field), base=None), field))
+    described += [
         of_step("speed", "Model FLOP/s", Quantity("all workers", "FLOP/s", base=None), "model_flops_per_s"),
         of_step("speed", "Model FLOPs utilisation", Quantity("MFU", "%", base=None), "mfu", 100, peak),
         of_step("speed", "Time of a step", Quantity("time", "s", base=None), "step_s"),
@@ -86,15 +84,17 @@ def charts(records: Sequence[Record]) -> list[Chart]:
         Chart("course", "Shuffles of data in memory", Quantity("time", "s"), (Series("shuffles", "shuffle_s"),)),
         Chart("course", "What shuffles move", Quantity("bytes of all", "B"), (Series("shuffles", "moved_bytes"),)),
     ]
-    drawn = {(series.table, series.field) for chart in made for series in chart.series}
+    drawn = {(series.table, series.field) for chart in described for series in chart.series}
     for table, section in (("train", "more"), ("workers", "workers")):
         for field in curve_fields(records, table):
             if (table, field) in drawn or field in SHOWN_ELSEWHERE or field.startswith("worker_steps."):
                 continue
             unit = "s" if field.endswith("_s") else "B" if field.endswith("_bytes") else ""
             title, quantity = field.removesuffix("_s").replace("_", " "), Quantity(field, unit, base=None, low=None)
-            made.append(Chart(section, title, quantity, (Series(table, field),)))
-    return [chart for chart in made if any(has_values(record, each) for record in records for each in chart.series)]
+            described.append(Chart(section, title, quantity, (Series(table, field),)))
+    return [
+        chart for chart in described if any(has_values(record, each) for record in records for each in chart.series)
+    ]
 
 
 def of_step(section: str, title: str, quantity: Quantity, field: str, factor: float = 1.0, note: str = "") -> Chart:
@@ -154,16 +154,14 @@ def run_data(record: Record, runs: int, shown: Sequence[Chart]) -> dict[str, Any
     bins = min(BINS, max(LEAST_BINS, ALL_BINS // runs))
     wanted = {(series.table, series.field) for chart in shown for series in chart.series}
     wanted |= {("workers", f"worker_steps.{i}") for i in range(min(MOST_WORKERS, len(record.worker_steps)))}
-    tables = {name: getattr(record, name) for name in ("train", "evaluations", "shuffles", "workers")}
+    tables = {
+        name: table_data(values, [field for field in values if (name, field) in wanted], bins)
+        for name in ("train", "evaluations", "shuffles", "workers")
+        for values in [getattr(record, name)]
+    }
     return {
         "name": record.name,
-        "tables": {
-            **{
-                name: table_data(table, [field for field in table if (name, field) in wanted], bins)
-                for name, table in tables.items()
-            },
-            "parts": parts_data(record, bins),
-        },
+        "tables": tables | {"parts": parts_data(record, bins)},
         "isLate": "unknown" in record.exchange_time,  # an exchange counts as compute until it is known
         "workerSteps": [*map(int, record.worker_steps)],
         "slowest": {
@@ -180,19 +178,19 @@ def table_data(table: Table, names: Sequence[str], bins: int) -> dict[str, Any]:
     kept = {name: lines for name in names if len(lines := choose_lines(table[name], bins))}
     lines = np.unique(np.concatenate([*kept.values(), np.empty(0, int)])).astype(int)
     series: dict[str, dict[str, Any]] = {}
-    for name, mine in kept.items():
-        at = None if len(mine) == len(lines) else pack_numbers(np.searchsorted(lines, mine))
-        series[name] = {"at": at, "v": pack_numbers(table[name][mine])}
-        if len(table[name]) > 2 * bins:
-            edges = bin_edges(len(table[name]), bins)
-            means = np.repeat(known_means(table[name], edges), np.diff([*edges, len(table[name])]))
-            series[name]["mean"] = pack_numbers(means[mine])
-    return {"x": packed_xs(table, lines), "y": series}
+    for name, chosen in kept.items():
+        values = table[name]
+        series[name] = {"at": np.searchsorted(lines, chosen).tolist(), "v": json_numbers(values[chosen])}
+        if len(values) > 2 * bins:
+            edges = bin_edges(len(values), bins)
+            means = np.repeat(known_means(values, edges), np.diff([*edges, len(values)]))
+            series[name]["mean"] = json_numbers(means[chosen])
+    return {"x": x_columns(table, lines), "y": series}
 
 
-def packed_xs(table: Table, lines: np.ndarray) -> dict[str, str]:
+def x_columns(table: Table, lines: np.ndarray) -> dict[str, list[Any]]:
     """The known columns of `x` of these lines."""
-    return {x: pack_numbers(table[x][lines]) for x in XS if x in table and not np.isnan(table[x][lines]).all()}
+    return {x: json_numbers(table[x][lines]) for x in XS if x in table and not np.isnan(table[x][lines]).all()}
 
 
 def bin_edges(lines: int, bins: int) -> np.ndarray:
@@ -225,8 +223,9 @@ def parts_data(record: Record, bins: int) -> dict[str, Any]:
     if len(known) < 2 or not parts:
         return {"x": {}, "y": {}}
     kept = known[np.unique(np.concatenate([choose_lines(train[part][known], bins // 4) for part in parts]))]
-    y = {part: {"at": None, "v": pack_numbers(np.nan_to_num(train[part][kept]))} for part in parts}
-    return {"x": packed_xs(train, kept), "y": y}
+    at = [*range(len(kept))]
+    y = {part: {"at": at, "v": json_numbers(np.nan_to_num(train[part][kept]))} for part in parts}
+    return {"x": x_columns(train, kept), "y": y}
 
 
 def map_data(record: Record, runs: int) -> dict[str, Any] | None:
@@ -234,28 +233,19 @@ def map_data(record: Record, runs: int) -> dict[str, Any] | None:
     relative = over_median(record)
     if relative is None:
         return None
-    most = max(20, 1000 // runs)
     return {
-        "relative": pack_numbers(average_neighbours(relative, most).T.ravel()),
+        "relative": json_numbers(average_neighbours(relative, max(20, 1000 // runs)).T.ravel()),
         "ranks": relative.shape[1],
         "each": record.own_ranks,
         "ends": known_steps(record)[[0, -1]].tolist(),
     }
 
 
-def pack_numbers(values: np.ndarray) -> str:
-    """Numbers as a letter and base64: u uint32, f float32, d float64.
-
-    Records have six significant digits, which float32 keeps. Larger whole numbers, and any from 1e38 on, take d.
-    """
-    if values.dtype.kind in "iu":
-        letter, narrow = "u", values.astype("<u4")
-    else:
-        size = np.abs(values[~np.isnan(values)])
-        most = size.max(initial=0.0)
-        is_wide = most >= 1e38 or (most >= 1 << 24 and (size % 1 == 0).all())  # as steps are, which differ by one
-        letter, narrow = ("d", values.astype("<f8")) if is_wide else ("f", values.astype("<f4"))
-    return letter + base64.b64encode(narrow.tobytes()).decode()
+def json_numbers(values: np.ndarray) -> list[float | int | None]:
+    """Whole numbers as they are, others with six significant digits, as a record has them; NaN as null."""
+    return [
+        None if value != value else int(value) if value % 1 == 0 else float(f"{value:.6g}") for value in values.tolist()
+    ]
 
 
 # ---------------------------------------------------------------- static pictures
@@ -269,7 +259,7 @@ def pictures(records: Sequence[Record], shown: Sequence[Chart]) -> dict[str, lis
 
 def panels(records: Sequence[Record], shown: Sequence[Chart], section: str, x: str) -> list[Panel]:
     """A section's panels with data, logarithmic only if values are > 0."""
-    made: list[Panel] = []
+    result: list[Panel] = []
     for chart in shown:
         drawn: dict[str, Sequence[plots.Point]] = {}
         for series in chart.series if chart.section == section else ():
@@ -280,8 +270,8 @@ def panels(records: Sequence[Record], shown: Sequence[Chart], section: str, x: s
             is_positive = all(value > 0 for line in drawn.values() for _, value in line)
             y = chart.quantity if is_positive else chart.quantity._replace(base=None)
             title = f"{chart.title}{': ' * bool(chart.note)}{chart.note}, by {AXES[x].name}"
-            made.append(Lines(title, AXES[x], y, drawn))
-    return made
+            result.append(Lines(title, AXES[x], y, drawn))
+    return result
 
 
 def points(record: Record, series: Series, x: str) -> list[plots.Point]:
@@ -346,11 +336,11 @@ def slowest_buckets(record: Record) -> list[list[Any]]:
 
 def bucket_bars(record: Record) -> list[Panel]:
     """Seconds that every bucket is in flight, and waited for."""
-    made: list[Panel] = []
+    result: list[Panel] = []
     for column, kind in enumerate(("in flight", "waited for"), 1):
         rows = [(row[0][:48], row[column]) for row in slowest_buckets(record) if row[column] > 0]
         bars = [(label, seconds, seconds, seconds) for label, seconds in rows]
         if bars:
             title, time = f"{record.name}: buckets {kind}, on rank 0", Quantity("time a step", "s", base=None)
-            made.append(Bars(title, time, bars))
-    return made
+            result.append(Bars(title, time, bars))
+    return result

@@ -16,7 +16,7 @@ import jaxmpi
 from jaxmpi.comm.base import ring_order
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm
-from jaxmpi.runtime import spans
+from jaxmpi.runtime import progress
 from references import sum_over_workers
 from tolerances import bound
 
@@ -199,10 +199,10 @@ def test_the_wait_for_a_sum_is_measured_in_the_program():
         pytest.skip("C sums between processes on CPUs")
     program = jax.jit(lambda x: jaxmpi.exchange(x, "asa32"))
     program(jnp.ones(1000)).block_until_ready()
-    spans.drain()
+    progress.drain()
     begin_s = time.perf_counter()
     program(jnp.ones(1000)).block_until_ready()
-    [wait] = spans.drain()
+    [wait] = progress.drain()
     assert wait.track == "wait"
     assert begin_s < wait.begin_s < wait.end_s < time.perf_counter()
 

@@ -25,25 +25,8 @@
 
   // ---------------------------------------------------------------- data
 
-  const numbers = (text) => {
-    const bytes = Uint8Array.from(atob(text.slice(1)), (letter) => letter.charCodeAt(0));
-    return new { u: Uint32Array, f: Float32Array, d: Float64Array }[text[0]](bytes.buffer);
-  };
-
-  /** Six significant digits, which a record has: not 0.10000000149, the float32 next to 0.1. */
+  /** Six significant digits, as a record has them. */
   const tidy = (value) => Number(value.toPrecision(6));
-  const tidied = (values) => (values instanceof Float32Array ? Float64Array.from(values, tidy) : values);
-  const mapValues = (object, change) => Object.fromEntries(Object.entries(object).map(([k, v]) => [k, change(v)]));
-
-  for (const run of report.runs)
-    run.tables = mapValues(run.tables, ({ x, y }) => ({
-      x: mapValues(x, numbers),
-      y: mapValues(y, ({ at, v, mean }) => ({
-        at: at && numbers(at),
-        v: tidied(numbers(v)),
-        mean: mean && tidied(numbers(mean)),
-      })),
-    }));
 
   /**
    * A series by ascending x, null where a line of the record has no value; empty if it is not there. In a long record
@@ -53,11 +36,10 @@
     const xs = run.tables[table]?.x[x];
     const series = run.tables[table]?.y[field];
     if (!xs || !series) return { x: [], y: [], mean: [] };
-    const scaled = (value) => (Number.isNaN(value) ? null : tidy(factor * value));
+    const scaled = (value) => (value === null ? null : tidy(factor * value));
     const points = [];
-    series.v.forEach((value, i) => {
-      const at = xs[series.at ? series.at[i] : i];
-      if (!Number.isNaN(at)) points.push([at, scaled(value), scaled((series.mean ?? series.v)[i])]);
+    series.at.forEach((line, i) => {
+      if (xs[line] !== null) points.push([xs[line], scaled(series.v[i]), scaled((series.mean ?? series.v)[i])]);
     });
     points.sort((a, b) => a[0] - b[0]);
     const [columnX, y, mean] = [0, 1, 2].map((i) => points.map((point) => point[i]));
@@ -95,18 +77,14 @@
     const known = all.filter((series) => series.x.length);
     const begin = Math.max(...known.map((series) => series.x[0]));
     const xs = [...new Set(known.flatMap((series) => series.x))].filter((x) => x >= begin).sort((a, b) => a - b);
-    const made = { x: xs, y: [], low: [], high: [], runs: [], all: all.length };
-    for (const x of xs) {
+    const rows = xs.map((x) => {
       const there = known.filter((series) => x <= series.x.at(-1));
       const [values, means] = ["y", "mean"].map((field) => there.map((series) => valueAt(series, x, field)));
-      const isKnown = [...values, ...means].every((value) => value !== null);
-      made.runs.push(there.length);
-      made.y.push(isKnown ? means.reduce((a, b) => a + b) / means.length : null);
-      made.low.push(isKnown ? Math.min(...values) : null);
-      made.high.push(isKnown ? Math.max(...values) : null);
-    }
-    made.mean = made.y;
-    return made;
+      if ([...values, ...means].includes(null)) return [null, null, null, there.length];
+      return [means.reduce((a, b) => a + b) / means.length, Math.min(...values), Math.max(...values), there.length];
+    });
+    const [y, low, high, runs] = [0, 1, 2, 3].map((i) => rows.map((row) => row[i]));
+    return { x: xs, y, mean: y, low, high, runs, all: all.length };
   };
 
   // ---------------------------------------------------------------- words
@@ -146,23 +124,13 @@
   const some = (test) => report.runs.some(test);
   const has = (x) => some((run) => Object.values(run.tables).some((table) => table.x[x]));
 
-  /** The theme that the reader chose before; a browser may keep nothing of a page that is a file. */
-  const storedTheme = (chosen) => {
-    try {
-      if (chosen) localStorage.setItem("jaxmpi-report-theme", chosen);
-      return localStorage.getItem("jaxmpi-report-theme") ?? "auto";
-    } catch {
-      return chosen ?? "auto";
-    }
-  };
-
   const state = {
     x: Object.keys(XS).find(has) ?? "step",
     isMean: report.groups.length > 0,
     smoothing: 0,
     hidden: new Set(), // names of runs or groups
     run: 0, // of the figures of one run
-    theme: storedTheme(),
+    theme: "auto",
   };
 
   const make = (tag, properties = {}, ...children) => {
@@ -182,16 +150,20 @@
 
   const press = (element, isPressed) => element.setAttribute("aria-pressed", String(Boolean(isPressed)));
 
-  /** A button that hides or shows what has this name. */
-  const hider = (hidden, name, act, ...children) => {
+  /** A button that is on or off. */
+  const toggle = (isOn, act, properties, ...children) => {
     const flip = () => {
-      if (!hidden.delete(name)) hidden.add(name);
-      press(made, !hidden.has(name));
-      act();
+      const isPressed = made.getAttribute("aria-pressed") !== "true";
+      press(made, isPressed);
+      act(isPressed);
     };
-    const made = button(flip, { "aria-pressed": String(!hidden.has(name)) }, ...children);
+    const made = button(flip, { "aria-pressed": String(Boolean(isOn)), ...properties }, ...children);
     return made;
   };
+
+  /** A button that hides or shows what has this name. */
+  const hider = (hidden, name, act, ...children) =>
+    toggle(!hidden.has(name), (isShown) => act(isShown ? hidden.delete(name) : hidden.add(name)), {}, ...children);
 
   const isDark = () =>
     state.theme === "dark" || (state.theme === "auto" && matchMedia("(prefers-color-scheme: dark)").matches);
@@ -250,12 +222,11 @@
 
     /** A button that turns a field of the card on or off. */
     addSwitch(label, field, description) {
-      const flip = () => {
-        this[field] = !this[field];
-        press(made, this[field]);
+      const set = (isOn) => {
+        this[field] = isOn;
         this.refresh();
       };
-      const made = button(flip, { "aria-label": description, "aria-pressed": String(Boolean(this[field])) }, label);
+      const made = toggle(this[field], set, { "aria-label": description }, label);
       this.head.append(made);
       return made;
     }
@@ -271,15 +242,11 @@
     }
 
     addLarge() {
-      const large = button(
-        () => {
-          press(large, this.element.classList.toggle("wide"));
-          this.chart?.setSize(this.size());
-        },
-        { className: "large", "aria-pressed": "false" },
-        "Large",
-      );
-      this.head.append(large);
+      const resize = (isLarge) => {
+        this.element.classList.toggle("wide", isLarge);
+        this.chart?.setSize(this.size());
+      };
+      this.head.append(toggle(false, resize, { className: "large" }, "Large"));
     }
 
     size() {
@@ -410,41 +377,39 @@
 
   const redraw = (which = () => true) => cards.filter(which).forEach((card) => card.refresh());
 
+  const axis = () => ({ stroke: themed("soft"), grid: { stroke: themed("grid"), width: 1 }, font: FONT });
+
   const xAxis = () => {
-    const axis = {
-      stroke: themed("soft"),
-      grid: { stroke: themed("grid"), width: 1 },
+    const powers = [1, 2, 3, 4, 5, 6, 7, 8, 9].map((k) => 10 ** k);
+    const wholeSteps = [1, 2, 5, ...powers.flatMap((power) => [1, 2, 2.5, 5].map((k) => k * power))];
+    const incrs = { elapsed_s: TIME_STEPS, step: wholeSteps }[state.x];
+    return {
+      ...axis(),
       ticks: { stroke: themed("line"), width: 1, size: 5 },
-      font: FONT,
       size: 34,
       space: 56,
       values: (u, splits) => (state.x === "elapsed_s" ? clockTicks(splits) : splits.map((x) => tick(x))),
+      ...(incrs ? { incrs } : {}),
     };
-    if (state.x === "elapsed_s") axis.incrs = TIME_STEPS;
-    const powers = [1, 2, 3, 4, 5, 6, 7, 8, 9].map((k) => 10 ** k);
-    if (state.x === "step") axis.incrs = [1, 2, 5, ...powers.flatMap((power) => [1, 2, 2.5, 5].map((k) => k * power))];
-    return axis;
   };
 
   const yAxis = (unit, isLog = false) => ({
-    stroke: themed("soft"),
-    grid: { stroke: themed("grid"), width: 1 },
+    ...axis(),
     ticks: { show: false },
-    font: FONT,
     size: (u, values) => 14 + 7 * Math.max(3, ...(values ?? []).map((text) => (text ?? "").length)),
     values: (u, splits) => (isLog ? logWords(u, splits, unit) : splits.map((y) => tick(y, unit))),
     space: 34,
     ...(isLog ? { splits: logSplits, filter: (u, splits) => splits } : {}),
   });
 
-  /** Lines at 1, 2, ..., 9 of every power of ten; those with a number are as many as there is room for. */
+  /** Lines at 1, 2, ..., 9 of every power of ten; uPlot's own words are of the powers and the ends alone. */
   const logSplits = (u, axis, min, max) => {
-    const made = [];
-    for (let power = Math.floor(Math.log10(min)); power <= Math.log10(max); power++)
-      for (let k = 1; k < 10; k++) made.push(Number((k * 10 ** power).toPrecision(1)));
+    const powers = [...Array(Math.floor(Math.log10(max / min)) + 3).keys()].map((i) => Math.floor(Math.log10(min)) + i);
+    const made = powers.flatMap((power) => [1, 2, 3, 4, 5, 6, 7, 8, 9].map((k) => Number(`${k}e${power}`)));
     return made.filter((y) => y >= min && y <= max);
   };
 
+  /** The numbers at these lines, as many as there is room for. */
   const logWords = (u, splits, unit) => {
     const { min, max } = u.scales.y;
     const decades = Math.log10(max / min);
@@ -485,7 +450,7 @@
       for (const run of report.runs)
         for (const { table, field } of this.description.series)
           for (const value of run.tables[table]?.y[field]?.v ?? [])
-            if (!Number.isNaN(value)) [low, high] = [Math.min(low, value), Math.max(high, value)];
+            if (value !== null) [low, high] = [Math.min(low, value), Math.max(high, value)];
       return low > 0 && high >= 10 * low;
     }
 
@@ -721,7 +686,7 @@
       const { map, name } = report.runs[state.run];
       this.element.hidden = !map;
       if (!map) return;
-      const values = numbers(map.relative);
+      const values = map.relative;
       const columns = values.length / map.ranks;
       const { width, height } = this.size();
       const [left, bottom, ratio] = [44, 26, devicePixelRatio || 1];
@@ -729,7 +694,7 @@
       Object.assign(this.canvas, { width: width * ratio, height: height * ratio });
       Object.assign(this.canvas.style, { width: `${width}px`, height: `${height}px` });
       const pen = this.canvas.getContext("2d");
-      const most = Math.max(1.1, ...values.filter((value) => !Number.isNaN(value)));
+      const most = Math.max(1.1, ...values);
       const [slow, fast] = [themed("slow"), themed("fast")];
       const cell = [inner[0] / columns, inner[1] / map.ranks];
       const gap = cell[1] > 6 ? 1 : 0;
@@ -737,7 +702,7 @@
       pen.fillStyle = themed("grid");
       pen.fillRect(left, 0, ...inner);
       values.forEach((value, i) => {
-        if (Number.isNaN(value) || value === 1) return;
+        if (value === null || value === 1) return;
         pen.fillStyle = value > 1 ? slow : fast;
         pen.globalAlpha = Math.min(1, value > 1 ? (value - 1) / (Math.min(most, 2) - 1) : (1 - value) / 0.5);
         const corner = [left + (i % columns) * cell[0], Math.floor(i / columns) * cell[1]];
@@ -769,7 +734,7 @@
       const ranks = `slowest of ranks ${row * map.each} to ${row * map.each + map.each - 1}`;
       const line = {
         name: map.each > 1 ? ranks : `rank ${row}`,
-        value: Number.isNaN(value) ? "unknown" : `${Number(value.toPrecision(3))} × median`,
+        value: value === null ? "unknown" : `${Number(value.toPrecision(3))} × median`,
         colour: themed(value > 1 ? "slow" : "fast"),
         kind: "filled",
       };
@@ -900,7 +865,6 @@
     };
     const chooseTheme = (theme) => {
       state.theme = theme;
-      storedTheme(theme);
       applyTheme();
     };
     const range = { type: "range", min: 0, max: 0.99, step: 0.01, value: 0 };
