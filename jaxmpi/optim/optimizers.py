@@ -2,8 +2,8 @@
 
 A row of `OPTIMIZERS` is a direction, or the whole of an optimizer. Decay, rates and clipping are put around a direction
 here, in the order of the papers. A row also says what others must know: whether an update is linear in the gradient, so
-that rules may sum updates; how updates can be cut over workers; how much memory XLA allots to one. For an optimizer of
-the user's own, linearity is tried out, and the cut is read from its equations (`jaxmpi.core.separable`).
+that rules may sum updates; how updates are sharded over workers. A transform of the user's own says how it is sharded
+(`Optim.shard_by`); its linearity is tried out.
 """
 
 import dataclasses
@@ -22,10 +22,17 @@ import optax.contrib
 from jaxmpi.config.optim import Optim
 from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree, clipped, named_leaves
-from jaxmpi.core.separable import ScheduleFreeState, cut_for, is_schedule_free, schedule_free_parts
+from jaxmpi.core.sharding import (
+    ElementSharding,
+    TensorSharding,
+    assign_tensors,
+    check_sharding,
+    schedule_free_states,
+)
 from jaxmpi.runtime.in_flight import without_messages
 
 Transform = optax.GradientTransformation
+ScheduleFreeState = optax.contrib.ScheduleFreeState
 Mask = Callable[[PyTree], PyTree] | None  # params -> which tensors decay; None: all
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Optim)}
 
@@ -39,8 +46,7 @@ class OptimizerSpec(NamedTuple):
     decays_after: bool = False  # decay is decoupled: added to the direction, not to the gradient
     averages: bool = False  # schedule-free: all of the chain but clipping moves z, from which Optax makes y and x
     takes: tuple[str, ...] = ()  # names from SETTINGS
-    # pieces of which workers can each update a share: "entries" of every tensor, whole "leaves"; empty: neither
-    cut: str = ""
+    by: str = ""  # how updates are sharded: by element, by tensor; empty: not at all
     cost: Callable[[Sequence[int]], float] = math.prod  # relative cost of the update of a tensor, by its shape
 
 
@@ -135,59 +141,66 @@ TRIED_UPDATES = 20  # some begin as another: RAdam is momentum for five steps
 LEAST_STEPS, TRIED_STEPS = 40, 2000  # some move params, or some of them, only every k steps
 TRIED_SCALES = (1e-3, 1.0, 1e3, 1e6)  # factors of gradients; clipping shows at one of them
 OPTIMIZERS: dict[str, OptimizerSpec] = {
-    "sgd": OptimizerSpec(lambda c: optax.identity(), linear=True, cut="entries"),
-    "momentum": OptimizerSpec(momentum_velocity, linear=True, takes=VELOCITY, cut="entries"),
-    "nesterov": OptimizerSpec(partial(momentum_velocity, nesterov=True), linear=True, takes=VELOCITY, cut="entries"),
-    "adam": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), takes=MOMENTS, cut="entries"),
-    "adamw": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), decays_after=True, takes=MOMENTS, cut="entries"),
+    "sgd": OptimizerSpec(lambda c: optax.identity(), linear=True, by="element"),
+    "momentum": OptimizerSpec(momentum_velocity, linear=True, takes=VELOCITY, by="element"),
+    "nesterov": OptimizerSpec(partial(momentum_velocity, nesterov=True), linear=True, takes=VELOCITY, by="element"),
+    "adam": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), takes=MOMENTS, by="element"),
+    "adamw": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), decays_after=True, takes=MOMENTS, by="element"),
     "nadamw": OptimizerSpec(
-        lambda c: optax.scale_by_adam(**adams(c), nesterov=True), decays_after=True, takes=MOMENTS, cut="entries"
+        lambda c: optax.scale_by_adam(**adams(c), nesterov=True), decays_after=True, takes=MOMENTS, by="element"
     ),
-    "radam": OptimizerSpec(lambda c: optax.scale_by_radam(**adams(c)), takes=MOMENTS, cut="entries"),
-    "adabelief": OptimizerSpec(lambda c: optax.scale_by_belief(**adams(c)), takes=MOMENTS, cut="entries"),
-    "adamax": OptimizerSpec(lambda c: optax.scale_by_adamax(**adams(c)), takes=MOMENTS, cut="entries"),
+    "radam": OptimizerSpec(lambda c: optax.scale_by_radam(**adams(c)), takes=MOMENTS, by="element"),
+    "adabelief": OptimizerSpec(lambda c: optax.scale_by_belief(**adams(c)), takes=MOMENTS, by="element"),
+    "adamax": OptimizerSpec(lambda c: optax.scale_by_adamax(**adams(c)), takes=MOMENTS, by="element"),
     "lion": OptimizerSpec(
         lambda c: optax.scale_by_lion(**given_settings(c, b1="b1", b2="b2")),
         decays_after=True,
         takes=("b1", "b2"),
-        cut="entries",
+        by="element",
     ),
     "rmsprop": OptimizerSpec(
         lambda c: optax.scale_by_rms(**given_settings(c, decay="b2", eps="eps")),
         takes=("b2", "eps"),
-        cut="entries",
+        by="element",
     ),
     "adagrad": OptimizerSpec(
-        lambda c: optax.scale_by_rss(**given_settings(c, eps="eps")), takes=("eps",), cut="entries"
+        lambda c: optax.scale_by_rss(**given_settings(c, eps="eps")), takes=("eps",), by="element"
     ),
-    "lamb": OptimizerSpec(whole=lamb, takes=MOMENTS, cut="leaves"),
-    "lars": OptimizerSpec(whole=lars, takes=("eps", "momentum"), cut="leaves"),
-    "adafactor": OptimizerSpec(whole=adafactor, takes=("eps",), cut="leaves"),
-    "muon": OptimizerSpec(whole=muon, takes=(*MOMENTS, "momentum"), cut="leaves", cost=muon_cost),
+    "lamb": OptimizerSpec(whole=lamb, takes=MOMENTS, by="tensor"),
+    "lars": OptimizerSpec(whole=lars, takes=("eps", "momentum"), by="tensor"),
+    "adafactor": OptimizerSpec(whole=adafactor, takes=("eps",), by="tensor"),
+    "muon": OptimizerSpec(whole=muon, takes=(*MOMENTS, "momentum"), by="tensor", cost=muon_cost),
     "schedule_free_sgd": OptimizerSpec(lambda c: optax.identity(), averages=True, takes=("b1",)),
     "schedule_free_adamw": OptimizerSpec(rms, decays_after=True, averages=True, takes=MOMENTS),
 }
 
 
-def cut_of(config: Optim, tx: Transform, params: PyTree, workers: int) -> str:
-    """`entries` or `leaves`: parts of which workers can each update a share.
+def sharding_for(config: Optim, lr: optax.Schedule, params: PyTree, workers: int) -> ElementSharding | TensorSharding:
+    """How the optimizer's updates are sharded over workers.
 
     Args:
-        tx: what `optimizer` has made of the configuration, without clipping.
         params: their shapes.
-        workers: who update shares.
 
     Raises:
-        UsageError: the user's can be cut in neither way.
+        UsageError: for a `transform` as `check_sharding`, of `shard_by`; or messages in it.
     """
     if config.transform is None:
-        return OPTIMIZERS[config.name].cut
-    who, out = (
-        f"optimizer {config.name!r} with sharded updates",
-        "the trainer exchanges, so give it the optimizer alone",
-    )
-    with without_messages(who, "in it", out):
-        return cut_for(tx, params, workers)
+        row = OPTIMIZERS[config.name]
+        by, cost = row.by, row.cost
+    else:
+        by, cost = config.shard_by, math.prod
+        leaves, structure = jax.tree.flatten(params)
+        key = id(config.transform), by, workers, structure, tuple(leaf.shape for leaf in leaves)
+        if key not in _tried:
+            tx = optimizer(dataclasses.replace(config, clip_norm=0.0), lr)
+            who = f"optimizer {config.name!r} with sharded updates"
+            with without_messages(who, "in it", "the trainer exchanges, so give it the optimizer alone"):
+                check_sharding(tx, params, by, workers, f"optim.shard_by of {config.name!r}")
+            _tried[key] = config.transform
+    return assign_tensors(params, workers, cost) if by == "tensor" else ElementSharding(workers)
+
+
+_tried: dict[Any, Any] = {}  # transforms by id, kept so that it stays theirs: a run asks several times
 
 
 def optimizer(config: Optim, lr: optax.Schedule, *, clips: bool = True) -> Transform:
@@ -323,7 +336,7 @@ def set_step(state: PyTree, step: int) -> PyTree:
     def now(part: PyTree) -> PyTree:
         if isinstance(part, optax.ScaleByScheduleState):
             return part._replace(count=jnp.full_like(part.count, step))
-        if is_schedule_free(part):
+        if isinstance(part, ScheduleFreeState):
             count, base = jnp.full_like(part.step_count, step + 1), set_step(part.base_optimizer_state, step)
             return part._replace(step_count=count, base_optimizer_state=base)
         return part
@@ -339,7 +352,7 @@ def is_averaged(tx: Transform, params: PyTree) -> bool:
     Args:
         params: their shapes.
     """
-    return bool(schedule_free_parts(jax.eval_shape(tx.init, params)))
+    return bool(schedule_free_states(jax.eval_shape(tx.init, params)))
 
 
 def eval_params(params: PyTree, state: PyTree) -> PyTree:
@@ -349,7 +362,7 @@ def eval_params(params: PyTree, state: PyTree) -> PyTree:
         state: of a rule or an optimizer, which holds their z.
     """
     leaves = dict(named_leaves(params))
-    for part in schedule_free_parts(state):
+    for part in schedule_free_states(state):
         z = dict(named_leaves(part.z))
         x = optax.contrib.schedule_free_eval_params(part._replace(z=z), {name: leaves[name] for name in z})
         leaves |= {name: value.astype(leaves[name].dtype) for name, value in x.items()}
