@@ -27,6 +27,7 @@ from jaxmpi.allreduce.api import BUCKET_BYTES, Op, check_op, check_strategy, is_
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.zero import Zero, make_zero
+from jaxmpi.comm.agreement import without_messages
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import numbers_of, workers_of
 from jaxmpi.core.errors import UsageError
@@ -39,7 +40,6 @@ from jaxmpi.core.sharding import (
     check_sharding,
     schedule_free_states,
 )
-from jaxmpi.runtime.in_flight import without_messages
 
 
 class MasteredState(NamedTuple):

@@ -47,9 +47,8 @@ from jaxmpi.allreduce.host_engine import is_far
 from jaxmpi.allreduce.local_devices import TRAVELS_ALONE, DeviceRows, in_order
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.allreduce.zero_vectors import ElementVectors, Jit, TensorVectors, no_jit, vectors_for
-from jaxmpi.comm.agreement import Fingerprint
+from jaxmpi.comm.agreement import Fingerprint, HostProcesses
 from jaxmpi.comm.base import Comm
-from jaxmpi.comm.host_processes import HostProcesses
 from jaxmpi.comm.shared_params import SharedParams
 from jaxmpi.comm.shared_sum import scatter_beside
 from jaxmpi.config.exchange_config import check_bucket_bytes

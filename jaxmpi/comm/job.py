@@ -1,7 +1,7 @@
 """This job's control plane, made at first use; MPI starts then.
 
-The calls for users that need no more than it are here too: `same_on_all_ranks` and `broadcast`.
-Importing mpi4py starts MPI, so it happens inside functions.
+The calls for users that need no more than it are here too: `same_on_all_ranks` and `broadcast`. Importing mpi4py starts
+MPI, so it happens inside functions.
 """
 
 import atexit
@@ -13,35 +13,56 @@ import sys
 import warnings
 from typing import Any
 
+from jaxmpi.comm.agreement import check_may_send
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi_info import library_of
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.env import building_for_mpicc, getting_mpi
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, as_given, has_ranks_own
 from jaxmpi.core.random_keys import packed, unpacked
-from jaxmpi.runtime import failures, in_flight, job_folder, launchers, prepare
+from jaxmpi.runtime import failures, job_folder, process
 
 START_S = 60.0  # for MPI to start in one process
 
 Processes = SoloProcesses | MpiProcesses
 
 
-def finalize() -> None:
-    """End MPI, unless the script has done so."""
-    from mpi4py import MPI
+@functools.cache
+def processes() -> Processes:
+    """The control plane of this job; starts MPI for several ranks.
 
-    if not MPI.Is_finalized():
-        MPI.Finalize()
+    Raises:
+        UsageError: mpi4py or mpi4jax is missing; they and the launcher are not of one MPI; or MPI has several ranks of
+            a launcher that is not known.
+    """
+    launch = process.launched()
+    if launch is None:
+        _check_alone()
+    if launch is None or launch.size == 1:
+        return SoloProcesses()
+    if failures.has_backend() and not process._prepared.is_set():
+        warnings.warn(
+            "JAX's device started before jaxmpi.world(), so this rank keeps all cores of its host and its first GPU, "
+            "as all others do; call it before the first JAX array",
+            stacklevel=3,  # `world`'s caller
+        )
+    process.prepare()
+    try:
+        start_mpi()
+    except UsageError as error:
+        raise UsageError(f"{launch.launcher} started {launch.size} ranks, but {error}") from error
+    job_folder.mark(job_folder.MPI_RUNS)
+    return MpiProcesses()
 
 
 def start_mpi() -> None:
-    """Import mpi4py and mpi4jax, which starts MPI; `finalize` ends it.
+    """Import mpi4py and mpi4jax, which starts MPI; an exit hook ends it, unless the script has done so.
 
     Raises:
         UsageError: one is missing, or they were built for two MPIs.
     """
-    launchers.set_home()
+    process.set_home()
     try:
         import mpi4py
 
@@ -49,8 +70,8 @@ def start_mpi() -> None:
             mpi4py.rc.finalize = False
             with failures.start_limit():
                 import mpi4py.MPI
-
-            atexit.register(finalize)  # runs after mpi4jax's hook, which waits for programs that still communicate
+            # Registered before mpi4jax's hook, so that it runs after that, which waits for programs that communicate.
+            atexit.register(lambda: mpi4py.MPI.Is_finalized() or mpi4py.MPI.Finalize())
     except (ImportError, RuntimeError) as error:  # the second from a wheel that finds no library
         raise UsageError(f"mpi4py cannot be imported ({str(error).splitlines()[0]}); {getting_mpi()}") from error
     try:
@@ -78,44 +99,19 @@ def start_trouble() -> str:
     return last.removeprefix(f"{UsageError.__module__}.{UsageError.__name__}: ") if ended.returncode else ""
 
 
-@functools.cache
-def processes() -> Processes:
-    """The control plane of this job; starts MPI for several ranks.
-
-    Raises:
-        UsageError: mpi4py or mpi4jax is missing; they and the launcher are not of one MPI; or MPI has several ranks of
-            a launcher that is not known.
-    """
-    launch = launchers.launched()
-    if launch is None:
-        _check_alone()
-    if launch is None or launch.size == 1:
-        return SoloProcesses()
-    if failures.has_backend() and not prepare._prepared.is_set():
-        warnings.warn(
-            "JAX's device started before jaxmpi.world(), so this rank keeps all cores of its host and its first GPU, "
-            "as all others do; call it before the first JAX array",
-            stacklevel=3,  # `world`'s caller
-        )
-    prepare.prepare()
-    try:
-        start_mpi()
-    except UsageError as error:
-        raise UsageError(f"{launch.launcher} started {launch.size} ranks, but {error}") from error
-    job_folder.mark(job_folder.MPI_RUNS)
-    return MpiProcesses()
-
-
 def _check_alone() -> None:
     """Refuse MPI ranks of an unknown launcher, which would each work alone."""
     mpi = sys.modules.get("mpi4py.MPI")
     ranks = mpi.COMM_WORLD.size if mpi and mpi.Is_initialized() and not mpi.Is_finalized() else 1
-    known = ", or ".join(f"{rank} and {size}" for rank, size, *_ in launchers.LAUNCHERS.values())
+    known = ", or ".join(f"{rank} and {size}" for rank, size, *_ in process.LAUNCHERS.values())
     way_out = f"expected {known}: set a pair of them for each rank, as in a script that the launcher starts"
-    check(ranks == 1, f"MPI has {ranks} ranks, but their launcher sets no variable by which they are known; {way_out}")
-    if marks := [name for name in launchers.MARKS if name in os.environ]:
-        said = f"got {marks[0]}, as of a rank, but not the size of its job, so this process works alone; {way_out}"
-        warnings.warn(said, stacklevel=4)  # the caller of `world`
+    if ranks > 1:
+        raise UsageError(
+            f"MPI has {ranks} ranks, but their launcher sets no variable by which they are known; {way_out}"
+        )
+    if marks := [name for name in process.MARKS if name in os.environ]:
+        line = f"got {marks[0]}, as of a rank, but not the size of its job, so this process works alone; {way_out}"
+        warnings.warn(line, stacklevel=4)  # the caller of `world`
 
 
 def same_on_all_ranks(what: str, value: Any) -> None:
@@ -127,7 +123,7 @@ def same_on_all_ranks(what: str, value: Any) -> None:
         UsageError: on all ranks alike: rank, path, got, expected.
         TrainingError: who did not answer within the time limit.
     """
-    in_flight.check_may_send("jaxmpi.same_on_all_ranks")
+    check_may_send("jaxmpi.same_on_all_ranks")
     processes().assert_same(what, value)
 
 
@@ -141,8 +137,11 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
     Raises:
         UsageError: ranks gave trees of different structure; rank, path, got, expected. A state of `jaxmpi.sharded`.
     """
-    in_flight.check_may_send("jaxmpi.broadcast")
-    way_out = "leave it out; its init makes it alike from equal params, and jaxmpi.Checkpoints restores it"
-    check(not has_ranks_own(tree), f"broadcast: got a state of jaxmpi.sharded, which is each rank's own; {way_out}")
+    check_may_send("jaxmpi.broadcast")
+    if has_ranks_own(tree):
+        raise UsageError(
+            "broadcast: got a state of jaxmpi.sharded, which is each rank's own; leave it out; its init makes it alike "
+            "from equal params, and jaxmpi.Checkpoints restores it"
+        )
     sent = packed(tree)
     return unpacked(as_given(processes().bcast(sent, root), sent))

@@ -23,7 +23,7 @@ import weakref
 import jax
 import numpy as np
 
-from jaxmpi.comm.host_processes import HostProcesses
+from jaxmpi.comm.agreement import HostProcesses
 from jaxmpi.comm.shared_sync import (
     ARRIVED,
     TIMEOUT_S,

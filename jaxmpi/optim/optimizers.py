@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import optax.contrib
 
+from jaxmpi.comm.agreement import without_messages
 from jaxmpi.config.optim import Optim
 from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree, clipped, named_leaves
@@ -29,7 +30,6 @@ from jaxmpi.core.sharding import (
     check_sharding,
     schedule_free_states,
 )
-from jaxmpi.runtime.in_flight import without_messages
 
 Transform = optax.GradientTransformation
 ScheduleFreeState = optax.contrib.ScheduleFreeState

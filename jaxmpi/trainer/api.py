@@ -12,7 +12,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
 from jaxmpi.core.train_state import Batch
 from jaxmpi.recover import decisions
-from jaxmpi.runtime import device_setup
+from jaxmpi.runtime import process
 from jaxmpi.trainer import exported_program, main, notebook_workers
 from jaxmpi.trainer.finished_runs import Finished, open_finished
 from jaxmpi.trainer.options import check_program_file
@@ -52,7 +52,7 @@ class Trainer:
             control.size == 1 or workers in (None, control.size),
             f"Trainer: workers: got {workers}; the launcher started {control.size} ranks: leave workers out",
         )
-        device_setup.take_devices(experiment.devices)
+        process.take_devices(experiment.devices)
         folder = experiment.run_dir
         if not folder:
             with run_folder.usable():

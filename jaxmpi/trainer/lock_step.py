@@ -18,7 +18,7 @@ from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.step_timing import StepTimer
 from jaxmpi.recover import decisions
-from jaxmpi.runtime import phases
+from jaxmpi.runtime import progress
 from jaxmpi.trainer.evaluate import distance, evaluate, rate_factor, score
 from jaxmpi.trainer.loop import Position, RunProgress
 from jaxmpi.trainer.memory import (
@@ -61,7 +61,7 @@ class LockStep:
         run, self.start = self.run, position.step
         if run.shrinking:
             run.shrinking.keep(position.step, position.state, self.sums, is_settled=not any(position.overdue))
-        with phases.phase("comparing the params of all workers"):
+        with progress.phase("comparing the params of all workers"):
             self.compare(position.step, position.state)  # programs of the comparison are compiled here, once
         run.recorder.start_window(run.plan.examples(position.step))
         return position.state

@@ -44,7 +44,7 @@ from jaxmpi.optim.optimizers import OPTIMIZERS
 from jaxmpi.optim.schedules import DECAYS, WARMUPS
 from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.rules import registry
-from jaxmpi.runtime import device_setup, failures, fault_injection, job_folder, phases, prepare, provenance
+from jaxmpi.runtime import failures, fault_injection, job_folder, process, progress, provenance
 from jaxmpi.tasks.check import check_task, metric_names
 from jaxmpi.tasks.registry import find_spec
 from jaxmpi.trainer import callbacks, memory
@@ -76,11 +76,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """`python -m jaxmpi.train EXPERIMENT.py [--field value ...]`."""
     failures.open_streams()
     failures.install_excepthooks()
-    prepare.prepare()  # before the experiment file, which may touch the device
-    with phases.phase("running the experiment file"):
+    process.prepare()  # before the experiment file, which may touch the device
+    with progress.phase("running the experiment file"):
         experiment, path = experiment_file.parse(list(sys.argv[1:] if argv is None else argv), TABLES)
-    device_setup.take_devices(experiment.devices)
-    with phases.phase("starting MPI, which waits for all ranks"):
+    process.take_devices(experiment.devices)
+    with progress.phase("starting MPI, which waits for all ranks"):
         control = processes()
     with failures.at_work():
         code = 0
@@ -119,16 +119,16 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
     """
     failures.set_phase("start", failures.LONG)
     if experiment.quiet or processes().rank != 0:
-        phases.stop_progress()
+        progress.stop_progress()
     else:
-        phases.start_progress()
+        progress.start_progress()
     notice = signals.PreemptionNotice()
     try:
         return train_until(notice, experiment, name, root, digest)
     except decisions.Preempted as left:
         raise decisions.Interrupted if notice.is_interrupt else left from None
     finally:
-        phases.stop_progress()
+        progress.stop_progress()
         notice.close()
 
 
@@ -138,13 +138,13 @@ def train_until(
     """`train`, until it is noticed that it is to leave."""
     experiment = dataclasses.replace(experiment, callbacks=callbacks.checked(experiment.callbacks))
     is_asynchronous = registry.is_asynchronous(experiment.rule)
-    with phases.phase("waiting for all ranks, and for their devices"):
+    with progress.phase("waiting for all ranks, and for their devices"):
         workers = gather_all(experiment)
     ranks = workers.processes.size if is_asynchronous else workers.size
     registry.check_ranks(experiment.rule, ranks)
     run_directory.agree_on(experiment, workers.processes, digest)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
-        with phases.phase("tracing the model to check it"):
+        with progress.phase("tracing the model to check it"):
             check_before_data(experiment)
     with run_folder.usable():  # read on rank 0: what all must know of a run that is resumed
         found = run_directory.stored(experiment, name) if workers.processes.rank == 0 else None
@@ -155,7 +155,7 @@ def train_until(
             run_directory.check_source(experiment)
     experiment = run_directory.as_begun(experiment, kept, workers.size)
     begun = kept.scaled_for if kept else workers.size
-    with phases.phase("opening the data"):
+    with progress.phase("opening the data"):
         job = job_of(experiment, workers, begun)
         if workers.processes.rank == 0:
             check_with_data(job)
@@ -167,16 +167,16 @@ def train_until(
     for text in experiment.inject:
         fault_injection.parse(text, max(begun, workers.size), last_step)
     asked = experiment.exchange.strategy
-    with phases.phase("choosing the exchange"):
+    with progress.phase("choosing the exchange"):
         job, why_overlap = resolve_overlap(job)
         job, why = resolve_exchange(job, kept)
         job, why_shards = resolve_shards(job)
     experiment = job.experiment
-    with phases.phase("building the step"):
+    with progress.phase("building the step"):
         functions = dataclasses.replace(build_functions(job), asked=asked)
     registry.check_wire(experiment.rule, functions.strategy)
     starting = contextlib.ExitStack()
-    starting.enter_context(phases.phase("starting the loaders of the data"))
+    starting.enter_context(progress.phase("starting the loaders of the data"))
     with (
         starting,
         watch(experiment, workers) as unwatched,
@@ -248,7 +248,7 @@ def run_in(
     if not workers.asynchronous:
         held = memory.estimate_memory(job, functions.rule, is_fused=functions.ahead.is_whole)
         memory.make_room(held, job, available_bytes())
-    with phases.phase("restoring the newest checkpoint" if experiment.resume else "initialising params"):
+    with progress.phase("restoring the newest checkpoint" if experiment.resume else "initialising params"):
         states, saved = starting_states(job, functions.rule, folder)
     start = saved.step if saved else 0
     there = saved.step_there if isinstance(saved, Saved) else None  # the step in a run that is continued

@@ -25,7 +25,7 @@ from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.files import write_whole
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.recover import decisions
-from jaxmpi.runtime import failures, launchers
+from jaxmpi.runtime import failures, process
 from jaxmpi.trainer.callbacks import Callback, Moment
 
 FILE = "from_python.py"
@@ -40,9 +40,9 @@ experiment = cloudpickle.loads(Path(__file__).with_suffix(".pickle").read_bytes(
 # `preexec_fn` would fork a process with JAX's threads, of which JAX warns.
 START = """
 import os, shutil, sys
-from jaxmpi.runtime import launchers
+from jaxmpi.runtime import process
 parent, folder = int(sys.argv.pop(1)), os.path.dirname(sys.argv[-1])
-launchers.end_with_parent(parent)
+process.end_with_parent(parent)
 from jaxmpi.tools import cli
 try:
     cli.main()
@@ -94,7 +94,7 @@ def fit(experiment: Experiment, workers: int) -> dict[str, float]:
         callbacks = (*experiment.callbacks, KeepFigures(result, (Path(folder) / FILE).with_suffix(".pickle")))
         file = written(dataclasses.replace(experiment, callbacks=callbacks, fallback=None), Path(folder))
         line = [sys.executable, "-c", START, str(os.getpid()), "train", "-n", str(workers), str(file)]
-        env = {name: value for name, value in os.environ.items() if name not in launchers.VARIABLES}
+        env = {name: value for name, value in os.environ.items() if name not in process.VARIABLES}
         env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         code, said = run(line, env)
         if code == failures.MISUSED:

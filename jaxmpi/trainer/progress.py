@@ -18,7 +18,7 @@ import numpy as np
 from jaxmpi.comm.topology import Workers, local_rows
 from jaxmpi.config.schema import Experiment
 from jaxmpi.data.feed import DeviceFeed
-from jaxmpi.data.shuffle import MemoryShuffle, Shuffle, in_words
+from jaxmpi.data.shuffle import MemoryShuffle, Shuffle, describe_memory
 from jaxmpi.observe.flops import Peak, StepFlops, Work
 from jaxmpi.observe.gradient_noise import Means, Noise
 from jaxmpi.observe.recorder import Recorder, Unit
@@ -66,7 +66,7 @@ class ProgressLog:
         place = {"examples": len(memory.source), "group_size": memory.sampler.parts}
         self.recorder.write("memory", step=step, **place, worker_bytes=int(worker_bytes), load_s=load_s)
         is_auto, travels = memory.source.data.group_size == "auto", memory.group is not None
-        self.recorder.say(in_words(memory.sampler, is_auto, worker_bytes, load_s, travels))
+        self.recorder.say(describe_memory(memory.sampler, is_auto, worker_bytes, load_s, travels))
 
     def _shuffles(self) -> list[Shuffle]:
         """Unrecorded shuffles done on all ranks: the slowest rank's seconds, all bytes."""
