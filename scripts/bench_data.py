@@ -7,8 +7,8 @@ and give u8[64, 224, 224, 3] batches of random-resized crops, mirrored half of t
 one loader, pinned with all its processes to one core. Jobs take turns; the median of the rounds counts.
 
 peers    bare: simplejpeg's decode of whole files, nothing else. Others: as their documentation has it, decoding with
-         Pillow or OpenCV as the name says; TFDS decodes by itself, with OpenCV. The last line is the time to normalise
-         such a batch in a step, which no contender does.
+         Pillow or OpenCV as the name says. The last line is the time to normalise such a batch in a step, which no
+         contender does.
 formats  the same photographs as a folder of JPEG files, and packed with the shorter side 256 px. The packed ones are
          also loaded into memory. The centres of 256 x 256 px are in batch files and in an array in memory.
 steps    a consumer that sleeps for its step, on one core, and loaders on the other: share of waiting, and step /
@@ -22,7 +22,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ import harness
 import numpy as np
 
 BATCH, PX, WIDTH, HEIGHT, QUALITY = 64, 224, 500, 375, 90
+LABELS = "china", "flower"  # names of the photographs
 AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
 WARM = 8  # steps until prefetched batches are used up
 SHORTER = 256  # px, of the images in batch files and in memory
@@ -39,24 +40,18 @@ SHORTER = 256  # px, of the images in batch files and in memory
 # ---------------------------------------------------------------- data
 
 
-def photographs() -> list[np.ndarray]:
-    """scikit-learn's two photographs, u8[height, width, 3]."""
+def jpegs(images: int) -> Iterator[tuple[int, bytes]]:
+    """(label, file) of cuts at random places of scikit-learn's two photographs."""
     from PIL import Image
 
     package = importlib.util.find_spec("sklearn")
     assert package is not None
     assert package.origin is not None
     folder = Path(package.origin).parent / "datasets" / "images"
-    return [np.asarray(Image.open(folder / f"{name}.jpg")) for name in ("china", "flower")]
-
-
-def jpegs(images: int) -> Iterator[tuple[int, bytes]]:
-    """(label, file) of cuts at random places."""
-    from PIL import Image
-
-    rng, of = np.random.default_rng(0), photographs()
+    photographs = [np.asarray(Image.open(folder / f"{name}.jpg")) for name in LABELS]
+    rng = np.random.default_rng(0)
     for i in range(images):
-        whole = of[i % 2]
+        whole = photographs[i % 2]
         top, left = (rng.integers(0, have - want + 1) for have, want in zip(whole.shape, (HEIGHT, WIDTH), strict=False))
         file = io.BytesIO()
         Image.fromarray(whole[top : top + HEIGHT, left : left + WIDTH]).save(file, "JPEG", quality=QUALITY)
@@ -67,7 +62,7 @@ def write(folder: Path, images: int, formats: bool, held_out: int = 0) -> None:
     """Write the files of all contenders; the first are held out, too."""
     for i, (label, blob) in enumerate(jpegs(images)):
         for split in ("train", "validation") if i < held_out else ("train",):
-            path = folder / split / ("china", "flower")[label] / f"{i:05}.jpg"
+            path = folder / split / LABELS[label] / f"{i:05}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(blob)
     if formats:
@@ -76,37 +71,13 @@ def write(folder: Path, images: int, formats: bool, held_out: int = 0) -> None:
         from jaxmpi.data.packing import PackingOptions, pack
 
         source = open_source(Data(source="imagefolder", dir=str(folder), resize=SHORTER), "train")
-        rows = [source[i] for i in range(len(source))]
-        images_of = np.stack([centre(image) for image, _ in rows])
-        write_batch_files(ArraySource(images_of, [label for _, label in rows]), folder / "batches", "train", BATCH)
         pack(source, folder / "packed" / "train", PackingOptions(resize=SHORTER))
-
-
-def centre(image: np.ndarray) -> np.ndarray:
-    """The centre square of SHORTER px."""
-    top, left = ((side - SHORTER) // 2 for side in image.shape[:2])
-    return image[top : top + SHORTER, left : left + SHORTER]
-
-
-def write_tfds(folder: Path) -> None:
-    """The files as a TFDS data set in ArrayRecord."""
-    import tensorflow_datasets as tfds
-
-    class Photographs(tfds.core.GeneratorBasedBuilder):
-        VERSION = tfds.core.Version("1.0.0")
-
-        def _info(self) -> Any:
-            features = {"image": tfds.features.Image(), "label": tfds.features.ClassLabel(num_classes=2)}
-            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
-
-        def _split_generators(self, dl_manager: Any) -> Any:
-            return {"train": self._generate_examples()}
-
-        def _generate_examples(self) -> Any:
-            for path in files(folder):
-                yield path.name, {"image": path, "label": int(path.parent.name == "flower")}
-
-    Photographs(data_dir=folder / "tfds", file_format="array_record").download_and_prepare()
+        centres, labels = [], []
+        for image, label in (source[i] for i in range(len(source))):
+            top, left = ((side - SHORTER) // 2 for side in image.shape[:2])
+            centres.append(image[top : top + SHORTER, left : left + SHORTER])
+            labels.append(label)
+        write_batch_files(ArraySource(np.stack(centres), labels), folder / "batches", "train", BATCH)
 
 
 def files(folder: Path) -> list[Path]:
@@ -137,15 +108,6 @@ def by_pillow(blob: bytes, rng: np.random.Generator) -> np.ndarray:
     return np.asarray(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirror else image)
 
 
-def crop_by_opencv(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Resize a window of decoded pixels."""
-    import cv2
-
-    left, top, right, bottom, mirror = random_window(rng, *image.shape[:2])
-    scaled = cv2.resize(image[top:bottom, left:right], (PX, PX), interpolation=cv2.INTER_LINEAR)
-    return cv2.flip(scaled, 1) if mirror else scaled
-
-
 def by_opencv(blob: bytes, rng: np.random.Generator) -> np.ndarray:
     """Decode and crop with OpenCV."""
     import cv2
@@ -153,7 +115,10 @@ def by_opencv(blob: bytes, rng: np.random.Generator) -> np.ndarray:
     cv2.setNumThreads(1)
     pixels = cv2.imdecode(np.frombuffer(blob, np.uint8), cv2.IMREAD_COLOR)
     assert pixels is not None
-    return crop_by_opencv(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB), rng)
+    image = cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB)
+    left, top, right, bottom, mirror = random_window(rng, *image.shape[:2])
+    scaled = cv2.resize(image[top:bottom, left:right], (PX, PX), interpolation=cv2.INTER_LINEAR)
+    return cv2.flip(scaled, 1) if mirror else scaled
 
 
 def bare(folder: Path) -> Iterator[int]:
@@ -166,17 +131,16 @@ def bare(folder: Path) -> Iterator[int]:
             yield 1
 
 
-FOLDERS = {"batchfiles": "batches", "array": "batches", "tfds": "tfds", "packed": "packed", "memory": "packed"}
+FOLDERS = {"batchfiles": "batches", "array": "batches", "packed": "packed", "memory": "packed"}
 
 
-def jaxmpi_loader(source: str, folder: Path, kind: str, loaders: int = 1, prefetch: int = 2) -> Any:
+def jaxmpi_loader(source: str, folder: Path, kind: str) -> Any:
     """A loader of jaxmpi."""
     from jaxmpi.config.data import Data
     from jaxmpi.data import ArraySource, Loader, Sampler, open_source
     from jaxmpi.data.memory_source import MemorySource
 
-    crop: dict[str, Any] = {"crop": PX, "crop_area": AREA, "mirror": True}
-    data = Data(dir=str(folder), name="photographs", loader=kind, loaders=loaders, prefetch=prefetch, **crop)
+    data = Data(dir=str(folder), loader=kind, loaders=1, prefetch=2, crop=PX, crop_area=AREA, mirror=True)
     place = folder / FOLDERS.get(source, "")
     if source == "array":
         files = open_source(Data("batchfiles", str(place)), "train")
@@ -186,7 +150,7 @@ def jaxmpi_loader(source: str, folder: Path, kind: str, loaders: int = 1, prefet
         opened = MemorySource(open_source(Data("packed", str(place)), "train"), data)
         opened.load(np.arange(len(opened)))
     else:
-        opened = open_source(Data(source, str(place), "photographs"), "train")
+        opened = open_source(Data(source, str(place)), "train")
     return Loader(opened, Sampler(len(opened), BATCH), data, train=True)
 
 
@@ -242,31 +206,13 @@ def grain_by(decode: Callable[[bytes, np.random.Generator], np.ndarray]) -> Call
     return counts
 
 
-def tfds_source(folder: Path) -> Iterator[int]:
-    """TFDS's data source, which decodes by itself, and OpenCV for the crop."""
-    import cv2
-    import tensorflow_datasets as tfds
-
-    cv2.setNumThreads(1)
-    builder: Any = tfds.builder_from_directory(str(next((folder / "tfds").glob("*/1.0.0"))))
-    source: Any = builder.as_data_source(split="train")
-    rng = np.random.default_rng(0)
-    while True:
-        order = rng.permutation(len(source))
-        for begin in range(0, len(order) - BATCH + 1, BATCH):
-            rows = [source[int(i)]["image"] for i in order[begin : begin + BATCH]]
-            yield len(np.stack([crop_by_opencv(image, rng) for image in rows]))
-
-
 CONTENDERS: dict[str, Callable[[Path], Iterator[int]]] = {
     "bare": bare,
     "jaxmpi, a process": jaxmpi("imagefolder", "processes"),
     "jaxmpi, a thread": jaxmpi("imagefolder", "threads"),
-    "jaxmpi, TFDS, a process": jaxmpi("tfds", "processes"),
     "torch, Pillow": torch_pillow,
     "grain, Pillow": grain_by(by_pillow),
     "grain, OpenCV": grain_by(by_opencv),
-    "tfds, OpenCV": tfds_source,
 }
 FORMATS = {
     "imagefolder": ("imagefolder", "processes"),
@@ -296,11 +242,6 @@ def images_per_s(name: str, folder: str, cores: list[int], seconds: float) -> fl
     return measure(contender(Path(folder)), seconds)
 
 
-def job(function: Callable[..., Any], *arguments: Any, folder: Path, options: argparse.Namespace) -> Any:
-    """Call a function in a process of its own; return its result."""
-    return harness.on_ranks(function, *arguments, str(folder), options.cores, options.seconds, timeout_s=300)
-
-
 def rounds(names: list[str], folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Images/s: medians of jobs that take turns."""
     runs = {name: partial(job, images_per_s, name, folder=folder, options=options) for name in names}
@@ -308,42 +249,37 @@ def rounds(names: list[str], folder: Path, options: argparse.Namespace) -> dict[
     return {name: statistics.median(values) for name, values in found.items()}
 
 
+def job(function: Callable[..., Any], *arguments: Any, folder: Path, options: argparse.Namespace) -> Any:
+    """Call a function in a process of its own; return its result."""
+    return harness.on_ranks(function, *arguments, str(folder), options.cores, options.seconds, timeout_s=300)
+
+
 # ---------------------------------------------------------------- steps
 
 
-def apart(formats: Sequence[tuple[str, str]], folder: str, cores: list[int]) -> list[Any]:
-    """Start loaders on the last core, with this thread on the first."""
-    os.sched_setaffinity(0, {cores[-1]})
-    loaders = [jaxmpi_loader(source, Path(folder), kind) for source, kind in formats]
-    for loader in loaders:
-        next(loader)
-    os.sched_setaffinity(0, {cores[0]})  # loaders stay on the last core
-    return loaders
-
-
-def walk(loader: Any, number: int, compute_s: float) -> tuple[float, float]:
-    """Seconds of a step that computes by sleeping, and of its waiting."""
-    begin, waited_s = 0.0, 0.0
-    for i in range(number + WARM):
-        if i == WARM:
-            begin, waited_s = time.perf_counter(), loader.wait_s
-        batch = next(loader)
-        time.sleep(compute_s)
-        del batch
-    return (time.perf_counter() - begin) / number, (loader.wait_s - waited_s) / number
-
-
 def steps(folder: str, cores: list[int], seconds: float) -> list[dict[str, float]]:
-    """Wait share and step / max(load, compute), by compute / load."""
-    (loader,) = apart([("imagefolder", "processes")], folder, cores)
+    """Share of waiting and step / max(load, compute), by compute / load.
+
+    The consumer sleeps for its step, on the first core; the loaders work on the last.
+    """
+    os.sched_setaffinity(0, {cores[-1]})
+    loader = jaxmpi_loader("imagefolder", Path(folder), "processes")
+    next(loader)  # its processes have started on that core, and stay there
+    os.sched_setaffinity(0, {cores[0]})
     load_s = BATCH / measure((len(batch.image) for batch in loader), seconds)
     found = []
     for ratio in (0.5, 0.9, 1.1, 1.5, 2.0):
-        compute_s = ratio * load_s
-        number = max(int(2 * seconds / max(load_s, compute_s)), 8)
-        step_s, waited_s = walk(loader, number, compute_s)
-        bound_s = max(load_s, compute_s)
-        found.append({"compute / load": ratio, "wait share": waited_s / step_s, "step / bound": step_s / bound_s})
+        compute_s, bound_s = ratio * load_s, max(ratio, 1.0) * load_s
+        number = max(int(2 * seconds / bound_s), 8)
+        begin, waited_s = 0.0, 0.0
+        for i in range(number + WARM):
+            if i == WARM:
+                begin, waited_s = time.perf_counter(), loader.wait_s
+            batch = next(loader)
+            time.sleep(compute_s)
+            del batch
+        step_s, wait_s = (time.perf_counter() - begin) / number, (loader.wait_s - waited_s) / number
+        found.append({"compute / load": ratio, "wait share": wait_s / step_s, "step / bound": step_s / bound_s})
     loader.close()
     return found
 
@@ -353,7 +289,7 @@ def normalise_ms(folder: str, cores: list[int], seconds: float) -> float:
     import jax
 
     from jaxmpi.config.data import Data
-    from jaxmpi.tasks.inputs import normalise
+    from jaxmpi.tasks.supervised import normalise
 
     os.sched_setaffinity(0, {cores[0]})
     data = Data(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
@@ -362,12 +298,45 @@ def normalise_ms(folder: str, cores: list[int], seconds: float) -> float:
     return statistics.median(times["jit"]) * 1e3
 
 
-# ---------------------------------------------------------------- all parts
+# ---------------------------------------------------------------- tables
+
+
+def show_peers(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Print images/s and core, with ratios to the bare decode and the best other."""
+    names = options.only or list(CONTENDERS)
+    found = rounds(names, folder, options)
+    bases = found.get("bare"), max((found[n] for n in names if not n.startswith(("jaxmpi", "bare"))), default=None)
+    rows = [
+        [name, f"{rate:.0f}", *(f"{rate / base:.2f}" if base else "-" for base in bases)]
+        for name, rate in sorted(found.items(), key=lambda item: -item[1])
+    ]
+    print(harness.table(("peers", "images/s", "of bare", "of the best other"), rows))
+    print(f"normalising {BATCH} images in a step: {job(normalise_ms, folder=folder, options=options):.1f} ms")
+    return found
+
+
+def show_formats(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Print images/s and core of every format."""
+    found = rounds(list(FORMATS), folder, options)
+    rows = [[name, f"{rate:.0f}", f"{rate / found['imagefolder']:.2f}"] for name, rate in found.items()]
+    print(harness.table(("format", "images/s", "of folder"), rows))
+    return found
+
+
+def show_steps(folder: Path, options: argparse.Namespace) -> list[dict[str, float]]:
+    """Print the share of waiting."""
+    runs = [job(steps, folder=folder, options=options) for _ in range(options.rounds)]
+    found = [{key: statistics.median(run[key] for run in each) for key in each[0]} for each in zip(*runs, strict=True)]
+    print(harness.table(list(found[0]), [[f"{value:.4f}" for value in row.values()] for row in found]))
+    return found
+
+
+PARTS = {"peers": show_peers, "formats": show_formats, "steps": show_steps}
 
 
 def main() -> None:
     """Run the requested parts, and print tables."""
-    parser = harness.parser(__doc__, rounds=3)
+    parser = harness.parser(__doc__, rounds=3, json=None)
     parser.add_argument("--part", nargs="*", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--only", nargs="*", default=[], help="contenders; all if none is named")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
@@ -375,48 +344,9 @@ def main() -> None:
     parser.add_argument("--cores", type=int, nargs="*", default=sorted(os.sched_getaffinity(0))[:2])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write(folder, options.images, "formats" in options.part)
-        for part in options.part:
-            PARTS[part](folder, options)
+        write(Path(name), options.images, "formats" in options.part)
+        harness.save(options.json, {part: PARTS[part](Path(name), options) for part in options.part})
 
-
-def show_peers(folder: Path, options: argparse.Namespace) -> None:
-    """Print images/s and core, with ratios to bare decode and best other."""
-    names = options.only or list(CONTENDERS)
-    if any("tfds" in name.lower() for name in names):
-        write_tfds(folder)
-    found = rounds(names, folder, options)
-    others = [found[name] for name in names if not name.startswith(("jaxmpi", "bare"))]
-    rows = [
-        [name, f"{rate:.0f}", ratio(rate, found.get("bare")), ratio(rate, max(others, default=None))]
-        for name, rate in sorted(found.items(), key=lambda item: -item[1])
-    ]
-    print(harness.table(("peers", "images/s", "of bare", "of the best other"), rows))
-    print(f"normalising {BATCH} images in a step: {job(normalise_ms, folder=folder, options=options):.1f} ms")
-
-
-def ratio(rate: float, of: float | None) -> str:
-    """A ratio as text."""
-    return f"{rate / of:.2f}" if of else "-"
-
-
-def show_formats(folder: Path, options: argparse.Namespace) -> None:
-    """Print images/s and core of every format."""
-    found = rounds(list(FORMATS), folder, options)
-    rows = [[name, f"{rate:.0f}", f"{rate / found['imagefolder']:.2f}"] for name, rate in found.items()]
-    print(harness.table(("format", "images/s", "of folder"), rows))
-
-
-def show_steps(folder: Path, options: argparse.Namespace) -> None:
-    """Print the share of waiting."""
-    runs = [job(steps, folder=folder, options=options) for _ in range(options.rounds)]
-    keys = ("compute / load", "wait share", "step / bound")
-    rows = [[f"{statistics.median(run[key] for run in each):.4f}" for key in keys] for each in zip(*runs, strict=True)]
-    print(harness.table(keys, rows))
-
-
-PARTS = {"peers": show_peers, "formats": show_formats, "steps": show_steps}
 
 if __name__ == "__main__":
     main()
