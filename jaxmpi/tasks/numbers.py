@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.tasks.base import Batch, Ratios, Task
 from jaxmpi.tasks.supervised import Supervised, per_example
 
@@ -15,12 +15,11 @@ def targets(outputs: jax.Array, labels: jax.Array) -> jax.Array:
     Raises:
         UsageError: they are not as many.
     """
-    fits = labels.shape == outputs.shape or (*labels.shape, 1) == outputs.shape
-    check(
-        fits,
-        f"got labels {list(labels.shape)} for outputs {list(outputs.shape)}; expected as many numbers an example as "
-        "the model's `classes`",
-    )
+    if outputs.shape not in (labels.shape, (*labels.shape, 1)):
+        raise UsageError(
+            f"got labels {list(labels.shape)} for outputs {list(outputs.shape)}; expected as many numbers an example "
+            "as the model's `classes`"
+        )
     return labels.astype(jnp.float32).reshape(outputs.shape)
 
 
@@ -43,12 +42,12 @@ def binary_cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
 
 def hits(outputs: jax.Array, batch: Batch) -> Ratios:
     """Accuracy by answer and by whole example, and F1 over all answers."""
-    said, true = outputs > 0, targets(outputs, batch["label"]) > 0.5
-    ones = jnp.ones(said.shape[0])
-    both, either = ((x.astype(jnp.float32)).sum(-1) for x in (said & true, said ^ true))
+    found, true = outputs > 0, targets(outputs, batch["label"]) > 0.5
+    ones = jnp.ones(found.shape[0])
+    both, either = ((x.astype(jnp.float32)).sum(-1) for x in (found & true, found ^ true))
     return {
-        "accuracy": (per_example(said == true), ones),
-        "exact": ((said == true).all(-1).astype(jnp.float32), ones),
+        "accuracy": (per_example(found == true), ones),
+        "exact": ((found == true).all(-1).astype(jnp.float32), ones),
         "f1": (2 * both, 2 * both + either),
     }
 
