@@ -77,9 +77,9 @@ def placed(run: Run, states: dict[int, TrainState]) -> TrainState:
     Params that ranks share go where all read them.
     """
     sharding = run.functions.rule.sharding
-    if place := sharding and sharding.shards.shared_params:
+    if place := sharding and sharding.zero.shared_params:
         [worker] = run.workers.mine
-        params = place.filled(states[worker].params)
+        params = place.fill(states[worker].params)
         states[worker] = states[worker]._replace(params=())
         state = put(states, run.workers)._replace(params=params)
     else:
