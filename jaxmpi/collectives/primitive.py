@@ -185,7 +185,7 @@ def _check_linear(call: MpiCall, operands: Sequence[Any]) -> None:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: MpiCall) -> tuple[list, list]:
-    # Ranks compare whether they differentiate: a rank that gives a constant has no transposed call, for which the others
+    # Ranks compare whether they differentiate: one that gives a constant has no transposed call, for which the others
     # would wait.
     results = _call_p.bind(*primals, call=dataclasses.replace(call, is_differentiated=True))
     _check_linear(call, primals)
