@@ -93,7 +93,8 @@ def refuse_early(argv: Sequence[str], *, file_is_here: bool = True) -> None:
     if not {"-h", "--help"}.isdisjoint(argv):
         return
     name, *fields = file_first(argv) or [""]
-    errors.check(bool(name) and not name.startswith("-"), NO_FILE)
+    if not (bool(name) and not name.startswith("-")):
+        raise errors.UsageError(NO_FILE)
     if file_is_here:
         check_file(locate(name))
     if not any(field.startswith("rule.") for field in flags.flag_names(fields)):  # a user's may be of other types
@@ -231,7 +232,8 @@ def check_file(path: Path) -> None:
         nearest = [f"in {path.parent}: {errors.nearest(path.name, here)}"] * bool(here)
         nearest.append(f"with jaxmpi come: {errors.nearest(str(path).removesuffix('.py'), find_shipped())}")
         raise UsageError(f"no experiment file {str(path)!r}; {'; '.join(nearest)}")
-    errors.check(path.suffix == ".py", f"{str(path)!r}: expected a Python file, such as experiments/digits.py")
+    if path.suffix != ".py":
+        raise errors.UsageError(f"{str(path)!r}: expected a Python file, such as experiments/digits.py")
 
 
 def load(path: Path) -> Experiment:

@@ -21,8 +21,8 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import numpy as np
 import tyro
 
-from jaxmpi.config.choices import Choices
 from jaxmpi.config.schema import WORDS, Experiment
+from jaxmpi.config.validate import literal_words
 
 # Headings of --help, and the flags below each. Those that stand in none are listed by their part.
 GROUPS = {
@@ -30,7 +30,7 @@ GROUPS = {
         *("train-for", "local-batch", "effective-batch", "optim.lr", "rule.name", "exchange.strategy", "data.dir"),
         *("run-dir", "resume", "checkpoint-every", "eval-every", "devices", "seed"),
     ),
-    "step": ("micro-batch", "compute-dtype", "batch-statistics", "step-mode", "comm"),
+    "step": ("micro-batch", "compute-dtype", "batch-statistics", "comm"),
     "record": ("log-every", "quiet", "sinks", "trace", "profile"),
     "checkpoint": (
         *("keep-checkpoints", "keep-best", "monitor", "monitor-mode", "from-start", "continue-from", "params"),
@@ -78,8 +78,7 @@ class Flag(NamedTuple):
         Args:
             rows: the table that the field names a row of; empty if it names none.
         """
-        closed = (each.words for each in getattr(self.hint, "__metadata__", ()) if isinstance(each, Choices))
-        words = next(closed, tuple(rows))
+        words = literal_words(self.hint) or tuple(rows)
         return f"{{{','.join(words)}}}" if words else None
 
 
@@ -226,7 +225,8 @@ def group_class(
         flag = known[name]
         text = flag.help if with_help else ""  # read from the source
         arg = tyro.conf.arg(name=name, prefix_name=False, help=text, metavar=flag.metavar(tables.get(name, {})))
-        hint = str if flag.hint is Any else flag.hint
+        # The words of a `Literal` are checked by the experiment, with a better message than the parser's.
+        hint = str if flag.hint is Any or literal_words(flag.hint) else flag.hint
         default = dataclasses.field(default_factory=functools.partial(shown.__getitem__, name))
         fields.append((identifier(name), Annotated[hint, arg], default))
     about = ABOUT.get(group) or inspect.getdoc(type(known[names[0]].part)) or ""

@@ -106,7 +106,7 @@ class Recovery:
         self.failed: set[int] = set()  # steps that failed once
         self.left_out: set[int] = set()  # steps that failed twice
 
-    def of(self, failure: NonFiniteStep, tail: str) -> str:
+    def decide(self, failure: NonFiniteStep, tail: str) -> str:
         """A line that says what is done about a failed step.
 
         Args:
@@ -122,7 +122,7 @@ class Recovery:
         (self.left_out if failure.step in self.failed else self.failed).add(failure.step)
         raise RollBack(failure.step, str(failure))
 
-    def of_difference(self, text: str) -> None:
+    def decide_on_difference(self, text: str) -> None:
         """Stop or go back after workers' params differ.
 
         Raises:

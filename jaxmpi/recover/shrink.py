@@ -19,7 +19,7 @@ from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
 from jaxmpi.comm.polling import is_mpi_error, survives_losses
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.schema import Experiment
-from jaxmpi.core.errors import AgreedError, check
+from jaxmpi.core.errors import AgreedError, UsageError
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.recorder import Recorder
 
@@ -125,4 +125,5 @@ def check_mpi(control: MpiProcesses) -> None:
         UsageError: what it takes.
     """
     for holds, words in zip((survives_losses() and control.can_shrink(), control.may_overlap), NEEDS, strict=True):
-        check(holds, words)
+        if not holds:
+            raise UsageError(words)

@@ -43,8 +43,8 @@ from jaxmpi.trainer.evaluate import (
 )
 from jaxmpi.trainer.loop import RunProgress
 from jaxmpi.trainer.progress import Done
-from jaxmpi.trainer.resume import extra_of, note_whole
 from jaxmpi.trainer.run import Run
+from jaxmpi.trainer.state import note_whole, run_facts
 from jaxmpi.trainer.timetable import DueEvents
 
 MANY = 50  # steps of a worker by the median, before one that has made few is named
@@ -230,7 +230,7 @@ class AsyncLeader:
     def complete(self, parts: UncoordinatedCheckpoint, state: TrainState, score: float | None) -> None:
         """Complete a checkpoint's parts with the shared params and JSON values."""
         run = self.run
-        extra = extra_of(run, run.functions, run.recorder.elapsed_s())
+        extra = run_facts(run)
         extra |= {"tally": [*map(float, self.at)], "lr": run.plan.lr_of(self.begun + 1), "callbacks": self.states}
         with written(self.begun, run.saver.home):
             parts.end(self.begun, {"center": self.shared(state)}, extra, score)

@@ -33,7 +33,7 @@ class Connections(NamedTuple):
 
 def requested_wire(run: Run) -> str:
     """The requested strategy's wire, all that an asynchronous rule takes of it."""
-    return run.functions.strategy.partition(":")[2]
+    return run.plan.strategy.partition(":")[2]
 
 
 def connect(run: Run, start: AsyncStart) -> Connections:

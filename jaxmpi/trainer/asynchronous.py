@@ -94,13 +94,14 @@ class AsynchronousWorker:
         Args:
             server: keeps a shard of the center on this rank.
         """
-        solo = run.workers._replace(processes=SoloProcesses())  # votes and evaluations are this rank's
+        # Votes and evaluations are this rank's.
+        solo = dataclasses.replace(run.plan, workers=run.workers._replace(processes=SoloProcesses()))
         leaves = [path for path, _ in named_leaves(start.state.params)]
-        votes = decisions.StepConsensus(solo.processes, run.notice, leaves)
+        votes = decisions.StepConsensus(solo.workers.processes, run.notice, leaves)
         recorder = run.recorder if run.workers.processes.rank == 0 else StderrRecorder(None)
-        guard = dataclasses.replace(run.guard, votes=votes, workers=solo, recorder=recorder)
+        guard = dataclasses.replace(run.guard, votes=votes, plan=solo, recorder=recorder)
         self.run, self.start, self.worker, self.server = run, start, worker, server
-        self.alone = dataclasses.replace(run, workers=solo, guard=guard)
+        self.alone = dataclasses.replace(run, plan=solo, guard=guard)
         self.timer = StepTimer(run.workers.size, to_device(run.workers))
         keep = Retention(run.experiment.keep_checkpoints, run.experiment.keep_best)
         self.parts = UncoordinatedCheckpoint(run.folder / "checkpoints", run.workers.size, keep)

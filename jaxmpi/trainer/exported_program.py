@@ -32,14 +32,14 @@ import jax.numpy as jnp
 
 from jaxmpi.checkpoint.export import export
 from jaxmpi.comm.job import processes
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import made_whole
 from jaxmpi.core.pytrees import PyTree, by_path, named_leaves
 from jaxmpi.core.train_state import Batch
 from jaxmpi.data.example import nested
 from jaxmpi.runtime import provenance
 from jaxmpi.trainer import step as steps
-from jaxmpi.trainer.finished_runs import Finished, asked_for, by_name
+from jaxmpi.trainer.finished import Finished, by_name, open_named
 from jaxmpi.trainer.options import PLATFORMS, PROGRAM, facts_file
 
 ANY = "batch"  # the symbol of a dimension of any size
@@ -74,7 +74,8 @@ def program_of(run: Finished, example: Batch, *, platforms: Sequence[str] = (), 
     try:
         whole = lowered(run, fields, tuple(fields), batch or size, ())
         needed = tuple(name for i, name in enumerate(fields) if i in whole.exported.module_kept_var_idx)
-        check(bool(needed), f"{run.forward.task.name}: its outputs depend on none of {', '.join(fields)}")
+        if not needed:
+            raise UsageError(f"{run.forward.task.name}: its outputs depend on none of {', '.join(fields)}")
         chosen, notes = (batch, []) if batch else any_or(size, partial(lowered, run, fields, needed, platforms=()))
         made, left_out = on_platforms(platforms, partial(lowered, run, fields, needed, chosen))
     except Unable as error:
@@ -212,7 +213,7 @@ def told(leaves: dict[str, Any]) -> str:
 def main(options: argparse.Namespace) -> None:
     """`jaxmpi export RUN OUT`: program, Orbax folder or safetensors file, by suffix."""
     if options.out.suffix == PROGRAM:
-        return write(asked_for(options), options.out, platforms=options.platforms, batch=options.batch)
+        return write(open_named(options), options.out, platforms=options.platforms, batch=options.batch)
     if processes().rank == 0:
         step = export(options.run_dir, options.out, options.step, options.best)
         print(f"{options.out}: params and model state at step {step}")
