@@ -14,7 +14,7 @@ The second line trains a tiny model on digits, with 2 workers: 97 % top-1 (docs/
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
 from jaxmpi.models.alexnet import alexnet, alexnet_tiny
-from jaxmpi.runtime.launchers import launched_workers
+from jaxmpi.runtime.process import launched_workers
 
 fallback = Experiment(
     model=alexnet_tiny(),

@@ -17,7 +17,7 @@ image. It also differs in resizing the shorter side, aspect kept.
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
 from jaxmpi.models.googlenet import googlenet, googlenet_loss
-from jaxmpi.runtime.launchers import launched_workers
+from jaxmpi.runtime.process import launched_workers
 
 fallback = Experiment(
     model=googlenet(classes=10, image_size=32, init="he_all"),

@@ -4,17 +4,17 @@ import atexit
 import gc
 import sys
 
-from jaxmpi.runtime import failures, interrupts, job_folder, launchers, phases
+from jaxmpi.runtime import failures, interrupts, job_folder, process, progress
 
 if __name__ == "__main__":
     job_folder.end_with_supervisor()
     interrupts.leave_on_interrupt()
     failures.open_streams()
     failures.install_excepthooks()
-    if launchers.my_rank() == 0 and not {"--quiet", "--help", "-h"} & {*sys.argv}:
-        phases.start_progress()
+    if process.my_rank() == 0 and not {"--quiet", "--help", "-h"} & {*sys.argv}:
+        progress.start_progress()
     gc.disable()  # modules stay: to search them for garbage while they load takes a tenth of the time
-    with phases.phase("importing JAX"):
+    with progress.phase("importing JAX"):
         from jaxmpi.config.experiment_file import refuse_early
 
         refuse_early(sys.argv[1:])

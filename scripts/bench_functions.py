@@ -27,7 +27,7 @@ from jaxmpi import functions as jm
 from jaxmpi.allreduce.buckets import fuse, split
 from jaxmpi.bench.results import median_interval
 from jaxmpi.models.resnet import resnet50
-from jaxmpi.runtime import prepare
+from jaxmpi.runtime import process
 
 Result = dict[str, Any]
 
@@ -49,7 +49,7 @@ def network(share: int) -> tuple[Callable, tuple, Any]:
 
 def calls(rounds: int, led: bool) -> Result:
     """Time a call and its parts, by ranks or a leading script."""
-    prepare.prepare()
+    process.prepare()
     if led:
         jm.fork(2, kind="processes")
     f, (x, y), params = network(256)
@@ -83,7 +83,7 @@ def profiled(run: Callable[[], Any]) -> Result:
 
 def shuffle(rounds: int) -> Result:
     """Time rows from shared memory beside np.take, on all ranks at once."""
-    prepare.prepare()
+    process.prepare()
     control, rows = harness.control(), 20_000
     data = jm.shared(lambda: np.random.default_rng(0).standard_normal((60_000, 512), np.float32))
     order = np.random.default_rng(1).permutation(len(data))[:rows]
@@ -131,7 +131,7 @@ def resnet(settings: Result) -> Result:
     options = argparse.Namespace(**settings)
     if options.workers == 1:  # one core a worker, as forked processes have it
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    prepare.prepare()
+    process.prepare()
     net = build_net(options)
     return (bare_resnet if options.bare else spread_resnet)(options, net)
 

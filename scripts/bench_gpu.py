@@ -50,7 +50,7 @@ from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.train_state import Batch
 from jaxmpi.models import MODELS
 from jaxmpi.optim.optimizers import MOMENTUM
-from jaxmpi.runtime import affinity, failures, prepare, provenance
+from jaxmpi.runtime import failures, process, provenance
 from jaxmpi.trainer import build
 from jaxmpi.trainer.training_plan import job_of
 
@@ -251,7 +251,7 @@ def read(loss: float) -> None:
 def serve(name: str, model: str, dtype: str, batch: int, dry: bool, torch_mode: str) -> None:
     """Be a side: read lines `[part, times]`, write seconds or peak bytes."""
     failures.install_excepthooks()
-    prepare.prepare()
+    process.prepare()
     side = SIDES[name](recipe(model, local_batch=batch, compute_dtype=dtype), dry, torch_mode)
     for line in sys.stdin:
         part, times = json.loads(line)
@@ -354,7 +354,7 @@ def markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 def step_seconds(model: str, dtype: str, batch: int, rounds: int, steps: int) -> dict[str, list[float]]:
     """Be a rank: seconds of a step in every form, by turns."""
     failures.install_excepthooks()
-    prepare.prepare()
+    process.prepare()
     workers, config = gather_workers(1), recipe(model, local_batch=batch, compute_dtype=dtype)
     with failures.at_work():
         sides = {
@@ -418,7 +418,7 @@ def machine(dry: bool) -> dict[str, Any]:
     return {
         "GPU, driver, memory": card or "none used: nothing here is a measurement",
         "GB": "as XLA plans the step; PyTorch counts none on a CPU" if dry else "the most that an allocator had in use",
-        "machine": f"{platform.machine()}, {affinity.cores()} cores, {platform.system()} {platform.release()}",
+        "machine": f"{platform.machine()}, {process.cores()} cores, {platform.system()} {platform.release()}",
         "commit": provenance.commit(ROOT),
         "versions": ", ".join(f"{name} {version}" for name, version in found.items()),
     }

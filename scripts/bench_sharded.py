@@ -40,7 +40,7 @@ from jaxmpi.core.deals import deal
 from jaxmpi.optim.optimizers import OPTIMIZERS, optimizer
 from jaxmpi.rules import base
 from jaxmpi.rules.gradients import gradients
-from jaxmpi.runtime import prepare
+from jaxmpi.runtime import process
 
 SHARDED = "sharded "
 STEPS = 10  # number of steps of a turn with --step
@@ -121,7 +121,7 @@ class Counted:
 
 def measured_steps(model: str, strategy: str, names: list[str], rounds: int) -> dict[str, Any]:
     """Be a rank: seconds and bytes of a step, by exchange."""
-    prepare.prepare()
+    process.prepare()
     given = bench_step.experiment(model)
     with jax.numpy_dtype_promotion("standard"):
         exchanges = {name: dataclasses.replace(given.exchange, strategy=strategy, **WAYS[name]) for name in names}

@@ -27,9 +27,9 @@ from jaxmpi.allreduce.measuring import slowest
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.data import ArraySource, Loader, Sampler, Source, open_source, packing
-from jaxmpi.data.group_order import holders_by_place, members, moves
+from jaxmpi.data.group_order import place_owners, plan_moves, record_owners
 from jaxmpi.data.memory_source import MemorySource
-from jaxmpi.data.shuffle import MemoryShuffle, keep, message
+from jaxmpi.data.shuffle import MemoryShuffle, alltoallv_buffer, keep_in_memory
 
 RECORD_BYTES = 110_000  # the mean of ImageNet's
 
@@ -65,7 +65,7 @@ def time_shuffles(mb: float, rounds: int) -> list[dict[str, Any]]:
     control, rows = harness.control(), []
     for group in (d for d in range(1, control.size + 1) if control.size % d == 0):
         source = Blobs(int(mb * 1e6))
-        memory, _ = keep(source, Data(memory="partition", group_size=group), 0, control.size, True, workers)
+        memory, _ = keep_in_memory(source, Data(memory="partition", group_size=group), 0, control.size, True, workers)
         memory.begin(0, None)
         while memory.group is not None and not memory.shuffles:  # the shuffle to the first epoch
             time.sleep(0.0002)
@@ -89,15 +89,15 @@ def wait_for_shuffle(memory: MemoryShuffle, epoch: int) -> None:
 def bare_alltoallv(memory: MemoryShuffle, epoch: int) -> Callable[[], None]:
     """Bare exchange of the same segments; it needs an idle communicator."""
     group, source, sampler = memory.group, memory.source, memory.sampler
-    whose = members(len(source), sampler.effective_batch, group.size)
-    before, order = holders_by_place(sampler.places(epoch), whose), sampler.places(epoch + 1)
-    planned = list(moves(order, before, whose, source.lengths, group.rank, group.size))
+    whose = place_owners(len(source), sampler.effective_batch, group.size)
+    before, order = record_owners(sampler.epoch_order(epoch), whose), sampler.epoch_order(epoch + 1)
+    planned = list(plan_moves(order, before, whose, source.lengths, group.rank, group.size))
     sent = np.ones(max(int(m.sent_bytes.sum()) for m in planned), np.uint8)
     received = np.ones(max(int(m.received_bytes.sum()) for m in planned), np.uint8)
 
     def work() -> None:
         for move in planned:
-            group.Alltoallv(message(sent, move.sent_bytes), message(received, move.received_bytes))
+            group.Alltoallv(alltoallv_buffer(sent, move.sent_bytes), alltoallv_buffer(received, move.received_bytes))
 
     return work
 

@@ -27,7 +27,7 @@ from jaxmpi.config.optim import Optim
 from jaxmpi.config.schema import Experiment
 from jaxmpi.models.cnn import SmallCnn, digits_cnn
 from jaxmpi.models.googlenet import STARTS, GoogLeNet, googlenet, googlenet_loss
-from jaxmpi.runtime import prepare
+from jaxmpi.runtime import process
 
 BATCH = 32
 MEAN, STD = 0.305, 0.376
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
-    prepare.prepare()
+    process.prepare()
     config, steps = experiment(options.model), options.steps
     runs = {"trainer": partial(trainer(config), steps), "by hand": partial(by_hand(config), steps)}
     times = take_turns(runs, options.pairs, warm_up=2, swap=True)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxmpi.runtime import job_folder, launchers
+from jaxmpi.runtime import job_folder, process
 
 if TYPE_CHECKING:
     from jaxmpi.comm.control import MpiProcesses
@@ -123,12 +123,12 @@ def launcher(ranks: int, rate: str, slots: int) -> list[str]:
     """Start of a job's line, before the command of a rank."""
     from jaxmpi.launch import command
     from jaxmpi.launch.options import Options
-    from jaxmpi.runtime import affinity
+    from jaxmpi.runtime import process
 
     if not ranks:
         return []
     if not rate:
-        return command.mpirun(Options(ranks, "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
+        return command.mpirun(Options(ranks, "mpirun", (), ()), process.cores(), os.geteuid() == 0)
     return [*cluster(ranks // slots, rate, slots), command.find("mpirun"), "-n", str(ranks)]
 
 
@@ -252,7 +252,7 @@ def main() -> None:
     """Be a job's process: call the function; write rank 0's result."""
     program, name, arguments, out = sys.argv[1:]
     result = getattr(importlib.import_module(program), name)(*json.loads(arguments))
-    if launchers.my_rank() == 0:
+    if process.my_rank() == 0:
         Path(out).write_text(json.dumps(result))
 
 

@@ -37,7 +37,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import NotFinite
 from jaxmpi.observe import plots
 from jaxmpi.rules import registry
-from jaxmpi.runtime import device_setup, failures, launchers, prepare, provenance
+from jaxmpi.runtime import failures, process, provenance
 from jaxmpi.trainer import main as trainer_main
 
 Cell = dict[str, str]  # flag of the trainer to value; "workers" among them
@@ -183,10 +183,10 @@ def run_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: str, launch
     """Be a process of a cell's job: run its seeds in order; rank 0 appends a line for each."""
     line = [experiment, *itertools.chain(*((f"--{name}", value) for name, value in cell.items() if name != "workers"))]
     failures.install_excepthooks()
-    prepare.prepare()
+    process.prepare()
     with contextlib.redirect_stdout(io.StringIO()):
         chosen, path = experiment_file.parse([*line, *([] if launched else ["--devices", cell["workers"]])])
-    device_setup.make_cpu_devices(chosen.devices)
+    process.make_cpu_devices(chosen.devices)
     with failures.at_work():
         for seed in seeds:
             row = {"experiment": experiment, "cell": cell, "seed": seed, "day": f"{datetime.date.today()}"}
@@ -210,11 +210,11 @@ def run_seed(chosen: Experiment, name: str, row: dict[str, Any], out: Path) -> N
         except NotFinite as error:
             row["failed"] = str(error)
             # With an asynchronous rule only the worker that diverges notices.
-            if launchers.my_rank() == 0 or registry.is_asynchronous(chosen.rule):
+            if process.my_rank() == 0 or registry.is_asynchronous(chosen.rule):
                 append(out, row)
             raise
         control.barrier()
-    if launchers.my_rank() == 0:
+    if process.my_rank() == 0:
         append(out, row)
 
 

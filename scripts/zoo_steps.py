@@ -36,7 +36,7 @@ from jaxmpi.core.train_state import create
 from jaxmpi.model.contract import Model
 from jaxmpi.models import MODELS
 from jaxmpi.models.googlenet import googlenet_loss
-from jaxmpi.runtime import failures, prepare
+from jaxmpi.runtime import failures, process
 from jaxmpi.trainer import build
 from jaxmpi.trainer.training_plan import job_of
 
@@ -70,7 +70,7 @@ def recipe(name: str, **fields: Any) -> Experiment:
 
 def first_steps(names: list[str], local_batch: int, steps: int) -> dict[str, list[dict[str, Any]]]:
     """Be a rank: train the models; return every rank's results by model."""
-    prepare.prepare()
+    process.prepare()
     workers, rows = gather_workers(1), {}
     with failures.at_work():
         for name in names:
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="the tiny variants, in one job")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="only these")
     options = parser.parse_args()
-    prepare.prepare()
+    process.prepare()
     names = options.models or (TINY if options.tiny else FULL)
     result: dict[str, Any] = {}
     print(f"{options.n} ranks, local batch {options.local_batch}, jax {jax.__version__}, {jax.default_backend()}")

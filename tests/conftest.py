@@ -34,14 +34,14 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 
 from jaxmpi.comm.job import processes
 from jaxmpi.core.shared_memory import available_bytes
-from jaxmpi.runtime import launchers
+from jaxmpi.runtime import process
 
 pytest.register_assert_rewrite("function_checks", "traces", "twins")
 # A tenth of the time would go to searches for garbage among the millions of objects of traced programs.
 gc.set_threshold(100_000, 50, 100)
 # Under nohup the jobs that tests start would not hear it, either.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-UNDER_MPI = (launch := launchers.launched()) is not None and launch.size > 1
+UNDER_MPI = (launch := process.launched()) is not None and launch.size > 1
 
 jax.config.update("jax_num_cpu_devices", 3 if UNDER_MPI else 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -96,7 +96,7 @@ LONGEST = (
     "bench",
     "local_devices",
     "asynchronous",
-    "call_comparison",
+    "diagnosis",
     "run_directory",
     "adapters",
     "recipes",
@@ -146,7 +146,7 @@ def hooks_of_before() -> Iterator[None]:
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the variables by which launchers tell a process its rank."""
-    for name in launchers.VARIABLES:
+    for name in process.VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 

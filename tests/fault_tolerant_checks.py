@@ -14,7 +14,7 @@ from jaxmpi.allreduce.api import exchange
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import processes
-from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
+from jaxmpi.comm.mpi import FaultTolerantComm
 from jaxmpi.core.errors import AgreedError
 from jaxmpi.runtime import failures
 

@@ -29,7 +29,7 @@ from jaxmpi.allreduce.compression import Peers
 from jaxmpi.allreduce.derivative import NOT_MAPPED, differentiable
 from jaxmpi.allreduce.dispatch import sums
 from jaxmpi.allreduce.integer_mean import halves, mean_of_halves
-from jaxmpi.comm.agreement import Fingerprint, fingerprint, refuse_together
+from jaxmpi.comm.agreement import Fingerprint, check_may_send, fingerprint, refuse_together
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of
@@ -39,7 +39,6 @@ from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.core.pytrees import PyTree, signature
 from jaxmpi.core.to_jax import check_not_float0, check_on_one_device, to_jax
 from jaxmpi.runtime import host_callbacks
-from jaxmpi.runtime.in_flight import check_may_send
 
 Op = Literal["mean", "sum"]
 BUCKET_BYTES = 4 << 20  # small leaves are fused up to this; a leaf at least as big travels as it is

@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from jaxmpi.comm.agreement import fingerprint
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError, lookup
-from jaxmpi.runtime import affinity, caches
+from jaxmpi.runtime import caches, process
 
 MOST = 4  # strategies to time
 BUCKET_BYTES = 4 << 20  # by default
@@ -38,7 +38,8 @@ ON_ONE_HOST = "shm", "asa", "ring", "ar"
 ON_SEVERAL = "asa", "ring", "hier-ring", "tree", "color4"
 MARGIN = 0.05  # gain for which MPI's own sum is taken, whose bits another version of the library may not repeat
 CHANGED = 1.5  # times slower or faster than cached: all are timed again
-HOPELESS = 2.5  # times the fastest one's second exchange: a strategy is timed no further
+WARM = 6  # exchanges at most before timing: a program's first ones touch fresh memory, which can cost more than the sum
+HOPELESS = 2.5  # times the fastest one's best warm exchange: a strategy is timed no further
 ROUNDS = 3, 9  # at least and at most
 OTHERS_COMPUTE = 0.25  # cores that other processes use, so that times are not worth keeping
 ARRAYS = 6  # as big as the tree, that timing needs at most
@@ -189,33 +190,40 @@ class Trials:
             growth: floats of this tree over floats of that one.
         """
         try:
-            self.seconds(name)  # compiles
-            for _ in range(ROUNDS[0]):  # the first ones may find fresh memory
-                s = self.seconds(name)
+            for s in self.warm(name):
                 if cached_s * min(1, growth) / CHANGED <= s <= cached_s * max(1, growth) * CHANGED:
                     return ""
         except UsageError:  # on all ranks alike: no room for shared memory, as in a small container
             return f"{name} cannot be used now; "
         return f"{name} took {cached_s:.2g} s when it was cached and takes {s:.2g} s; "
 
+    def warm(self, name: str) -> Iterator[float]:
+        """Compile and exchange until memory is warm or the budget is spent; seconds of each exchange."""
+        self.seconds(name)
+        spent = 0.0
+        for _ in range(WARM):
+            yield (s := self.seconds(name))
+            spent += s
+            if spent > BUDGET_S:
+                break
+
     def time_all(self, names: Sequence[str]) -> tuple[dict[str, float], bool]:
         """Median seconds of each strategy by turns; whether other processes left these cores alone.
 
         What cannot be used here is left out.
         """
-        second: dict[str, float] = {}
+        warm: dict[str, float] = {}
         began, busy = time.perf_counter(), busy_seconds()
         for name in names:
             try:
-                self.seconds(name)
-                second[name] = self.seconds(name)
+                warm[name] = min(self.warm(name))
             except UsageError:  # as in `changed`
                 continue
-        hopeful = [name for name in second if second[name] <= HOPELESS * min(second.values())]
-        count = min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / (sum(second[name] for name in hopeful) or 1))))
+        hopeful = [name for name in warm if warm[name] <= HOPELESS * min(warm.values())]
+        count = min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / (sum(warm[name] for name in hopeful) or 1))))
         rounds = [{name: self.seconds(name) for name in hopeful} for _ in range(count if len(hopeful) > 1 else 1)]
         is_quiet = not others_compute(self.comm, busy, time.perf_counter() - began)
-        return second | {name: statistics.median(each[name] for each in rounds) for name in hopeful}, is_quiet
+        return warm | {name: statistics.median(each[name] for each in rounds) for name in hopeful}, is_quiet
 
 
 class BusySeconds(NamedTuple):
@@ -227,7 +235,7 @@ class BusySeconds(NamedTuple):
 
 def busy_seconds() -> BusySeconds:
     """Seconds so far; of no core if the kernel does not say."""
-    tick, mine, cores = os.sysconf("SC_CLK_TCK"), set(affinity.core_mask()), {}
+    tick, mine, cores = os.sysconf("SC_CLK_TCK"), set(process.core_mask()), {}
     try:
         lines = Path("/proc/stat").read_text().splitlines()
     except OSError:

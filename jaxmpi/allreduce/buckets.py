@@ -16,7 +16,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.comm.host_processes import HostProcesses
+from jaxmpi.comm.agreement import HostProcesses
 from jaxmpi.core.pytrees import PyTree
 
 # ---------------------------------------------------------------- in which order gradients come to exist

@@ -4,7 +4,7 @@ MPI's messages do not name the exchange that they belong to. So each exchange ge
 together, and programs compare numbers when they run. The user's lines tell exchanges of equal shapes apart. Lines
 outside the traced function are left out, since ranks may call it from different ones. Two threads could exchange in
 another order on each rank, so a second thread is refused. Letting it wait was dropped: another rank's other thread may
-come first. `jaxmpi.comm.call_comparison` compares the numbers.
+come first. `jaxmpi.comm.diagnosis` compares the numbers.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi.comm.base import Comm
-from jaxmpi.comm.call_comparison import comparison_of
 from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.diagnosis import comparison_of
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError

@@ -23,12 +23,12 @@ from jaxmpi.allreduce import host_engine
 from jaxmpi.allreduce.host_engine import TIMEOUT_S, HostSum, late_error
 from jaxmpi.comm.agreement import different_calls
 from jaxmpi.comm.control import MpiProcesses
-from jaxmpi.comm.exchange_watch import BESIDE
+from jaxmpi.comm.diagnosis import BESIDE
 from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core import scheduling
 from jaxmpi.core.errors import TrainingError, UsageError
-from jaxmpi.runtime import spans
-from jaxmpi.runtime.mpi_end import call_before_finalize
+from jaxmpi.runtime import progress
+from jaxmpi.runtime.failures import call_before_finalize
 
 Requests = list[Any]  # requests of mpi4py
 THREAD = "jaxmpi exchange"
@@ -108,7 +108,7 @@ class CommThread:
         pending = self.unclaimed.pop(key)
         self.note("wait", pending.label)
         self._be_waited_for(True)
-        with spans.span("wait", pending.label):
+        with progress.span("wait", pending.label):
             pending.summed.wait()
         self._be_waited_for(False)
         self.note("done", pending.label)
@@ -174,7 +174,7 @@ class CommThread:
         """Say that an exchange is summed, and begin those that follow it."""
         del self._begun[pending]
         self.note("summed", pending.label)
-        spans.record_span("travel", pending.label, pending.start_s, time.perf_counter())
+        progress.record_span("travel", pending.label, pending.start_s, time.perf_counter())
         pending.summed.set()
         followers, pending.followers = pending.followers, []
         for follower in followers:

@@ -27,8 +27,8 @@ from jaxmpi.allreduce.schedules import LINE_BYTES, STEPS, WINDOW, Group
 from jaxmpi.allreduce.wires import WIRE_CONSTANTS
 from jaxmpi.comm import c_handlers
 from jaxmpi.comm.base import Comm
-from jaxmpi.comm.call_comparison import comparison_of
 from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.diagnosis import comparison_of
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.polling import survives_losses
 from jaxmpi.core.env import seconds_from

@@ -24,7 +24,7 @@ from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.env import seconds_from
-from jaxmpi.runtime import affinity
+from jaxmpi.runtime import process
 
 BUDGET_S = seconds_from("JAXMPI_PROBE_S", 2)  # seconds in which candidates are timed by turns, about
 SHORT = 1 << 12  # floats a worker, of the shorter vector that strategies are timed with
@@ -53,7 +53,7 @@ def identity(comm: MpiComm) -> dict[str, Any]:
 def cores_of_a_host(comm: MpiComm) -> float:
     """Cores that a host's ranks may use, on the host with fewest."""
     mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    quota = affinity.quota_cores(affinity.QUOTA, os.cpu_count() or 1)
+    quota = process.quota_cores(process.QUOTA, os.cpu_count() or 1)
     every = comm.processes.allgather_object([mine, quota])
     sets: dict[int, set[int]] = {}
     for host, (cores, _) in zip(comm.hosts, every, strict=True):

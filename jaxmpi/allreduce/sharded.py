@@ -29,6 +29,7 @@ from jaxmpi.allreduce.api import BUCKET_BYTES, Op, check_op, check_strategy, is_
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.shards import Shards, shards_of
+from jaxmpi.comm.agreement import without_messages
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import numbers_of, workers_of
 from jaxmpi.core.deals import Leaves, deal
@@ -37,7 +38,6 @@ from jaxmpi.core.pytrees import PyTree, RanksOwn, named_leaves
 from jaxmpi.core.random_keys import packed
 from jaxmpi.core.separable import cut_for, schedule_free_parts
 from jaxmpi.core.slices import Entries
-from jaxmpi.runtime.in_flight import without_messages
 
 NO_AVERAGES = (
     "jaxmpi.sharded(tx): got a schedule-free optimizer, which evaluates an average of the params, of which a worker "

@@ -32,9 +32,8 @@ from jaxmpi.allreduce.early_scatter import scattering
 from jaxmpi.allreduce.host_engine import is_far
 from jaxmpi.allreduce.slice_vectors import MOST_VECTORS, Jit, RowsInColumns, SlicesInBuckets, as_part, cut, joined
 from jaxmpi.allreduce.wires import WIRES
-from jaxmpi.comm.agreement import Fingerprint
+from jaxmpi.comm.agreement import Fingerprint, HostProcesses
 from jaxmpi.comm.base import Comm
-from jaxmpi.comm.host_processes import HostProcesses
 from jaxmpi.comm.shared_params import SharedParams
 from jaxmpi.comm.shared_sum import scatter_beside
 from jaxmpi.config.exchange_config import check_bucket_bytes

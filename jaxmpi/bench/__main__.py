@@ -28,14 +28,14 @@ from jaxmpi.bench.results import AS_IT_COMES, TUNED, Json
 from jaxmpi.bench.rounds import measure
 from jaxmpi.comm.job import Processes, processes
 from jaxmpi.core.errors import TrainingError, UsageError, check
-from jaxmpi.runtime import affinity, failures, launchers, prepare, provenance
+from jaxmpi.runtime import failures, process, provenance
 
 TWO_JOBS = "two jobs take turns through files, on one machine; leave the launcher to jaxmpi bench -n N"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`python -m jaxmpi.bench [-n N] [options]`, alone or under a launcher."""
-    if launchers.launched_workers() > 1:
+    if process.launched_workers() > 1:
         failures.install_excepthooks()  # one of several ranks says what is wrong
         return run(parse(sys.argv[1:] if argv is None else argv))
     try:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """`jaxmpi bench`, as a rank or to start ranks."""
-    if options.job or launchers.launched_workers() > 1:
+    if options.job or process.launched_workers() > 1:
         return run_rank(options)
     try:
         start(options)
@@ -110,7 +110,7 @@ def run_here(plan: BenchPlan, wanted: int, options: argparse.Namespace, command:
 def run_rank(options: argparse.Namespace) -> None:
     """Run as a rank of a job; rank 0 reports the results."""
     failures.install_excepthooks()
-    prepare.prepare()
+    process.prepare()
     control = processes()
     check(options.n in (None, control.size), f"-n: got {options.n} in a job of {control.size} ranks; leave it out")
     with failures.at_work():
@@ -160,7 +160,7 @@ def agreed_plan(options: argparse.Namespace, control: Processes) -> BenchPlan:
 
 def plan_that_fits(options: argparse.Namespace) -> BenchPlan:
     """The options' plan, without cases that exceed this host's memory."""
-    here = launchers.launched()
+    here = process.launched()
     local = here.local_size if here else 1
     check(not options.as_it_comes, f"--as-it-comes: {TWO_JOBS}")
     plan = make_plan(options)
@@ -217,7 +217,7 @@ def facts(command: Sequence[str]) -> Json:
         "command": shlex.join(command),
         "versions": found,
         "commit": provenance.commit(None),
-        "cores": affinity.cores(),
+        "cores": process.cores(),
         "processor": platform.machine(),
         "system": platform.platform(),
     }

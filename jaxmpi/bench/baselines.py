@@ -16,8 +16,7 @@ from jaxmpi.allreduce.api import exchange
 from jaxmpi.bench.contenders import Arrays, Contender, Inputs, Run, mpi_control
 from jaxmpi.bench.options import PEERS
 from jaxmpi.comm.control import MpiProcesses
-from jaxmpi.comm.mpi import world
-from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
+from jaxmpi.comm.mpi import FaultTolerantComm, world
 
 
 class Call(NamedTuple):

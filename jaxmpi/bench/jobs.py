@@ -20,7 +20,7 @@ from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.shared_memory import read
 from jaxmpi.launch import command
 from jaxmpi.launch.options import Options
-from jaxmpi.runtime import affinity, interrupts, job_folder
+from jaxmpi.runtime import interrupts, job_folder, process
 
 TURN_S = 1800.0  # for the other job's turn to end
 
@@ -57,7 +57,7 @@ def job_line(ranks: int, options: argparse.Namespace, arguments: Sequence[str]) 
     except ValueError as error:
         raise UsageError(f"--launcher-args: got {options.launcher_args!r}: {error}") from error
     asked = Options(ranks, options.launcher, more, tuple(arguments))
-    return command.command(asked, cores=affinity.cores(), is_root=os.geteuid() == 0, module="jaxmpi.bench")
+    return command.command(asked, cores=process.cores(), is_root=os.geteuid() == 0, module="jaxmpi.bench")
 
 
 def wait_for(jobs: Sequence[tuple[list[str], dict[str, str]]]) -> None:

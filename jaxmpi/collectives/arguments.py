@@ -13,13 +13,12 @@ from jaxmpi.allreduce.call_order import one_thread
 from jaxmpi.collectives.call import NOBODY, MpiCall, shape_of
 from jaxmpi.collectives.primitive import agree_once
 from jaxmpi.collectives.table import OPERATIONS
-from jaxmpi.comm.agreement import refuse_together
+from jaxmpi.comm.agreement import check_may_send, refuse_together
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, communicator
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.to_jax import check_on_one_device, to_jax
-from jaxmpi.runtime.in_flight import check_may_send
 
 LEAST_TAGS = 1 << 15  # that every MPI has
 

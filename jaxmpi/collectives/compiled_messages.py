@@ -26,11 +26,11 @@ import numpy as np
 from jaxmpi.collectives import messages
 from jaxmpi.collectives.call import NOBODY, MpiCall, at_least_8_bits, from_mpi_dtype, shape_of, type_of
 from jaxmpi.comm import c_handlers
-from jaxmpi.comm.exchange_watch import Note
+from jaxmpi.comm.diagnosis import Note
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import failures
-from jaxmpi.runtime.mpi_end import call_before_finalize
+from jaxmpi.runtime.failures import call_before_finalize
 
 MOST_CALLS, NOTES = 1 << 20, 64  # that the source has room for
 EAGER_BYTES = 2048  # bytes of messages that any MPI copies, so that their sender waits for no receiver

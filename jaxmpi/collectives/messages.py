@@ -32,13 +32,13 @@ import jax
 import numpy as np
 
 from jaxmpi.collectives.call import NOBODY, MpiCall, at_least_8_bits, from_mpi_dtype, shape_of, to_mpi_dtype, type_of
-from jaxmpi.comm.exchange_watch import PARTNER, PROBES, message_lost
+from jaxmpi.comm.diagnosis import PARTNER, PROBES, message_lost
 from jaxmpi.comm.mpi import MpiComm, made
 from jaxmpi.comm.polling import survives_losses, wait
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.runtime import failures, host_callbacks
-from jaxmpi.runtime.mpi_end import call_after_all_scripts, call_before_finalize
+from jaxmpi.runtime.failures import call_after_all_scripts, call_before_finalize
 
 MESSAGE = "jaxmpi: a message between two ranks"
 TYPE_BYTES, PLACE_BYTES = 24, 20

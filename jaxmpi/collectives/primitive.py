@@ -22,7 +22,7 @@ from jaxmpi.allreduce.dispatch import MPI_COUNTS
 from jaxmpi.collectives.call import NOBODY, MpiCall, shape_of
 from jaxmpi.collectives.table import OPERATIONS, Operation
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
-from jaxmpi.comm.call_comparison import comparison_of
+from jaxmpi.comm.diagnosis import comparison_of
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree
 

@@ -1,12 +1,14 @@
 """Fingerprints of calls and values that must be equal on all ranks."""
 
+import contextlib
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
+from jaxmpi.core.errors import AgreedError, TrainingError, UsageError, check
 
 T = TypeVar("T")
 
@@ -86,3 +88,55 @@ def refuse_together(compare: Callable[[Fingerprint], None]) -> Iterator[None]:
         with suppress(UsageError):  # the others raise it: ranks differ
             compare(fingerprint(str(error), None))
         raise
+
+
+_here = threading.local()  # a thread that writes a checkpoint has messages of its own
+
+
+@contextlib.contextmanager
+def without_messages(who: str, why: str, instead: str) -> Iterator[None]:
+    """Refuse messages of this thread while this lasts.
+
+    Args:
+        who: for the error, such as `callback Confusion: before_step`.
+        why: there may be none.
+        instead: the way out.
+    """
+    before = getattr(_here, "refusal", None)
+    _here.refusal = who, why, instead
+    try:
+        yield
+    finally:
+        _here.refusal = before
+
+
+def check_may_send(what: str) -> None:
+    """Raise `UsageError` if this thread may not communicate now.
+
+    Args:
+        what: is about to, for the error.
+    """
+    who, why, instead = getattr(_here, "refusal", None) or ("", "", "")
+    check(not who, f"{who}: got {what} {why}; expected no messages: {instead}")
+
+
+class HostProcesses(Protocol):
+    """The ranks of this host, which share memory, programs and bucket order."""
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its host."""
+        ...
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this host."""
+        ...
+
+    def host_barrier(self) -> None:
+        """Wait for all ranks of this host."""
+        ...
+
+    def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
+        """Give all ranks of this host the value that its first makes."""
+        ...

@@ -17,7 +17,7 @@ from jax import lax
 from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.runtime.launchers import my_rank
+from jaxmpi.runtime.process import my_rank
 
 Pairs = Sequence[tuple[int, int]]  # (source, destination), static
 Turn = Callable[[jax.Array, PyTree], PyTree]  # turn of a loop: (number of the turn, carry) -> carry

@@ -17,10 +17,9 @@ import jax
 import numpy as np
 
 from jaxmpi.comm import c_handlers
-from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.shared_sync import SEGMENT_BYTES, map_together, reserved_anywhere
 from jaxmpi.core.errors import UsageError
-from jaxmpi.runtime.xla_ffi import DTYPES
+from jaxmpi.runtime.host_callbacks import DTYPES
 
 KINDS = BEGIN, END, *OPERATIONS = (
     *("begin", "end", "barrier", "allreduce", "reduce", "scan", "bcast", "allgather", "gather", "scatter", "alltoall"),
@@ -87,7 +86,7 @@ class CompiledCalls:
 
     def __init__(
         self,
-        comm: MpiComm,
+        comm: Any,
         messages: Any,
         index: int,
         differs: Callable[[int, dict[int, int]], None],
@@ -267,7 +266,7 @@ class NumberedCalls:
         self._calls.call("barrier", self._number)
 
 
-def shared_by_all(comm: MpiComm, size_bytes: int) -> mmap.mmap | None:
+def shared_by_all(comm: Any, size_bytes: int) -> mmap.mmap | None:
     """Zeros that all ranks have mapped; None if one cannot.
 
     All ranks come here together.

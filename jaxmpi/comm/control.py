@@ -10,9 +10,12 @@ Importing mpi4py starts MPI, so it happens inside functions.
 """
 
 import collections
+import contextlib
 import copy
 import json
 import os
+import select
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -21,17 +24,164 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jaxmpi.comm.agreement import Fingerprint, different_calls, fingerprint
-from jaxmpi.comm.exchange_watch import CONTROL, WaitRegistry, watch
-from jaxmpi.comm.mailbox import Mailbox, MpiMailbox
-from jaxmpi.comm.membership import Membership
+from jaxmpi.comm.agreement import Fingerprint, check_may_send, different_calls, fingerprint
+from jaxmpi.comm.diagnosis import CONTROL, WaitRegistry, watch
 from jaxmpi.comm.mpi_info import check_launcher, thread_level
-from jaxmpi.comm.polling import is_loss, lost_ranks_left_out, survives_losses, wait
+from jaxmpi.comm.polling import is_loss, is_mpi_error, lost_ranks_left_out, survives_losses, wait
+from jaxmpi.comm.solo import Mailbox, MpiMailbox
 from jaxmpi.core.env import seconds_from
-from jaxmpi.core.errors import TrainingError, UsageError, check
+from jaxmpi.core.errors import AgreedError, TrainingError, UsageError, check
 from jaxmpi.core.json_tree import differences
 from jaxmpi.core.pytrees import PyTree, check_arrays, describe_leaf, named_leaves
-from jaxmpi.runtime import affinity, device_setup, failures, in_flight, launchers, mpi_end
+from jaxmpi.runtime import failures, job_folder, process
+
+
+class Membership:
+    """Ranks of a job, some of which may die, and their communicators.
+
+    A subclass has the messages, and finds which hosts the ranks are on.
+    """
+
+    hosts: tuple[int, ...]  # hosts of all ranks, numbered in order of first appearance
+
+    def __init__(self) -> None:
+        """Begin with all ranks of the job; MPI runs."""
+        from mpi4py import MPI
+
+        self._own: list[Any] = []  # communicators, which `revoke` ends
+        self._made: list[Any] = []  # those that were made for `world`, which `MpiProcesses.free` frees
+        self._others: dict[int, int] = {}  # if ranks are outlived: handles of the others' processes
+        self._on_host = MPI.COMM_TYPE_SHARED
+        self._votes = self.clone(MPI.COMM_WORLD)
+        self._number, self.numbers = self._votes.rank, tuple(range(self._votes.size))  # the launcher's, of all ranks
+        self._meet()
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, on every rank."""
+        raise NotImplementedError
+
+    def _meet(self) -> None:
+        """Make communicators of the ranks that vote; all these call it together."""
+        self.world = self.clone(self._votes)
+        self.rank, self.size = self.world.rank, self.world.size
+        self._exit = self.clone()  # a communicator of its own: a rank may be at its end while others still talk
+        self._local = self.world.Split_type(self._on_host, key=self.rank)
+        self._keep(self._local)
+        self.local_rank, self.local_size = self._local.rank, self._local.size
+
+    def clone(self, of: Any = None) -> Any:
+        """Clone a communicator for one thread alone, on all ranks together."""
+        return self._keep((of or self.world).Clone())
+
+    def split(self, color: int, key: int) -> Any:
+        """Split the communicator for one thread alone, on all ranks together."""
+        return self._keep(self.world.Split(color, key))
+
+    def _keep(self, made: Any) -> Any:
+        self._own.append(made)
+        self._made.append(made)
+        return made
+
+    def outlive(self) -> None:
+        """Let a rank that fails by itself end alone; others can `shrink`.
+
+        Raises:
+            UsageError: on all ranks alike: they are on several hosts, or do not see each other's processes.
+        """
+        pids = self.allgather_object([os.getpid(), job_folder.pid_space()])
+        is_one = len(set(self.hosts)) == 1 and len({space for _, space in pids}) == 1 and job_folder.pid_space() != 0
+        check(
+            is_one,
+            "on_rank_loss: got shrink with ranks on several hosts, or in several containers; take --on-rank-loss end",
+        )
+        self._know([pid for pid, _ in pids])
+        failures.survive_losses(self._kill)
+
+    def _know(self, pids: list[int]) -> None:
+        """The other ranks' processes, by handles that never stand for another process."""
+        for handle in self._others.values():
+            os.close(handle)
+        self._others = {}
+        for rank in set(range(self.size)) - {self.rank}:
+            with contextlib.suppress(ProcessLookupError):  # it has died meanwhile
+                self._others[rank] = os.pidfd_open(pids[rank])
+
+    def _kill(self, ranks: Sequence[int]) -> bool:
+        """Kill these ranks, if `outlive` was called; False if one had ended."""
+        handles = [self._others[rank] for rank in set(ranks) & set(self._others)]
+        ended = select.select(handles, [], [], 0)[0]
+        for handle in set(handles) - set(ended):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        return not ended
+
+    def vote(self, holds: bool) -> bool:
+        """Return True if all ranks are alive and give True (ULFM's agree).
+
+        All that live get the same answer, whoever dies. After False all of them must `shrink`. The launcher must go on
+        without ranks that die.
+        """
+        try:
+            return bool(self._votes.Agree(int(holds)))
+        except Exception as error:
+            if not is_mpi_error(error):
+                raise
+            return False
+
+    def revoke(self) -> None:
+        """Make all messages fail, so that nobody waits for a lost rank."""
+        for comm in list(self._own):
+            if not comm.Is_revoked():
+                comm.Revoke()
+
+    def can_shrink(self) -> bool:
+        """Return True if this MPI and mpi4py have what that takes."""
+        return all(hasattr(self.world, name) for name in ("Agree", "Shrink", "Revoke", "Is_revoked"))
+
+    def shrink(self, why: str) -> list[int]:
+        """Renumber the ranks left; return the launcher's numbers of those gone.
+
+        All that live come here together, once a vote has failed, with no message under way. Copies of before, for other
+        threads, are of no more use.
+
+        Args:
+            why: the error after which this is done; empty on ranks that have seen none.
+
+        Raises:
+            AgreedError: nobody is gone, so something else was wrong.
+        """
+        self.revoke()
+        before = self.numbers
+        while True:
+            self._votes = self._votes.Shrink()
+            self._own, self._made = [self._votes], []
+            if self._has_met():
+                break
+        gone = sorted(set(before) - set(self.numbers))
+        if not gone:
+            why = next(filter(None, self.allgather_object(why)), "no rank knows why")  # reason of a rank that knows it
+            raise AgreedError(f"a message between ranks has failed though none of them is gone: {why}")
+        self.hosts = tuple(self.hosts[before.index(rank)] for rank in self.numbers)
+        return gone
+
+    def _has_met(self) -> bool:
+        """Make communicators of the ranks left; False if another has died meanwhile.
+
+        All that live return the same.
+        """
+        met = False
+        try:
+            self._meet()
+            rows = np.empty((self.size, 2), np.int64)
+            self.world.Allgather(np.array([self._number, os.getpid()], np.int64), rows)
+            self.numbers, met = tuple(rows[:, 0].tolist()), True
+            self._know(rows[:, 1].tolist())
+        except Exception as error:
+            if not is_mpi_error(error):
+                raise
+            self.revoke()
+        return self.vote(met)
+
 
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
 WORD_S = 5.0  # beyond that, for rank 0 to say who did not
@@ -48,7 +198,7 @@ class MpiProcesses(Membership):
         from mpi4py import MPI
 
         self.library = MPI.Get_library_version().split(",")[0].strip()
-        check_launcher(launchers.launched(), MPI.COMM_WORLD.size, self.library)
+        check_launcher(process.launched(), MPI.COMM_WORLD.size, self.library)
         self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
         super().__init__()
         self._words: list[Any] = []  # requests of messages that nobody waits for, kept until the end
@@ -57,17 +207,17 @@ class MpiProcesses(Membership):
         self.roll = self._new_roll()
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         # MPI_Finalize deletes this before it does anything else; then other ranks and threads must be done with MPI.
-        MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *of: mpi_end.run_hooks()), True)
-        mpi_end.call_before_finalize(watch().stop)  # runs when all ranks have come to their end, or time is up
+        MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *of: failures.run_hooks()), True)
+        failures.call_before_finalize(watch().stop)  # runs when all ranks have come to their end, or time is up
         failures.install_hooks(failures.JobControl(self.rank, self.size, self._abort, self._wait_at_exit, self._echoes))
-        affinity.divide_mask(self._local.allgather(affinity.core_mask()), self.local_rank)
+        process.divide_mask(self._local.allgather(process.core_mask()), self.local_rank)
         # One host is one name and one memory, as MPI sees it: clones of a machine have one name.
         first = self._local.allgather(self.rank)[0]
-        here = self.allgather_object([socket.gethostname(), first, device_setup.my_gpu()])
+        here = self.allgather_object([socket.gethostname(), first, process.my_gpu()])
         names = [(host, first) for host, first, _ in here]
         self.hosts = tuple(sorted(set(names), key=names.index).index(name) for name in names)
         places = collections.Counter((host, gpu) for host, _, gpu in here if gpu)
-        device_setup.share_gpu(max(places.values(), default=1))
+        process.share_gpu(max(places.values(), default=1))
 
     def _new_roll(self) -> WaitRegistry:
         """Make the record of this communicator's waits, on all its ranks together."""
@@ -206,7 +356,7 @@ class MpiProcesses(Membership):
         Raises:
             UsageError: messages are refused here.
         """
-        in_flight.check_may_send("a message between ranks")
+        check_may_send("a message between ranks")
         if not self.may_overlap:
             jax.effects_barrier()
 

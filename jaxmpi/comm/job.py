@@ -13,6 +13,7 @@ import sys
 import warnings
 from typing import Any
 
+from jaxmpi.comm.agreement import check_may_send
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi_info import library_of
 from jaxmpi.comm.solo import SoloProcesses
@@ -20,7 +21,7 @@ from jaxmpi.core.env import building_for_mpicc, getting_mpi
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, as_given, has_ranks_own
 from jaxmpi.core.random_keys import packed, unpacked
-from jaxmpi.runtime import failures, in_flight, job_folder, launchers, prepare
+from jaxmpi.runtime import failures, job_folder, process
 
 START_S = 60.0  # for MPI to start in one process
 
@@ -41,7 +42,7 @@ def start_mpi() -> None:
     Raises:
         UsageError: one is missing, or they were built for two MPIs.
     """
-    launchers.set_home()
+    process.set_home()
     try:
         import mpi4py
 
@@ -86,18 +87,18 @@ def processes() -> Processes:
         UsageError: mpi4py or mpi4jax is missing; they and the launcher are not of one MPI; or MPI has several ranks of
             a launcher that is not known.
     """
-    launch = launchers.launched()
+    launch = process.launched()
     if launch is None:
         _check_alone()
     if launch is None or launch.size == 1:
         return SoloProcesses()
-    if failures.has_backend() and not prepare._prepared.is_set():
+    if failures.has_backend() and not process._prepared.is_set():
         warnings.warn(
             "JAX's device started before jaxmpi.world(), so this rank keeps all cores of its host and its first GPU, "
             "as all others do; call it before the first JAX array",
             stacklevel=3,  # `world`'s caller
         )
-    prepare.prepare()
+    process.prepare()
     try:
         start_mpi()
     except UsageError as error:
@@ -110,10 +111,10 @@ def _check_alone() -> None:
     """Refuse MPI ranks of an unknown launcher, which would each work alone."""
     mpi = sys.modules.get("mpi4py.MPI")
     ranks = mpi.COMM_WORLD.size if mpi and mpi.Is_initialized() and not mpi.Is_finalized() else 1
-    known = ", or ".join(f"{rank} and {size}" for rank, size, *_ in launchers.LAUNCHERS.values())
+    known = ", or ".join(f"{rank} and {size}" for rank, size, *_ in process.LAUNCHERS.values())
     way_out = f"expected {known}: set a pair of them for each rank, as in a script that the launcher starts"
     check(ranks == 1, f"MPI has {ranks} ranks, but their launcher sets no variable by which they are known; {way_out}")
-    if marks := [name for name in launchers.MARKS if name in os.environ]:
+    if marks := [name for name in process.MARKS if name in os.environ]:
         said = f"got {marks[0]}, as of a rank, but not the size of its job, so this process works alone; {way_out}"
         warnings.warn(said, stacklevel=4)  # the caller of `world`
 
@@ -127,7 +128,7 @@ def same_on_all_ranks(what: str, value: Any) -> None:
         UsageError: on all ranks alike: rank, path, got, expected.
         TrainingError: who did not answer within the time limit.
     """
-    in_flight.check_may_send("jaxmpi.same_on_all_ranks")
+    check_may_send("jaxmpi.same_on_all_ranks")
     processes().assert_same(what, value)
 
 
@@ -141,7 +142,7 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
     Raises:
         UsageError: ranks gave trees of different structure; rank, path, got, expected. A state of `jaxmpi.sharded`.
     """
-    in_flight.check_may_send("jaxmpi.broadcast")
+    check_may_send("jaxmpi.broadcast")
     way_out = "leave it out; its init makes it alike from equal params, and jaxmpi.Checkpoints restores it"
     check(not has_ranks_own(tree), f"broadcast: got a state of jaxmpi.sharded, which is each rank's own; {way_out}")
     sent = packed(tree)

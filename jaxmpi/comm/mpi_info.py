@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxmpi.core.env import building_for_mpicc
 from jaxmpi.core.errors import check
-from jaxmpi.runtime import launchers
+from jaxmpi.runtime import process
 
 
 def mpi_facts() -> dict[str, str]:
@@ -14,7 +14,7 @@ def mpi_facts() -> dict[str, str]:
 
     A single process does not start MPI for it. Unknown facts are left out; without an MPI there are none.
     """
-    alone = launchers.launched_workers() == 1
+    alone = process.launched_workers() == 1
     try:
         import mpi4py
 
@@ -66,7 +66,7 @@ def library_of(version: str) -> str:
     return " ".join(version.splitlines()[0].split(",")[0].split())
 
 
-def check_launcher(launch: launchers.Launch | None, mpi_size: int, library: str) -> None:
+def check_launcher(launch: process.Launch | None, mpi_size: int, library: str) -> None:
     """Refuse an MPI whose size is not the launcher's.
 
     This is the commonest failure on clusters.

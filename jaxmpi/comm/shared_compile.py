@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from jaxmpi.comm.host_processes import HostProcesses
+from jaxmpi.comm.agreement import HostProcesses
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.runtime import phases
+from jaxmpi.runtime import progress
 from jaxmpi.runtime.host_callbacks import EXPORTABLE
 
 
@@ -95,7 +95,7 @@ def compile_together(
     donated = tuple(np.flatnonzero(np.isin(argument, donate_argnums)).tolist())
     jax.effects_barrier()  # the control plane speaks only when the exchange is silent
     name = getattr(getattr(function, "func", function), "__name__", "a program")  # name of a partial's function, too
-    with phases.phase(f"tracing {name}"):
+    with progress.phase(f"tracing {name}"):
         program = control.bcast_from_host_leader(lambda: trace(function, structure, shapes))
     if not program.exported:
         jitted = jax.jit(function, donate_argnums=donate_argnums)
@@ -108,10 +108,10 @@ def compile_together(
     lowered = jitted.lower(*shapes)
     if control.local_rank != 0:
         control.host_barrier()
-    with phases.phase(f"compiling {name}"):
+    with progress.phase(f"compiling {name}"):
         compiled = lowered.compile()
     if control.local_rank == 0:
-        with phases.phase(f"waiting for the other ranks to trace {name}"):
+        with progress.phase(f"waiting for the other ranks to trace {name}"):
             control.host_barrier()
     # JAX leaves out the tokens of ordered effects if the compiled program is called by itself.
     run = jitted if exported.ordered_effects else compiled
@@ -180,7 +180,7 @@ def compile_or_load(jitted: Any, args: tuple, devices: Sequence[Any], control: H
         except (ValueError, NotImplementedError):  # such as one that calls back into Python
             return None
 
-    with phases.phase("compiling a program of all ranks"):
+    with progress.phase("compiling a program of all ranks"):
         made = control.bcast_from_host_leader(make)
     if own:
         return own[0]

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi.comm.host_processes import HostProcesses
+from jaxmpi.comm.agreement import HostProcesses
 from jaxmpi.comm.shared_sync import (
     ARRIVED,
     TIMEOUT_S,

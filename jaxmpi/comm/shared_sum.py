@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi.comm.host_processes import HostProcesses
+from jaxmpi.comm.agreement import HostProcesses
 from jaxmpi.comm.shared_sync import (
     ARRIVED,
     COPIED,
@@ -36,7 +36,7 @@ from jaxmpi.comm.shared_sync import (
 )
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.shared_memory import folder
-from jaxmpi.runtime import host_callbacks, spans
+from jaxmpi.runtime import host_callbacks, progress
 
 CHUNK = 128 << 10  # floats: 512 KiB, of which a core's second-level cache holds one or two
 SHORT = 32 << 10  # floats of a chunk at least, if vectors are too short to give every rank four longer ones
@@ -187,7 +187,7 @@ class SharedSum:
             )
             check(is_fit, f"operands have sizes {[x.size for x in operands]}, results {[x.size for x in results]}")
             # NaN and infinity pass through to all ranks.
-            with spans.span("wait", f"{half or 'sum'} in shared memory"), self.lock, np.errstate(all="ignore"):
+            with progress.span("wait", f"{half or 'sum'} in shared memory"), self.lock, np.errstate(all="ignore"):
                 self.board.begin((digest(sizes, float(divisor), half), len(sizes), sum(sizes)))
                 self._run(vectors, totals, sizes, np.float32(divisor), is_gather=half == "gather")
         except BaseException:

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxmpi.comm.host_processes import HostProcesses
+from jaxmpi.comm.agreement import HostProcesses
 from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, check

@@ -1,5 +1,6 @@
 """The control plane of one process, which has nobody to wait for."""
 
+import collections
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,10 +9,45 @@ import jax
 import numpy as np
 
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
-from jaxmpi.comm.mailbox import Mailbox
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, check_arrays
-from jaxmpi.runtime import launchers
+from jaxmpi.runtime import process
+
+
+class Mailbox:
+    """Messages between threads of ranks, which never wait.
+
+    This is the mailbox of a single process, which has nobody to write to.
+    """
+
+    def send(self, to: int, message: dict[str, Any]) -> None:
+        """Send, unless earlier messages to this rank have not been taken yet."""
+
+    def received(self) -> list[dict[str, Any]]:
+        """Messages since the last call."""
+        return []
+
+
+class MpiMailbox(Mailbox):
+    """Pickled messages over its own communicator, between ranks of one job only."""
+
+    MOST = 4  # messages under way to a rank: one that is stopped takes none
+
+    def __init__(self, comm: Any) -> None:
+        """Take the communicator."""
+        self.comm = comm
+        self._sent: dict[int, list[Any]] = collections.defaultdict(list)
+
+    def send(self, to: int, message: dict[str, Any]) -> None:
+        self._sent[to] = [request for request in self._sent[to] if not request.Test()]
+        if len(self._sent[to]) < self.MOST:
+            self._sent[to].append(self.comm.isend(message, to))
+
+    def received(self) -> list[dict[str, Any]]:
+        taken = []
+        while (message := self.comm.improbe()) is not None:
+            taken.append(message.recv())
+        return taken
 
 
 class SoloProcesses:
@@ -23,7 +59,7 @@ class SoloProcesses:
     @property
     def numbers(self) -> tuple[int, ...]:
         """By rank here: the launcher's number."""
-        return (launchers.my_rank(),)
+        return (process.my_rank(),)
 
     def in_job(self, ranks: Sequence[int]) -> list[int]:
         """The launcher's numbers of these ranks, as error messages give them."""

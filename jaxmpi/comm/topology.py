@@ -17,13 +17,12 @@ import numpy as np
 from jaxmpi.comm.base import Comm, SoloComm
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes, processes
-from jaxmpi.comm.mpi import is_cuda_aware, world
-from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
+from jaxmpi.comm.mpi import FaultTolerantComm, is_cuda_aware, world
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.xla_mesh import global_mesh, local_mesh
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import TrainState
-from jaxmpi.runtime import affinity
+from jaxmpi.runtime import process
 
 AXIS = "workers"  # axis of the mesh when one process drives several devices
 
@@ -87,7 +86,7 @@ def gather_asynchronous(servers: int) -> Workers:
     control = processes()
     workers = control.size - servers
     jax.devices()  # its threads are as many as cores of its share
-    affinity.unbind()
+    process.unbind()
     return Workers(SoloComm(), control, (control.rank if control.rank < workers else 0,), None, asynchronous=workers)
 
 

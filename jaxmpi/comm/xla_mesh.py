@@ -20,7 +20,7 @@ from jaxmpi.comm.axis import AxisComm, GlooComm
 from jaxmpi.comm.control import AGREE_TIMEOUT_S, MpiProcesses
 from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.runtime import device_setup
+from jaxmpi.runtime import process
 
 CONNECT_S = 3.0  # for a rank to reach rank 0 at one of its addresses
 HEARTBEAT_S = 600  # a job may be stopped for minutes; that a rank has died the launcher says at once
@@ -44,7 +44,7 @@ def global_mesh(axis: str = "workers", devices: int = 1) -> tuple[Mesh, AxisComm
             not reach rank 0; a host's name that gloo cannot use.
     """
     control = processes()
-    device_setup.make_cpu_devices(devices)
+    process.make_cpu_devices(devices)
     if isinstance(control, MpiProcesses):
         control.assert_same("the mesh of all devices", {"axis": axis, "devices": devices})
         start(control)
@@ -67,7 +67,7 @@ def local_mesh(axis: str, devices: int) -> Mesh:
     Raises:
         UsageError: on all ranks alike: a process has too few.
     """
-    device_setup.make_cpu_devices(devices)
+    process.make_cpu_devices(devices)
     here = sorted(jax.local_devices(), key=lambda device: device.id)
     check_devices([*map(int, processes().allgather_object(len(here)))], devices)
     return Mesh(np.array(here[:devices]), (axis,))

@@ -26,9 +26,9 @@ from jaxmpi.config.data import Data, data_dir
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import errors
 from jaxmpi.core.errors import UsageError
-from jaxmpi.runtime import failures, launchers
+from jaxmpi.runtime import failures, process
+from jaxmpi.runtime.progress import terminal_columns
 from jaxmpi.runtime.provenance import PACKAGE, project_root
-from jaxmpi.runtime.screen import terminal_columns
 
 
 def parse(argv: list[str], tables: Mapping[str, Mapping[str, Any]] | None = None) -> tuple[Experiment, Path]:
@@ -126,7 +126,7 @@ def unknown_field_error(name: str, known: Mapping[str, Any]) -> UsageError:
 
 def say_once(text: str) -> None:
     """A line on standard error, of one rank."""
-    if launchers.my_rank() == 0:
+    if process.my_rank() == 0:
         sys.stderr.write(f"jaxmpi: {text}\n")
 
 
@@ -186,7 +186,7 @@ def say_on_first_rank(parse: Callable[[], T]) -> T:
         UsageError: a mistake, on ranks other than 0.
         SystemExit: a mistake, or --help, once it is printed.
     """
-    said, is_first = io.StringIO(), launchers.my_rank() == 0
+    said, is_first = io.StringIO(), process.my_rank() == 0
     with contextlib.ExitStack() as stack:
         # The parser colours what it says if stdout is a terminal, which under Open MPI it always is.
         if not (is_first and terminal_columns(sys.stdout) and sys.stderr.isatty() and not os.environ.get("NO_COLOR")):
@@ -198,7 +198,7 @@ def say_on_first_rank(parse: Callable[[], T]) -> T:
             stack.close()
             if is_first:
                 print_help(said.getvalue(), sys.stderr if end.code else sys.stdout)
-            if not isinstance(end.code, int) or end.code == 0 or launchers.launched_workers() == 1:
+            if not isinstance(end.code, int) or end.code == 0 or process.launched_workers() == 1:
                 raise
             if is_first:
                 failures.end_job(end.code)  # now: to take Python down takes a second, and others would say it too
@@ -259,7 +259,7 @@ def load(path: Path) -> Experiment:
     except SystemExit as end:
         raise UsageError(f"{path}: ends the program, sys.exit({end.code!r}); expected a module to import") from end
     except Exception as error:
-        if launchers.my_rank() == 0:
+        if process.my_rank() == 0:
             raise
         raise UsageError(f"{path}: {type(error).__name__}: {error}") from error  # rank 0 shows where
     experiment = getattr(module, "experiment", None)
@@ -285,7 +285,7 @@ def choose(experiment: Experiment, argv: list[str]) -> Experiment:
     given = any(arg.split("=")[0] in ("--data.dir", "--data.source") for arg in argv)
     if experiment.fallback is None or given or data_dir(experiment.data):
         return experiment
-    if launchers.my_rank() == 0:
+    if process.my_rank() == 0:
         print(
             f"no data folder (--data.dir or JAXMPI_DATA): training {experiment.fallback.model.name} on the embedded "
             f"{experiment.fallback.data.source}, with a recipe of its own\n",

@@ -1,8 +1,7 @@
-"""Batches made ahead by a pool of loaders, in exact order.
+"""Batches made ahead by a pool of loaders, in exact order, and handed over without a copy of their largest field.
 
-All batches have one shape, and their largest field is handed over without a copy. Parallel loading, Ma et al. 2016,
-Algorithm 1. The paper's loader fills one buffer while the other is in use; here a ring of `prefetch + 2` slots is
-filled: one for the step that runs, one for the next, `prefetch` for those made ahead.
+Parallel loading, Ma et al. 2016, Algorithm 1. The paper's loader fills one buffer while the other is in use; here a
+ring of `prefetch + 2` slots is filled: one for the step that runs, one for the next, `prefetch` for those made ahead.
 """
 
 import collections
@@ -17,12 +16,12 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from jaxmpi.config.data import Data, to_loader_config
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.data.augment import Augment, load_mean_image
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import Example, ExampleReader
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
-from jaxmpi.data.loader_worker import LoaderAnswer, Ring, RowFailure
+from jaxmpi.data.loader_worker import Answer, Ring, RowFailure
 from jaxmpi.data.sampler import Sampler, Share
 from jaxmpi.data.sources.base import Source
 
@@ -33,11 +32,11 @@ class Batch(NamedTuple):
     """One worker's part of one step.
 
     The largest field lies in memory that is used again once nothing refers to it: no array made of it without a copy,
-    and no array of a device that took it as it lies. Whoever keeps more batches than one gets copies.
+    and no array of a device that took it as it lies. Whoever keeps more batches than the ring has slots gets copies.
 
-    In training sum(weight * loss), averaged over the workers, is the mean loss of the step's
-    examples, however short the step: weight = size / count. In evaluation weight is 1, so that
-    sum(weight) counts examples. Weight 0 marks what only fills the shape.
+    In training sum(weight * loss), averaged over the workers, is the mean loss of the step's examples, however short
+    the step: weight = size / count. In evaluation weight is 1, so sum(weight) counts examples. Weight 0 marks what only
+    fills the shape.
     """
 
     fields: dict[str, np.ndarray]  # [local batch, ...] each; fields of a dict inside an example as `outer/inner`
@@ -66,7 +65,7 @@ class _Pending(NamedTuple):
 
 @dataclass
 class _Resources:
-    """What a loader gives back when it ends, kept apart from it."""
+    """What a loader gives back at its end; apart from the loader, so that a finalizer of it can."""
 
     pool: LoaderPool
     owns_pool: bool
@@ -86,13 +85,13 @@ class _Resources:
 class Loader:
     """An iterator over one worker's batches, which a pool makes ahead.
 
-    At most `data.prefetch + 2` batches are held, those in use included. Close it, or use it in a `with` statement, to
-    give back what it holds; its end, an error or losing the last reference to it do so too. Order and contents do not
-    depend on the number of loaders, nor on their kind.
+    At most `data.prefetch + 2` batches are kept, those in use included. Close it, or use it in a `with` statement, to
+    release them; its end, an error or losing the last reference to it do so too. Order and contents do not depend on
+    the number of loaders, nor on their kind.
 
-    A corrupt example stops the run with `data.on_error = "stop"`. With "skip" it gets weight 0, on
-    any number of workers the same. The step's gradient is then the sum over the good examples
-    divided by the count of all. An evaluation counts the good ones only.
+    A corrupt example stops the run with `data.on_error = "stop"`. With "skip" it gets weight 0, on any number of
+    workers the same: the step's gradient is the sum over the good examples divided by the count of all, and an
+    evaluation counts the good ones only.
 
     Args:
         source: of the examples.
@@ -100,7 +99,7 @@ class Loader:
         config: of the run's data.
         train: random crop and mirror and averaging weights; otherwise an evaluation.
         start_step: first step to make; a resumed run gives the number of steps done.
-        stop_step: end, exclusive. None goes on for ever in training; one epoch in an evaluation.
+        stop_step: end, exclusive. None: without an end in training, one epoch in an evaluation.
         pool: who makes the batches; None starts one of `data.loaders` for this loader alone.
         classes: that labels may name if the source does not say; 0: any number.
         labels: as of `example.ExampleReader`.
@@ -127,15 +126,11 @@ class Loader:
         classes: int = 0,
         labels: str = "classes",
     ) -> None:
-        check(
-            len(source) == sampler.examples,
-            f"{source.name}: got {len(source)} examples; expected the sampler's {sampler.examples}",
-        )
-        check(len(source) > 0 or not train, f"{source.name}: got 0 training examples; expected >= 1")
+        if len(source) != sampler.examples or (train and not len(source)):
+            expected = f"the sampler's {sampler.examples}" + ", and >= 1 for training" * train
+            raise UsageError(f"{source.name}: got {len(source)} examples; expected {expected}")
         augment = Augment(to_loader_config(config), train, sampler.seed, load_mean_image(config))
-        self._reader = ExampleReader(
-            source=source, augment=augment, skip=config.on_error == "skip", classes=classes, labels=labels
-        )
+        self._reader = ExampleReader(source, augment, config.on_error == "skip", classes, labels)
         self._sampler = sampler
         self._next = start_step
         self._stop = sampler.steps_per_epoch if stop_step is None and not train else stop_step
@@ -143,9 +138,9 @@ class Loader:
         self._ahead: collections.deque[_Pending] = collections.deque()
         self._free: collections.deque[int] = collections.deque()  # slots
         self._filler: Example | None = None
-        pool_or_own = pool or LoaderPool(kind_for(config, source), config.loaders, config.stall_timeout_s)
-        self._resources = _Resources(pool_or_own, owns_pool=pool is None)
-        self._end = weakref.finalize(self, self._resources.release)
+        shared = pool or LoaderPool(kind_for(config, source), config.loaders, config.stall_timeout_s)
+        self._resources = _Resources(shared, owns_pool=pool is None)
+        self._finalize = weakref.finalize(self, self._resources.release)
         self.wait_s, self.skipped = 0.0, 0
 
     def __iter__(self) -> Self:
@@ -174,6 +169,17 @@ class Loader:
         """Return True if `next` would give a batch without waiting."""
         return bool(self._ahead) and all(self._resources.pool.has(ticket) for ticket in self._ahead[0].tickets)
 
+    def close(self) -> None:
+        """Release batches and loaders; a waiting `next` raises `CancelledError`."""
+        self._ahead.clear()
+        self._finalize()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _request(self) -> None:
         resources = self._resources
         while self._stop is None or self._next < self._stop:
@@ -187,30 +193,26 @@ class Loader:
             self._next += 1
 
     def _open_ring(self) -> None:
-        resources, slots = self._resources, self._prefetch + 2
+        resources = self._resources
         resources.job = resources.pool.open(self._reader)
         share = self._sampler.indices(self._next)
-        row = self._first_row(share.epoch, share.indices) or self._good_row()
+        row = self._first_row(share.epoch, share.indices) or self._filler_row()
         kinds = {name: "f4" if value.dtype.kind == "f" else value.dtype.str for name, value in row.items()}
         fields = {name: (value.shape, kinds[name]) for name, value in row.items()}
-        resources.ring = Ring(slots, self._sampler.local_batch, fields)
+        resources.ring = Ring(self._prefetch + 2, self._sampler.local_batch, fields)
         resources.pool.attach(resources.job, resources.ring)
-        self._free.extend(range(slots))
+        self._free.extend(range(resources.ring.slots))
 
-    def _answer(self, ticket: int) -> LoaderAnswer:
+    def _answer(self, ticket: int) -> Answer:
         return self._resources.pool.answer(ticket, lambda: self._resources.closed)
 
     def _first_row(self, epoch: int, indices: Sequence[int] | np.ndarray) -> Example | None:
-        answer = self._answer(self._resources.pool.sample(self._resources.job, epoch, indices))
+        answer = self._answer(self._resources.pool.request_first_row(self._resources.job, epoch, indices))
         self._find_corrupt(answer.failures)
         return answer.row
 
-    def _good_row(self) -> Example:
-        """The source's first good example.
-
-        It fills a batch that has no good example of its own: a model's batch statistics see all rows, so rows need real
-        pixels.
-        """
+    def _filler_row(self) -> Example:
+        """The source's first good example, for a batch without any: batch statistics see all rows."""
         if self._filler is None:
             source = self._reader.source
             row = self._first_row(0, range(len(source)))
@@ -222,17 +224,13 @@ class Loader:
     def _find_corrupt(self, failures: list[RowFailure]) -> list[int]:
         """Positions of corrupt examples to skip; raise the first other failure."""
         for failure in sorted(failures, key=lambda failure: failure.position):
-            if self._reader.skip and isinstance(failure.error, CorruptExample):
-                _LOG.warning("skipped: %s", failure.error.fault)
-            else:
+            if not (self._reader.skip and isinstance(failure.error, CorruptExample)):
                 raise failure.error
+            _LOG.warning("skipped: %s", failure.error.fault)
         return [failure.position for failure in failures]
 
     def _to_batch(self, pending: _Pending, corrupt: list[int]) -> Batch:
-        """The batch of a slot: rows in the order of the share.
-
-        Corrupt rows, and rows behind the share up to the local batch, are fillers of weight 0.
-        """
+        """The batch of a slot; corrupt rows, and those behind the share, repeat good ones with weight 0."""
         ring, share = self._resources.ring, pending.share
         if ring is None:
             raise CancelledError
@@ -241,36 +239,19 @@ class Loader:
         rows = ring.rows(pending.slot)
         empty, good = np.flatnonzero(~is_real), np.flatnonzero(is_real)
         if len(empty) and len(good):
-            like = np.resize(good, len(empty))
+            repeated = np.resize(good, len(empty))
             for values in rows.values():
-                values[empty] = values[like]
+                values[empty] = values[repeated]
         elif len(empty):
-            for name, value in self._good_row().items():
+            for name, value in self._filler_row().items():
                 rows[name][empty] = value
         weight = self._sampler.size / share.count if self._reader.augment.train else 1.0
-        copies = {name: values.copy() for name, values in rows.items() if name != ring.largest}
+        fields = {name: values.copy() for name, values in rows.items() if name != ring.largest}
         self._ahead.popleft()
         if not self._free and not self._ahead:  # a caller that keeps all slots gets copies, else nothing would go on
-            largest = rows[ring.largest].copy()
+            fields[ring.largest] = rows[ring.largest].copy()
             self._free.append(pending.slot)
         else:
-            largest = ring.lend(pending.slot, self._free.append)
-        self._request()  # not before all is copied: it may have the slot filled again
-        return Batch(
-            fields={**copies, ring.largest: largest},
-            weight=is_real.astype(np.float32) * np.float32(weight),
-            epoch=share.epoch,
-            step=pending.step,
-            count=share.count,
-        )
-
-    def close(self) -> None:
-        """Give back what is held; a waiting `next` raises `CancelledError`."""
-        self._ahead.clear()
-        self._end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            fields[ring.largest] = ring.lend(pending.slot, self._free.append)
+        self._request()  # only now that all is copied: it may have the slot filled again
+        return Batch(fields, is_real.astype(np.float32) * np.float32(weight), share.epoch, pending.step, share.count)

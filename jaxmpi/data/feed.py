@@ -1,11 +1,10 @@
 """Batches of one split, from the source to this process's devices.
 
-A step must wait neither for decoding nor for the copy to the device. Loaders make batches ahead. If the next batch has
-been made, `DeviceFeed.batches` starts its copy before it yields the current one. A sampler for each worker chooses its
-examples from seed, epoch and step alone. So ranks send no messages about them; only streams have a state. Weights of
-examples need their sum over all workers before the backward pass: ranks add two numbers on the host just before the
-step. An allreduce inside the gradients' program was dropped, since every rank would have to compile that program for
-itself.
+A step must wait neither for decoding nor for the copy to the device: loaders make batches ahead, and the copy of the
+next one starts before the current one is yielded. Which examples a worker reads follows from seed, epoch and step, so
+ranks send no messages about them; only streams have a state. Weights of examples need their sum over all workers before
+the backward pass: ranks add two numbers on the host just before the step. (An allreduce inside the gradients' program
+would have every rank compile that program for itself.)
 """
 
 import collections
@@ -29,7 +28,7 @@ from jaxmpi.comm.topology import Workers
 from jaxmpi.config.data import Data, to_loader_config
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import train_state
-from jaxmpi.core.errors import AgreedError, check
+from jaxmpi.core.errors import AgreedError, UsageError
 from jaxmpi.core.pytrees import signature
 from jaxmpi.data import mpi_loaders as mpi_loaders  # a kind of loaders
 from jaxmpi.data.augment import Augment, load_mean_image
@@ -37,7 +36,7 @@ from jaxmpi.data.batch_loader import Batch, Loader
 from jaxmpi.data.example import ExampleReader, nested
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
 from jaxmpi.data.sampler import UNBOUNDED, FileSampler, Sampler, StreamSampler
-from jaxmpi.data.shuffle import MemoryShuffle, keep
+from jaxmpi.data.shuffle import MemoryShuffle, keep_in_memory
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.grain_datasets import StreamSource
 from jaxmpi.data.sources.registry import open_source
@@ -100,7 +99,8 @@ class DeviceFeed:
     def source_example(self) -> train_state.Batch:
         """Shapes and dtypes of the source's first example as a batch of one: u8 for images to be normalised."""
         augment = Augment(to_loader_config(self.data), self.train, self.samplers[0].seed, load_mean_image(self.data))
-        check(len(self.source) > 0, f"{self.source.name}: got 0 examples; expected >= 1")
+        if not len(self.source):
+            raise UsageError(f"{self.source.name}: got 0 examples; expected >= 1")
         row = ExampleReader(self.source, augment, False, labels=self.labels).row(0, 0)
         kinds = {name: np.float32 if value.dtype.kind == "f" else value.dtype for name, value in row.items()}
         return nested({name: jax.ShapeDtypeStruct((1, *row[name].shape), kinds[name]) for name in row})
@@ -188,7 +188,8 @@ class DeviceFeed:
         assert self.weigh is not None
         weights = np.asarray(self.weigh({**nested(batch.fields), "weight": batch.weight}), np.float64)
         is_well = weights.shape == batch.weight.shape and bool((np.isfinite(weights) & (weights >= 0)).all())
-        check(is_well, f"weight: got {weights}; expected {len(batch.weight)} finite numbers >= 0, one an example")
+        if not is_well:
+            raise UsageError(f"weight: got {weights}; expected {len(batch.weight)} finite numbers >= 0, one an example")
         return np.where(batch.weight > 0, weights, 0)
 
     def _scale(self, batch: train_state.Batch, weights: list[np.ndarray]) -> train_state.Batch:
@@ -246,14 +247,14 @@ def open_feed(
     spec, model = find_spec(experiment), experiment.model
     labels = spec.labels if spec else "numbers"
     if spec is not None and labels != "numbers":
-        model = _fit(model, source, is_train)
+        model = _fit_classes(model, source, is_train)
     memory, seed, size = None, experiment.seed, workers.size
     if data.memory == "partition":
-        memory, samplers = keep(source, data, seed, effective_batch, is_train, workers, multiple)
+        memory, samplers = keep_in_memory(source, data, seed, effective_batch, is_train, workers, multiple)
         source = memory.source
     elif isinstance(source, StreamSource):
-        is_whole = data.shuffle_by.startswith("files")
-        check(not is_whole, f"data.shuffle_by: got {data.shuffle_by}; {source.name} is a stream: leave it out")
+        if data.shuffle_by.startswith("files"):
+            raise UsageError(f"data.shuffle_by: got {data.shuffle_by}; {source.name} is a stream: leave it out")
         make = partial(StreamSampler, len(source), effective_batch, size=size, seed=seed, multiple=multiple)
         streams = enumerate(workers.mine)
         samplers = tuple(make(rank=rank, place=place, lengths=source.lengths) for place, rank in streams)
@@ -285,8 +286,10 @@ def _choose_sampler(source: Source, data: Data, is_train: bool, workers: Workers
     """The source to read, which gives examples or whole files, and the sampler of that order."""
     shuffle_by, ends = data.shuffle_by, getattr(source, "file_ends", None)
     span_ends = getattr(source, "span_ends", None)
-    check(ends is not None or not shuffle_by.startswith("files"), NO_FILES.format(asked=shuffle_by, source=source.name))
-    check(span_ends is not None or shuffle_by != "files-mixed", NO_SPANS.format(source=source.name))
+    if ends is None and shuffle_by.startswith("files"):
+        raise UsageError(NO_FILES.format(asked=shuffle_by, source=source.name))
+    if span_ends is None and shuffle_by == "files-mixed":
+        raise UsageError(NO_SPANS.format(source=source.name))
     if not ends or shuffle_by == "examples":
         return source, Sampler
     if is_train and shuffle_by == "auto" and not _is_mixed(source):
@@ -328,23 +331,23 @@ def _open_streams(source: StreamSource, is_train: bool, effective_batch: int, da
     if source.is_own:
         source.lengths = tuple(n for each in workers.processes.allgather_object(counts) for n in each)
     for worker, n in enumerate(source.lengths or counts):
-        name = source.name_of(worker, workers.size)
-        way = ": give each worker some, or all workers one IterDataset" if source.is_own else ""
-        check(n > 0, f"{name}: got no examples; expected >= 1{way}")
+        if not n:
+            way_out = ": give each worker some, or all workers one IterDataset" if source.is_own else ""
+            raise UsageError(f"{source.stream_name(worker, workers.size)}: got no examples; expected >= 1{way_out}")
     source.examples_in_all = sum(source.lengths or counts)
 
 
-def _fit(model: Model, source: Source, is_train: bool) -> Model:
-    is_counted = getattr(source, "is_counted", False)  # by what labels there are; the highest may be missing
-    spare = bool(model.label_shape) and source.classes <= model.classes  # a model may know more tokens than occur
-    if source.classes in (None, 0, model.classes) or (is_counted and source.classes < model.classes) or spare:
+def _fit_classes(model: Model, source: Source, is_train: bool) -> Model:
+    """The model for the source's classes: a model may know more tokens, or more classes than labels that occur."""
+    may_have_more = bool(model.label_shape) or getattr(source, "is_counted", False)
+    if source.classes in (None, 0, model.classes) or (may_have_more and source.classes < model.classes):
         return model
     made = model.with_classes(source.classes) if is_train and model.with_classes else model
-    check(
-        made.classes == source.classes,
-        f"{source.name} has {source.classes} classes, model {model.name} has {made.classes}; "
-        f"build the model with classes={source.classes}",
-    )
+    if made.classes != source.classes:
+        raise UsageError(
+            f"{source.name} has {source.classes} classes, model {model.name} has {made.classes}; "
+            f"build the model with classes={source.classes}"
+        )
     return made
 
 

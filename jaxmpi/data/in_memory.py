@@ -1,9 +1,8 @@
-"""Data in memory for a loop of one's own.
+"""Data in memory for your own loop: load a part, take random batches of it, shuffle over a group.
 
-A loop loads a part, takes random batches of it, and shuffles over a group. These are the three calls of IBM's DIMD
-(Kumar et al. 2018, section 4.1). The trainer's parts do the work: `shuffle` keeps and moves the records, `feed` decodes
-them and brings batches to the device. Only the moment of a shuffle is the loop's own, and so is the order between two
-of them (`LoopSampler`).
+These are the three calls of IBM's DIMD (Kumar et al. 2018, section 4.1). The trainer's parts do the work: `shuffle`
+keeps and moves the records, `feed` decodes them and brings batches to the device. Only the moment of a shuffle, and the
+order between two of them, are the loop's own (`LoopSampler`).
 """
 
 import dataclasses
@@ -14,14 +13,14 @@ from typing import Any, Self
 
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.train_state import Batch
 from jaxmpi.data.feed import DeviceFeed
-from jaxmpi.data.group_order import GroupSampler, within_parts
+from jaxmpi.data.group_order import GroupSampler, permute_within_parts
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
 from jaxmpi.data.memory_source import NoRoom
 from jaxmpi.data.sampler import Share
-from jaxmpi.data.shuffle import Shuffle, keep
+from jaxmpi.data.shuffle import Shuffle, keep_in_memory
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.registry import open_source
 from jaxmpi.model.contract import check_whole
@@ -39,24 +38,26 @@ class LoopSampler(GroupSampler):
     until the next shuffle.
     """
 
-    def turn_of(self, step: int) -> int:
+    def turn_of_step(self, step: int) -> int:
         """Shuffles before a step."""
         return step // MOST_BATCHES
 
     def indices(self, step: int) -> Share:
         shuffles, batch = divmod(step, MOST_BATCHES)
         again, batch = divmod(batch, self.steps_per_epoch)
-        begin = batch * self.effective_batch
-        end = min(begin + self.effective_batch, self.examples)
-        if not again:
-            return Share(shuffles, self._part(self._order(shuffles, begin, end)), end - begin)
         epoch = shuffles + again * MOST_BATCHES  # so that crops are others, too
-        order = within_parts(self.examples, self.effective_batch, self.seed, epoch, self.parts, shuffles)
-        return Share(epoch, self._part(order[begin:end]), end - begin)
+        places = slice(batch * self.effective_batch, min((batch + 1) * self.effective_batch, self.examples))
+        if again:
+            order = permute_within_parts(
+                self.examples, self.effective_batch, self.seed, epoch, self.parts, first=shuffles
+            )[places]
+        else:
+            order = self._order(shuffles, places.start, places.stop)
+        return Share(epoch, self._part(order), len(order))
 
 
 class InMemory:
-    """A data set in workers' memory, for a loop of one's own.
+    """A data set in workers' memory, for your own loop.
 
     Workers form groups. Each group holds one full copy of the compressed examples, each worker its part. Making one
     loads this worker's part.
@@ -67,15 +68,14 @@ class InMemory:
     Args:
         data: where the examples are, and their way to the model (crop, mirror, mean_image, augment); or the folder of a
             packed data set; or any object with `__len__` and `__getitem__(i) -> (image, label)`. `mean` and `std` are
-            not applied: batches are sent as bytes, and the trainer applies both on the device, as the loop's own step
-            may. With `mean_image` they are floats, (x - mean image) / 255 / std. `memory`, `shuffle_by` and
-            `shuffle_period` have no effect: the loop says when records move. Nor has `max_skipped`: the loop sees
-            `skipped`.
+            not applied: batches are sent as bytes, and your step may apply both on the device. With `mean_image` they
+            are floats, (x - mean image) / 255 / std. `memory`, `shuffle_by`, `shuffle_period` and `max_skipped` have
+            no effect: the loop says when records move, and sees `skipped`.
         local_batch: examples of a worker's batch.
         group_size: workers of a group; 0: all; auto: the fewest whose parts fit in half of each host's free memory.
             Left out: the data's if it is not 0, else the state's, else auto.
         seed: of order and augmentation.
-        state: of another one's `state()`, to go on behind its last batch.
+        state: of another one's `state()`, to continue after its last batch.
 
     Raises:
         UsageError: settings that cannot be, or two sizes of groups; a state that is none or of another order; ranks
@@ -94,11 +94,16 @@ class InMemory:
         check_whole("local_batch", local_batch)
         check_whole("seed", seed, 0)
         seed = int(seed)  # NumPy's have no JSON
-        settings = _settings(data)
-        if state:
-            missing = ", ".join(name for name in STATE if name not in state)
-            check(not missing, f"InMemory: state: got no {missing}; expected what state() has given")
-        group_size = _choose_group(group_size, settings, state)
+        settings = _to_data(data)
+        missing = [name for name in STATE if state and name not in state]
+        if missing:
+            raise UsageError(f"InMemory: state: got no {', '.join(missing)}; expected what state() has given")
+        if group_size is not None and settings.group_size not in (0, group_size):
+            raise UsageError(
+                f"InMemory: group_size: got {group_size}, and {settings.group_size} in the Data; give one of the two"
+            )
+        group_size = (settings.group_size or "auto") if group_size is None else group_size
+        group_size = state["group_size"] if state and group_size == "auto" else group_size
         workers = gather_workers(1)
         position = state or {"shuffles": 0, "batches": 0}
         arguments = {"local_batch": int(local_batch), "group_size": group_size, "seed": seed, "state": position}
@@ -107,20 +112,23 @@ class InMemory:
         config = dataclasses.replace(settings, **fixed)  # period 1: records move at every turn, which is a call here
         source = open_source(config, "train")
         batch = int(local_batch) * workers.size
-        self._memory, samplers = keep(source, config, seed, batch, True, workers, sampler=LoopSampler)
+        self._memory, samplers = keep_in_memory(source, config, seed, batch, True, workers, sampler=LoopSampler)
         inside = self._memory.source
         self._facts = {"examples": len(source), "effective_batch": batch, "seed": seed}
         self._facts["group_size"] = samplers[0].parts
+        self._shuffles, self._batches = position["shuffles"], position["batches"]
+        self._iterator: Generator[Batch, None, None] | None = None
+        self._is_closed = False
         agreed: type[Exception] = UsageError  # all ranks raise it together
         try:
             pool = LoaderPool(kind_for(config, inside), config.loaders, config.stall_timeout_s)
             self._feed = DeviceFeed(inside, samplers, config, True, pool, memory=self._memory, labels="numbers")
             workers.processes.assert_same("the data", self._feed.facts())
             odd = [f"{k}: got {v}, expected {state.get(k)}" for k, v in self._facts.items() if state and state[k] != v]
-            check(not odd, f"InMemory: the state is that of another order: {'; '.join(odd)}; give these, or no state")
-            self._shuffles, self._batches = position["shuffles"], position["batches"]
-            self._iterator: Generator[Batch, None, None] | None = None
-            self._is_closed = False
+            if odd:
+                raise UsageError(
+                    f"InMemory: the state is that of another order: {'; '.join(odd)}; give these, or no state"
+                )
             agreed = NoRoom  # another error of loading may be of this rank alone
             self._memory.load()
         except agreed:
@@ -128,9 +136,7 @@ class InMemory:
             raise
 
     def batch(self) -> Batch:
-        """The next random batch of this worker's records, on its device.
-
-        The call waits for records that are on their way.
+        """The next random batch of this worker's records, on its device; waits for records that are on their way.
 
         Returns: `image` and `label`, or the fields that `Data.augment` gives; and `weight`, f32[local_batch]. Rows of
             weight 0 only fill the last batch before all examples have been read. The mean over workers of
@@ -139,7 +145,7 @@ class InMemory:
         Raises:
             CorruptExample, TrainingError, UsageError: an example that cannot be decoded or read.
         """
-        check(not self._is_closed, "InMemory: got batch() after close(); make another one")
+        self._check_open("batch")
         if self._iterator is None:
             first = self._shuffles * MOST_BATCHES
             self._iterator = self._feed.batches(first + self._batches, first + MOST_BATCHES)
@@ -152,23 +158,19 @@ class InMemory:
         return batch
 
     def shuffle(self) -> None:
-        """Begin to move records at random between a group's workers.
-
-        The next `batch` waits for its own records.
+        """Begin to move records at random between a group's workers; the next `batch` waits for its own.
 
         Communicates: over the group, in a thread of its own. All workers of the group call it, equally often. With
         groups of one worker nothing moves, and the order alone is new.
         """
-        check(not self._is_closed, "InMemory: got shuffle() after close(); make another one")
-        if self._iterator is not None:
-            self._iterator.close()
-            self._iterator = None
+        self._check_open("shuffle")
+        self._drop_batches()
         self._shuffles, self._batches = self._shuffles + 1, 0
         first = self._shuffles * MOST_BATCHES
         self._memory.begin(first, first + MOST_BATCHES)
 
     def state(self) -> dict[str, int]:
-        """Position, as JSON, from which `InMemory(..., state=...)` goes on, bit for bit."""
+        """Position, as JSON, from which `InMemory(..., state=...)` continues, bit for bit."""
         return {"shuffles": self._shuffles, "batches": self._batches, **self._facts}
 
     @property
@@ -204,10 +206,18 @@ class InMemory:
         """Give the memory back; all ranks call it together."""
         if not self._is_closed:
             self._is_closed = True
-            if self._iterator is not None:
-                self._iterator.close()
+            self._drop_batches()
             self._feed.pool.stop()
             self._memory.close()
+
+    def _check_open(self, call: str) -> None:
+        if self._is_closed:
+            raise UsageError(f"InMemory: got {call}() after close(); make another one")
+
+    def _drop_batches(self) -> None:
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
 
     def __enter__(self) -> Self:
         return self
@@ -217,7 +227,7 @@ class InMemory:
             self.close()
 
 
-def _settings(data: Any) -> Data:
+def _to_data(data: Any) -> Data:
     if isinstance(data, Data):
         return data
     if isinstance(data, (str, Path)):
@@ -228,11 +238,3 @@ def _settings(data: Any) -> Data:
         f"InMemory: got {type(data).__name__}; expected a Data, the folder of a packed data set, or an object with "
         "__len__ and __getitem__"
     )
-
-
-def _choose_group(given: int | str | None, data: Data, state: dict[str, int] | None) -> int | str:
-    """The call's group size, else the data's unless that is 0, else the state's, else auto."""
-    is_twice = given is not None and data.group_size not in (0, given)
-    check(not is_twice, f"InMemory: group_size: got {given}, and {data.group_size} in the Data; give one of the two")
-    size = (data.group_size or "auto") if given is None else given
-    return state["group_size"] if state and size == "auto" else size

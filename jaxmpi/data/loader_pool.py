@@ -1,10 +1,8 @@
-"""The loaders of one worker: requests to them, answers and failures.
+"""The loaders of one worker: threads, or processes that see the same memory.
 
-One core often decodes more slowly than a device trains, so a worker has several loaders. They are threads, or processes
-that see the same memory. Each receives requests (`loader_worker`) through a queue or a pipe of its own, and writes rows
-where they belong. A ticket is a request that has been sent; its answer ends it. A batch is dealt row by row, and the
-first loader changes with the step. Every loader notes on a board in shared memory which example it is at, so that the
-error names the file at which a loader died or stalled.
+One core often decodes more slowly than a device trains, so a worker has several loaders. Each receives requests
+(`loader_worker`) and writes rows where they belong. A ticket is a request that has been sent; its answer ends it. The
+rows of a batch are dealt in turn, from a loader that changes with the step.
 """
 
 import contextlib
@@ -24,27 +22,26 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.errors import TrainingError, UsageError, check, lookup
+from jaxmpi.core.errors import TrainingError, UsageError, lookup
 from jaxmpi.core.shared_memory import Segment
 from jaxmpi.data.example import ExampleReader
 from jaxmpi.data.loader_worker import (
     BOARD_ROW,
     INDEX,
     JOB,
+    NO_SLOT,
     NOTHING,
     PID,
     SINCE,
     STOP,
+    Answer,
     Attach,
     Close,
-    FirstRowRequest,
-    Hello,
-    LoaderAnswer,
     LoaderWorker,
     Make,
     Open,
@@ -56,27 +53,9 @@ from jaxmpi.data.sources.base import Source, where
 
 JOIN_S = 5.0  # a loader stuck in a read must not keep an error from being shown
 END_S = 1.0  # a process ends as soon as its pipe is closed, unless it has been stopped
-START_S = 120.0  # for a process to start, at the least: a file system may have to be asked for all of Python
+START_S = 120.0  # at least, for a process to start: a network file system may have to deliver all of Python
 POLL_S = 0.1  # between looks at whether loaders are well, while an answer is waited for
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-
-
-class Loaders(Protocol):
-    """The loaders of a pool, however they run.
-
-    `open` announces a job; its result is kept until the job is closed. `answers` gives those that have come, and waits
-    for the first. `ended` says how a loader ended, and is empty while it lives. `stop` drops requests that are open.
-    """
-
-    def open(self, job: int, reader: ExampleReader) -> Any: ...
-
-    def send(self, number: int, message: Any) -> None: ...
-
-    def answers(self, timeout_s: float) -> list[LoaderAnswer]: ...
-
-    def ended(self, number: int) -> str: ...
-
-    def stop(self) -> None: ...
 
 
 class LoaderPool:
@@ -94,14 +73,14 @@ class LoaderPool:
     def __init__(self, kind: str, size: int, stall_timeout_s: float) -> None:
         self.kind, self.size, self.stall_timeout_s = kind, size, stall_timeout_s
         self._start = lookup(KINDS, kind, "data.loader")
-        self._loaders: Loaders | None = None
+        self._loaders: Any = None  # made by a row of KINDS
         self._stop_loaders: Callable[[], object] = lambda: None
         self._board = np.zeros((size, BOARD_ROW), np.int64)
-        self._jobs: dict[int, tuple[ExampleReader, Any]] = {}
+        self._jobs: dict[int, tuple[ExampleReader, Any]] = {}  # with what keeps the reader's memory
         self._tickets: dict[int, tuple[int, int]] = {}  # ticket -> job, loader
-        self._answers: dict[int, LoaderAnswer] = {}
+        self._answers: dict[int, Answer] = {}
         self._numbers = itertools.count(1)
-        self._lock = threading.RLock()  # a loader that is collected in here closes its job
+        self._lock = threading.RLock()  # a `Loader` that is collected while it is taken closes its job
 
     def open(self, reader: ExampleReader) -> int:
         """Announce a new job to all loaders; return its number.
@@ -119,41 +98,43 @@ class LoaderPool:
         return job
 
     def attach(self, job: int, ring: Ring) -> None:
-        """Tell the loaders where the job's batches lie."""
-        for number in range(self.size):
-            self._send(number, Attach(job, ring))
+        """Say where the job's batches lie."""
+        self._send_all(Attach(job, ring))
 
-    def sample(self, job: int, epoch: int, indices: Any) -> int:
+    def request_first_row(self, job: int, epoch: int, indices: Sequence[int] | np.ndarray) -> int:
         """Have a loader find the first good row among `indices`; return the ticket."""
-        return self._request(0, FirstRowRequest, job, epoch, indices)
+        return self._request(0, job, NO_SLOT, epoch, 0, 1, indices)
 
     def make(self, job: int, slot: int, step: int, epoch: int, indices: np.ndarray) -> list[int]:
         """Have all loaders make their rows of a batch; return the tickets."""
         size = self.size
         return [
-            self._request((first + step) % size, Make, job, slot, epoch, first, size, indices[first::size])
+            self._request((first + step) % size, job, slot, epoch, first, size, indices[first::size])
             for first in range(min(size, len(indices)))
         ]
 
-    def _request(self, number: int, kind: Callable[..., Any], job: int, *fields: Any) -> int:
+    def _request(self, number: int, job: int, *fields: Any) -> int:
         ticket = next(self._numbers)
         self._tickets[ticket] = job, number
-        self._send(number, kind(job, ticket, *fields))
+        if self._loaders is not None:  # else it has been stopped, which whoever waits will see
+            self._loaders.send(number, Make(job, ticket, *fields))
         return ticket
 
-    def _send(self, number: int, message: Any) -> None:
-        if self._loaders is not None:  # else it has stopped, and whoever waits will see that
-            self._loaders.send(number, message)
+    def _send_all(self, message: Any) -> None:
+        if self._loaders is not None:
+            for number in range(self.size):
+                self._loaders.send(number, message)
 
     def has(self, ticket: int) -> bool:
+        """Return True if `answer` would not wait."""
         self._receive(0)
         return ticket in self._answers
 
-    def answer(self, ticket: int, is_closed: Callable[[], bool]) -> LoaderAnswer:
+    def answer(self, ticket: int, is_closed: Callable[[], bool]) -> Answer:
         """Wait for the answer to a ticket.
 
         Raises:
-            CancelledError: `is_closed()`, or the pool has stopped.
+            CancelledError: `is_closed()`, or the pool has been stopped.
             TrainingError: the loader that has the ticket died or stalls; its file is named.
         """
         begin = time.monotonic()
@@ -169,17 +150,14 @@ class LoaderPool:
         with self._lock:
             loaders = self._loaders  # another thread may stop the pool
             answers = loaders.answers(timeout_s) if loaders is not None else []
-            for answer in answers:
-                if answer.ticket in self._tickets:
-                    self._answers[answer.ticket] = answer
+            self._answers |= {answer.ticket: answer for answer in answers if answer.ticket in self._tickets}
             return bool(answers)
 
     def _check_alive(self, ticket: int, begin: float) -> None:
-        job_number = self._tickets.get(ticket)
-        if job_number is None or self._loaders is None:
+        loaders, (job, number) = self._loaders, self._tickets.get(ticket, (0, 0))
+        if not job or loaders is None:
             return
-        number = job_number[1]
-        how, (place, since_s) = self._loaders.ended(number), self.doing(number)
+        how, (place, since_s) = loaders.ended(number), self.current_example(number)
         if how:
             raise TrainingError(f"loader {number} of {self.size} {how} {place or 'between examples'}")
         silent_s = time.monotonic() - (since_s if place else max(begin, since_s))  # since its last message
@@ -189,8 +167,8 @@ class LoaderPool:
                 "data.stall_timeout_s sets how long it may"
             )
 
-    def doing(self, number: int) -> tuple[str, float]:
-        """A loader's current example, empty if none, and since when by `time.monotonic`; 0 before its first message."""
+    def current_example(self, number: int) -> tuple[str, float]:
+        """A loader's example, empty if none, and since when by `time.monotonic`; 0 before its first message."""
         job, index, since_ns = self._board[number, [JOB, INDEX, SINCE]].tolist()
         if not since_ns or index == NOTHING or job not in self._jobs:
             return "", since_ns / 1e9
@@ -203,11 +181,10 @@ class LoaderPool:
         if self._jobs.pop(job, None) is None:
             return
         with self._lock:
-            for ticket in [ticket for ticket, (its_job, _) in self._tickets.items() if its_job == job]:
+            for ticket in [ticket for ticket, (other, _) in self._tickets.items() if other == job]:
                 del self._tickets[ticket]
                 self._answers.pop(ticket, None)
-        for number in range(self.size):
-            self._send(number, Close(job))
+        self._send_all(Close(job))
 
     def stop(self) -> None:
         """End the loaders. A job that is opened later starts new ones."""
@@ -222,25 +199,22 @@ class LoaderPool:
         self.stop()
 
 
-def _stop(loaders: Loaders, board: np.ndarray) -> None:
+def _stop(loaders: Any, board: np.ndarray) -> None:
     board[:, STOP] = 1
     loaders.stop()
 
 
 def kind_for(config: Data, source: Source) -> str:
-    """`data.loader`; if that is auto, the kind that suits the source.
+    """`data.loader`; if that is auto, processes to decode images, and threads for all else.
 
-    Processes decode images. Threads do all else, and read sources that change meanwhile; also if the system has no
-    `memfd_create`.
+    Threads also read sources that change meanwhile, and all of them if the system has no `memfd_create`.
 
     Raises:
         UsageError: processes for a source that changes while it is read.
     """
     in_process = bool(getattr(source, "in_process", False))
-    check(
-        config.loader == "auto" or not in_process or config.loader == "threads",
-        f"data.loader: got {config.loader}; {source.name} can only be read by threads",
-    )
+    if config.loader not in ("auto", "threads") and in_process:
+        raise UsageError(f"data.loader: got {config.loader}; {source.name} can only be read by threads")
     if config.loader != "auto":
         return config.loader
     decodes = getattr(source, "encoded", None) is not None
@@ -254,7 +228,7 @@ class Threads:
     """Loaders that are threads of this process; decoding releases the GIL."""
 
     def __init__(self, size: int, board: Segment) -> None:
-        self.done: queue.SimpleQueue[LoaderAnswer] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self.inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
         rows = board.array(0, (size, BOARD_ROW), np.int64)
         self.threads = [
@@ -271,27 +245,26 @@ class Threads:
     def send(self, number: int, message: Any) -> None:
         self.inboxes[number].put(message)
 
-    def answers(self, timeout_s: float) -> list[LoaderAnswer]:
-        found: list[LoaderAnswer] = []
+    def answers(self, timeout_s: float) -> list[Answer]:
+        answers: list[Answer] = []
         with contextlib.suppress(queue.Empty):
-            found.append(self.done.get(block=timeout_s > 0, timeout=timeout_s))
+            answers.append(self.done.get(block=timeout_s > 0, timeout=timeout_s))
             while True:
-                found.append(self.done.get_nowait())
-        return found
+                answers.append(self.done.get_nowait())
+        return answers
 
     def ended(self, number: int) -> str:
         return ""  # a thread does not end before `stop`
 
     def stop(self) -> None:
         for inbox in self.inboxes:
-            _clear(inbox)
-            inbox.put(None)
+            _end(inbox)
         deadline = time.monotonic() + JOIN_S
         for thread in self.threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _work(board: np.ndarray, inbox: "queue.SimpleQueue[Any]", done: "queue.SimpleQueue[LoaderAnswer]") -> None:
+def _work(board: np.ndarray, inbox: "queue.SimpleQueue[Any]", done: "queue.SimpleQueue[Answer]") -> None:
     loader = LoaderWorker(board)
     while (message := inbox.get()) is not None:
         answer = loader.handle(message)
@@ -300,13 +273,79 @@ def _work(board: np.ndarray, inbox: "queue.SimpleQueue[Any]", done: "queue.Simpl
         del message, answer  # else an idle thread keeps its last batch alive
 
 
-def _clear(messages: "queue.SimpleQueue[Any]") -> None:
+def _end(inbox: "queue.SimpleQueue[Any]") -> None:
+    """Drop what is queued, and have the reader end."""
     with contextlib.suppress(queue.Empty):
         while True:
-            messages.get_nowait()
+            inbox.get_nowait()
+    inbox.put(None)
 
 
 # ---------------------------------------------------------------- processes
+
+
+class LoaderProcess(NamedTuple):
+    """A loader process, and the pipe to it."""
+
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+
+
+class LoaderProcesses:
+    """Loaders that are processes, which end with this one, however it ends.
+
+    They start from scratch and are not forked: MPI and JAX have threads by then.
+    """
+
+    def __init__(self, size: int, board: Segment) -> None:
+        self.board = board  # its address is valid while it lives
+        self.loaders = [start_process(number, board.address) for number in range(size)]
+        self.open_pipes = {loader.pipe: number for number, loader in enumerate(self.loaders)}
+        self.outboxes = [open_outbox(loader.pipe) for loader in self.loaders]
+
+    def open(self, job: int, reader: ExampleReader) -> SharedPickle:
+        pickled, message = pickle_reader(job, reader)
+        for outbox in self.outboxes:
+            outbox.put(message)
+        return pickled
+
+    def send(self, number: int, message: Any) -> None:
+        self.outboxes[number].put(pickle.dumps(message))
+
+    def answers(self, timeout_s: float) -> list[Answer]:
+        answers = []
+        try:
+            ready = wait(list(self.open_pipes), timeout_s)
+        except OSError:  # another thread has stopped the pool
+            return answers
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            try:
+                while pipe.poll():
+                    answers.append(answer_from_bytes(pipe.recv_bytes()))
+            except (EOFError, OSError):  # it has ended; `ended` says how
+                del self.open_pipes[pipe]
+        return answers
+
+    def ended(self, number: int) -> str:
+        return how_ended(self.loaders[number].process)
+
+    def stop(self) -> None:
+        for outbox in self.outboxes:
+            _end(outbox)
+        end_processes(self.loaders)
+
+
+def pickle_reader(job: int, reader: ExampleReader) -> tuple[SharedPickle, bytes]:
+    """A reader pickled for loader processes, to be kept until the job is closed, and the message with it."""
+    try:
+        pickled = SharedPickle(reader)
+        return pickled, pickle.dumps(Open(job, pickled))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{reader.source.name}{' or data.augment' * bool(reader.augment.config.augment)}: cannot be sent to a "
+            f"loader process ({error}); use data.loader = threads, or functions and classes of a module"
+        ) from error
 
 
 # Not `python -m`: the package, and modules of the user's, may lie in folders that only this process has on sys.path.
@@ -327,71 +366,34 @@ def python_line(module: str, *arguments: Any) -> list[str]:
     return [sys.executable, "-c", _START, json.dumps([home, sys.path, module, arguments])]
 
 
-def pickle_reader(job: int, reader: ExampleReader) -> tuple[SharedPickle, bytes]:
-    """A reader pickled for loader processes, and the message with it."""
-    try:
-        pickled = SharedPickle(reader)
-        return pickled, pickle.dumps(Open(job, pickled))
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{reader.source.name}{' or data.augment' * bool(reader.augment.config.augment)}: cannot be sent to a "
-            f"loader process ({error}); use data.loader = threads, or functions and classes of a module"
-        ) from error
+def start_process(number: int, board: tuple[int, ...] | None) -> LoaderProcess:
+    """Start loader `number`, whose board has this address; it ends with this process (`loader_worker.main`)."""
+    if board is None:
+        raise UsageError("data.loader: got processes, which need Linux; use threads")
+    worker_end, loader_end = socket.socketpair()
+    in_main = threading.current_thread() is threading.main_thread()
+    with loader_end:
+        process = subprocess.Popen(
+            python_line("jaxmpi.data.loader_worker", loader_end.fileno(), os.getpid(), in_main, number, board),
+            stdin=subprocess.DEVNULL,
+            pass_fds=[loader_end.fileno()],
+            process_group=0,  # Ctrl-C in a terminal is the worker's to see
+            env=os.environ | ONE_THREAD,
+        )
+    return LoaderProcess(process, Connection(worker_end.detach()))
 
 
-class LoaderProcess(NamedTuple):
-    """A loader process, and the pipe to it."""
+def open_outbox(pipe: Connection) -> "queue.SimpleQueue[bytes | None]":
+    """Queue of messages to a pipe that may block; None ends it."""
+    outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
-    process: subprocess.Popen[bytes]
-    pipe: Connection
+    def send_all() -> None:
+        while (message := outbox.get()) is not None:
+            with contextlib.suppress(OSError, TypeError):  # it has died, or was closed: whoever waits will see that
+                pipe.send_bytes(message)
 
-
-class LoaderProcesses:
-    """Loaders that are processes, which end with this one, however it ends.
-
-    Started from the beginning, not forked: MPI and JAX have threads by then.
-    """
-
-    def __init__(self, size: int, board: Segment) -> None:
-        self.board = board  # its address must hold
-        self.loaders = [start_process() for _ in range(size)]
-        self.open_pipes = {loader.pipe: number for number, loader in enumerate(self.loaders)}
-        self.outboxes = [open_outbox(loader.pipe) for loader in self.loaders]
-        for number in range(size):
-            self.send(number, Hello(number, board))
-
-    def open(self, job: int, reader: ExampleReader) -> SharedPickle:
-        pickled, message = pickle_reader(job, reader)
-        for outbox in self.outboxes:
-            outbox.put(message)
-        return pickled
-
-    def send(self, number: int, message: Any) -> None:
-        self.outboxes[number].put(pickle.dumps(message))
-
-    def answers(self, timeout_s: float) -> list[LoaderAnswer]:
-        found = []
-        try:
-            ready = wait(list(self.open_pipes), timeout_s)
-        except OSError:  # another thread has stopped the pool
-            return found
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            try:
-                while pipe.poll():
-                    found.append(answer_from_bytes(pipe.recv_bytes()))
-            except (EOFError, OSError):  # it has ended; `ended` says how
-                del self.open_pipes[pipe]
-        return found
-
-    def ended(self, number: int) -> str:
-        return how_ended(self.loaders[number].process)
-
-    def stop(self) -> None:
-        for outbox in self.outboxes:
-            _clear(outbox)
-            outbox.put(None)
-        end_processes(self.loaders)
+    threading.Thread(target=send_all, daemon=True, name="jaxmpi-outbox").start()
+    return outbox
 
 
 def how_ended(process: subprocess.Popen[bytes]) -> str:
@@ -417,32 +419,7 @@ def end_processes(loaders: Sequence[LoaderProcess]) -> None:
                 loader.process.wait(1)
 
 
-def start_process() -> LoaderProcess:
-    """Start a loader process, which ends with this one (`loader_worker.main`)."""
-    worker_end, loader_end = socket.socketpair()
-    in_main = threading.current_thread() is threading.main_thread()
-    with loader_end:
-        process = subprocess.Popen(
-            python_line("jaxmpi.data.loader_worker", loader_end.fileno(), os.getpid(), in_main),
-            stdin=subprocess.DEVNULL,
-            pass_fds=[loader_end.fileno()],
-            process_group=0,  # Ctrl-C in a terminal is the worker's to see
-            env=os.environ | ONE_THREAD,
-        )
-    return LoaderProcess(process, Connection(worker_end.detach()))
-
-
-def open_outbox(pipe: Connection) -> "queue.SimpleQueue[bytes | None]":
-    """Queue of messages for a pipe that may block; None ends it."""
-    outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-
-    def send_all() -> None:
-        while (message := outbox.get()) is not None:
-            with contextlib.suppress(OSError, TypeError):  # it has died, or was closed: whoever waits will see that
-                pipe.send_bytes(message)
-
-    threading.Thread(target=send_all, daemon=True, name="jaxmpi-outbox").start()
-    return outbox
-
-
-KINDS: dict[str, Callable[[int, Segment], Loaders]] = {"threads": Threads, "processes": LoaderProcesses}
+# Each row has `open(job, reader)`, whose result is kept until the job is closed, `send(number, message)`,
+# `answers(timeout_s)`, which waits for the first, `ended(number)`, empty while a loader lives, and `stop()`.
+# `mpi_loaders` adds `spawn`.
+KINDS: dict[str, Callable[[int, Segment], Any]] = {"threads": Threads, "processes": LoaderProcesses}

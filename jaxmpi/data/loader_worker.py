@@ -1,10 +1,7 @@
-"""A loader: it receives requests for rows, makes them, and answers.
+"""The work of one loader, in a thread or a process: it receives requests for rows, makes them and answers.
 
-Decoding images in the worker's own thread would delay its training steps. A loader therefore runs in a thread or in a
-process of its own, with the same code. It writes rows into a ring of batches and answers each request. A process must
-not import JAX, which would cost seconds and hundreds of megabytes a loader. The board in shared memory shows which
-example each loader is at, and since when. All shared memory is without a name, so none is left behind. Loader
-processes answer `copy_finished`, the message of Theano-MPI, if there is no more to say.
+A process must not import JAX, which would cost seconds and hundreds of megabytes a loader. All shared memory is
+anonymous, so none is left behind, however a process ends.
 """
 
 import ctypes
@@ -24,38 +21,39 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.shared_memory import PAGE, GoneError, Segment
+from jaxmpi.core.shared_memory import PAGE, GoneError, Segment, attached
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import Example, ExampleReader
 from jaxmpi.data.sources.base import Source, where
 
-# Columns of a loader's row on the board: JOB and INDEX tell the example that it is at, NOTHING between two messages;
-# SINCE is the time from which it is there, in ns of time.monotonic_ns, 0 before its first message.
-# PID is its process once it has started; STOP is set by the worker if all work is to be dropped.
+# Columns of a loader's row on the board, by which the worker names the file at which a loader died or stalled.
+# JOB and INDEX: the example that it is at, NOTHING between two messages. SINCE: from when, in ns of time.monotonic_ns,
+# 0 before its first message. PID: its process, once it has started. STOP: set by the worker to drop all work.
 JOB, INDEX, SINCE, PID, STOP = range(5)
 NOTHING = -1
-BOARD_ROW = 8  # i64 a loader: one line of cache
-COPY_FINISHED = b"copy_finished"  # as Theano-MPI says it
+BOARD_ROW = 8  # i64 a loader: one cache line
+NO_SLOT = -1
+COPY_FINISHED = b"copy_finished"  # Theano-MPI's message
 
 
 # ---------------------------------------------------------------- memory that a worker shares with its loaders
 
 
 class SharedPickle:
-    """Any object for several loaders, pickled once, its arrays in shared memory."""
+    """An object for several loaders, pickled once, its arrays in shared memory."""
 
     def __init__(self, content: Any) -> None:
-        parts: list[pickle.PickleBuffer] = []
-        self.text = pickle.dumps(content, protocol=5, buffer_callback=parts.append)
-        raws = [part.raw() for part in parts]
+        buffers: list[pickle.PickleBuffer] = []
+        self.text = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
+        raws = [buffer.raw() for buffer in buffers]
         self.sizes = [raw.nbytes for raw in raws]
         self.segment = Segment(sum(map(_round_up, self.sizes)))
         for array, raw in zip(self._arrays(), raws, strict=True):
             array[:] = np.frombuffer(raw, np.uint8)
 
     def _arrays(self) -> list[np.ndarray]:
-        ends = np.cumsum([0, *map(_round_up, self.sizes)])
-        return [self.segment.array(int(end), (size,), np.uint8) for end, size in zip(ends, self.sizes, strict=False)]
+        begins = np.cumsum([0, *map(_round_up, self.sizes)])[:-1].tolist()
+        return [self.segment.array(begin, (size,), np.uint8) for begin, size in zip(begins, self.sizes, strict=True)]
 
     def open(self) -> Any:
         """The object; its arrays are read-only."""
@@ -66,9 +64,7 @@ class SharedPickle:
 
 
 class Ring:
-    """Slots for batches, and a flag `closed` that makes loaders drop queued work.
-
-    In a slot the rows of a field lie together, from the start of a page.
+    """Slots for batches; in a slot the rows of a field lie together, from the start of a page.
 
     Args:
         slots: number of batches.
@@ -76,6 +72,7 @@ class Ring:
         fields: by name, the shape and dtype of one row.
 
     Attributes:
+        closed: i64[1], set to have loaders drop queued work.
         largest: name of the field with the most bytes; the first of several.
     """
 
@@ -101,14 +98,12 @@ class Ring:
         return views
 
     def lend(self, slot: int, take_back: Callable[[int], None]) -> np.ndarray:
-        """Return a view of a slot's largest field, lent to the caller.
-
-        `take_back(slot)` is called once nothing in the process, a device included, uses the memory any more.
-        """
-        lent = self.rows(slot)[self.largest]
-        assert isinstance(lent.base, np.ndarray)  # the array that all views of it keep alive, and no others
-        weakref.finalize(lent.base, take_back, slot).atexit = False
-        return lent
+        """A view of a slot's largest field; `take_back(slot)` is called once nothing uses that memory any more."""
+        view = self.rows(slot)[self.largest]
+        # The base is what all arrays made of the view keep alive, one of a device on the host included.
+        assert isinstance(view.base, np.ndarray)
+        weakref.finalize(view.base, take_back, slot).atexit = False
+        return view
 
 
 def _round_up(size: int) -> int:
@@ -119,30 +114,21 @@ def _round_up(size: int) -> int:
 
 
 class Open(NamedTuple):
-    """The reader of `job` from now on; in a `SharedPickle` for processes."""
+    """A new job: who reads its examples."""
 
     job: int
     reader: ExampleReader | SharedPickle
 
 
 class Attach(NamedTuple):
-    """The memory of the job's batches."""
+    """The memory of a job's batches."""
 
     job: int
     ring: Ring
 
 
-class FirstRowRequest(NamedTuple):
-    """Request for the first good row among `indices`; the answer's `row` is None if none is good."""
-
-    job: int
-    ticket: int
-    epoch: int
-    indices: Sequence[int]
-
-
 class Make(NamedTuple):
-    """Request for every `stride`-th row of a slot, from `first` on."""
+    """Request for every `stride`-th row of a slot, from `first` on; with NO_SLOT for the first good row, as `row`."""
 
     job: int
     ticket: int
@@ -150,20 +136,13 @@ class Make(NamedTuple):
     epoch: int
     first: int
     stride: int
-    indices: np.ndarray  # i64[n]
+    indices: Sequence[int] | np.ndarray
 
 
 class Close(NamedTuple):
-    """The job is done."""
+    """The end of a job."""
 
     job: int
-
-
-class Hello(NamedTuple):
-    """First message to a loader process: its number, and the board, i64[loaders, BOARD_ROW]."""
-
-    number: int
-    board: Segment
 
 
 class RowFailure(NamedTuple):
@@ -173,8 +152,8 @@ class RowFailure(NamedTuple):
     error: BaseException
 
 
-class LoaderAnswer(NamedTuple):
-    """Answer to a ticket: failures, and the row of a `FirstRowRequest`."""
+class Answer(NamedTuple):
+    """Answer to a ticket."""
 
     ticket: int
     failures: list[RowFailure]
@@ -188,112 +167,117 @@ class LoaderWorker:
     """State of a loader: its jobs, and its row of the board."""
 
     def __init__(self, board: np.ndarray) -> None:
-        self.board = board  # i64[8]
+        self.board = board  # i64[BOARD_ROW]
         board[PID] = os.getpid()
         self.readers: dict[int, ExampleReader | Exception] = {}
         self.rings: dict[int, Ring] = {}
 
-    def handle(self, message: Any) -> LoaderAnswer | None:
+    def handle(self, message: Any) -> Answer | None:
         """Do what one message says."""
-        if isinstance(message, Open):
-            reader: Any = message.reader
-            if isinstance(reader, SharedPickle):
+        match message:
+            case Open(job, SharedPickle() as shared):
                 try:
-                    reader = reader.open()
-                except Exception as error:  # a class whose module this process cannot import, above all
-                    reader = UsageError(
+                    self.readers[job] = shared.open()
+                except Exception as error:  # mostly a class whose module this process cannot import
+                    self.readers[job] = UsageError(
                         "a loader process cannot have this source, or data.augment "
                         f"({type(error).__name__}: {error}); use data.loader = threads, or functions and classes of a "
                         "module: an experiment file is none"
                     )
-            self.readers[message.job] = reader
-        elif isinstance(message, Attach):
-            self.rings[message.job] = message.ring
-        elif isinstance(message, Close):
-            self.readers.pop(message.job, None)
-            self.rings.pop(message.job, None)
-        else:
-            try:
-                reader = self.readers.get(message.job)
-                if not isinstance(reader, ExampleReader):
-                    raise reader or UsageError(f"a loader knows nothing of job {message.job}")
-                if isinstance(message, Make):
-                    return self._make_rows(message, reader)
-                return self._find_first_row(message, reader)
-            except BaseException as error:  # whatever it is, the worker raises it
-                return LoaderAnswer(message.ticket, [RowFailure(0, error)])
-            finally:
-                self._note(message.job, NOTHING)
+            case Open(job, ExampleReader() as reader):
+                self.readers[job] = reader
+            case Attach(job, ring):
+                self.rings[job] = ring
+            case Close(job):
+                self.readers.pop(job, None)
+                self.rings.pop(job, None)
+            case Make():
+                try:
+                    reader = self.readers[message.job]
+                    if not isinstance(reader, ExampleReader):
+                        raise reader
+                    make = self._find_first_row if message.slot == NO_SLOT else self._make_rows
+                    return make(message, reader)
+                except BaseException as error:  # the worker raises it, whatever it is
+                    return Answer(message.ticket, [RowFailure(0, error)])
+                finally:
+                    self._note(message.job, NOTHING)
         return None
 
     def _note(self, job: int, index: int) -> None:
-        self.board[SINCE] = time.monotonic_ns()  # first: who reads between two of these must not see an old one
+        self.board[SINCE] = time.monotonic_ns()  # first: a reader between the two must not combine it with an old time
         self.board[JOB], self.board[INDEX] = job, index
 
-    def _find_first_row(self, message: FirstRowRequest, reader: ExampleReader) -> LoaderAnswer:
+    def _find_first_row(self, message: Make, reader: ExampleReader) -> Answer:
         for index in message.indices:
             if self.board[STOP]:
                 break
             self._note(message.job, reader.number(message.epoch, int(index)))
             try:
-                return LoaderAnswer(message.ticket, [], reader.row(message.epoch, int(index)))
+                return Answer(message.ticket, [], reader.row(message.epoch, int(index)))
             except CorruptExample as error:
                 if not reader.skip:
-                    return LoaderAnswer(message.ticket, [RowFailure(0, error)])
-        return LoaderAnswer(message.ticket, [])
+                    return Answer(message.ticket, [RowFailure(0, error)])
+        return Answer(message.ticket, [])
 
-    def _make_rows(self, message: Make, reader: ExampleReader) -> LoaderAnswer:
+    def _make_rows(self, message: Make, reader: ExampleReader) -> Answer:
         ring = self.rings[message.job]
         rows = ring.rows(message.slot)
         failures: list[RowFailure] = []
-        for i, index in enumerate(message.indices.tolist()):
+        for i, index in enumerate(np.asarray(message.indices).tolist()):
             if ring.closed[0] or self.board[STOP]:
                 break
-            position = message.first + i * message.stride
-            number = reader.number(message.epoch, index)
+            position, number = message.first + i * message.stride, reader.number(message.epoch, index)
             self._note(message.job, number)
             try:
-                _place(reader.row(message.epoch, index), rows, position, reader.source, number)
+                _write_row(reader.row(message.epoch, index), rows, position, reader.source, number)
             except BaseException as error:
                 failures.append(RowFailure(position, error))
                 if not (reader.skip and isinstance(error, CorruptExample)):
                     break
-                # Frames would keep what was read, and so a whole part of a data set in memory.
+                # Frames would keep what was read, and so a worker's whole part of a data set, in memory.
                 error.__traceback__ = error.__cause__ = error.__context__ = None
-        return LoaderAnswer(message.ticket, failures)
+        return Answer(message.ticket, failures)
 
 
-def _place(row: Example, rows: dict[str, np.ndarray], position: int, source: Source, number: int) -> None:
-    """Copy a row to rows[field][position]; raise `UsageError` if it is not shaped as the first one was."""
+def _write_row(row: Example, rows: dict[str, np.ndarray], position: int, source: Source, number: int) -> None:
+    """Copy a row to rows[field][position]; refuse one that is not shaped as the first one was."""
     if row.keys() != rows.keys():
-        got, expected = (", ".join(sorted(fields)) for fields in (row, rows))
-        raise UsageError(f"{where(source, number)}: got the fields {got}; expected {expected} as before it")
+        raise UsageError(f"{where(source, number)}: got the fields {sorted(row)}; expected {sorted(rows)} as before it")
     for field, got in row.items():
-        target = rows[field][position : position + 1]
+        target = rows[field][position]
         fits = got.dtype == target.dtype or got.dtype.kind == target.dtype.kind == "f"
-        if got.shape != target.shape[1:] or not fits:
-            is_image = field == "image"
-            what, way_out = ("an image", "set data.crop") if is_image else (field, "pad it, with a mask beside it")
-            types = (f" of {x.dtype}" * (got.shape == target.shape[1:]) for x in (got, target))
-            shapes = f" of shape {got.shape}{next(types)}; expected {target.shape[1:]}{next(types)}"
-            raise UsageError(f"{where(source, number)}: got {what}{shapes} as before it; {way_out}")
+        if got.shape != target.shape or not fits:
+            way_out = "set data.crop" if field == "image" else "pad it, and give the mask as a field"
+            raise UsageError(
+                f"{where(source, number)}: {field}: got {got.dtype} of shape {got.shape}; expected {target.dtype} of "
+                f"shape {target.shape} as before it; {way_out}"
+            )
         if isinstance(got, np.ndarray) and got.ndim == 3 and got.strides[2] == 0:
             for channel in range(got.shape[2]):  # a grey image broadcast to channels: five times as fast so
-                target[0, ..., channel] = got[..., channel]
-        else:
-            try:
-                with np.errstate(over="raise"):
-                    target[0] = got
-            except FloatingPointError as error:
-                name = where(source, number)
-                raise UsageError(f"{name}: {field}: got {got.dtype} beyond 3.4e38; expected 32-bit floats") from error
+                target[..., channel] = got[..., channel]
+            continue
+        try:
+            with np.errstate(over="raise"):
+                rows[field][position : position + 1] = got  # a slice: a row may be a number
+        except FloatingPointError as error:
+            name = f"{where(source, number)}: {field}"
+            raise UsageError(f"{name}: got {got.dtype} beyond 3.4e38; expected 32-bit floats") from error
 
 
 # ---------------------------------------------------------------- in a process of its own
 
 
-def main(fd: int, parent: int, dies_with_thread: bool) -> None:
-    """Serve the worker behind socket `fd` until it ends or closes `fd`."""
+def main(fd: int, parent: int, dies_with_thread: bool, number: int, board: tuple[int, int, int, int]) -> None:
+    """Serve the worker behind socket `fd` until it ends or closes `fd`.
+
+    Args:
+        fd: of the socket.
+        parent: the process that has started this one.
+        dies_with_thread: whether the kernel is to end this process with the parent's thread that has started it.
+        number: of this loader.
+        board: address of the segment i64[loaders, BOARD_ROW].
+    """
     ignore_signals()
     # Have glibc keep the memory that an image frees for the next: fresh pages cost a tenth of the decoding.
     m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
@@ -308,11 +292,10 @@ def main(fd: int, parent: int, dies_with_thread: bool) -> None:
     worker = Connection(fd)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(worker, inbox.put), daemon=True).start()
-    hello: Hello = pickle.loads(inbox.get())
-    member = LoaderWorker(hello.board.array(hello.number * BOARD_ROW * 8, (BOARD_ROW,), np.int64))
+    loader = LoaderWorker(attached(*board).array(number * BOARD_ROW * 8, (BOARD_ROW,), np.int64))
     while True:
         try:
-            answer = member.handle(pickle.loads(inbox.get()))
+            answer = loader.handle(pickle.loads(inbox.get()))
         except GoneError:  # the job was closed meanwhile
             continue
         if answer is not None:
@@ -326,7 +309,7 @@ def ignore_signals() -> None:
 
 
 def _receive(worker: Connection, put: Callable[[bytes], None]) -> None:
-    """Queue the worker's messages; end this process at once when they end."""
+    """Queue the worker's messages; end this process at once, whatever it is at, when they end."""
     try:
         while True:
             put(worker.recv_bytes())
@@ -334,8 +317,8 @@ def _receive(worker: Connection, put: Callable[[bytes], None]) -> None:
         os._exit(0)
 
 
-def answer_to_bytes(answer: LoaderAnswer) -> bytes:
-    """That the copy is finished, or what went wrong."""
+def answer_to_bytes(answer: Answer) -> bytes:
+    """An answer as a message."""
     if not answer.failures and answer.row is None:
         return b"%s %d" % (COPY_FINISHED, answer.ticket)
     for failure in answer.failures:
@@ -349,7 +332,7 @@ def answer_to_bytes(answer: LoaderAnswer) -> bytes:
         return pickle.dumps(answer._replace(failures=failures))
 
 
-def answer_from_bytes(message: bytes) -> LoaderAnswer:
+def answer_from_bytes(message: bytes) -> Answer:
     """The inverse of `answer_to_bytes`."""
     word, _, ticket = message.partition(b" ")
-    return LoaderAnswer(int(ticket), []) if word == COPY_FINISHED else pickle.loads(message)
+    return Answer(int(ticket), []) if word == COPY_FINISHED else pickle.loads(message)

@@ -1,17 +1,13 @@
-"""A worker's part of the data, in memory of one process.
+"""A worker's part of a data set in the memory of one process, and whether a host has room for it.
 
 Records lie as compressed as they are, one after another, in an `Arena`. A `MemorySource` reads them out of it as any
-source does. It loads its first arena from another source. It gets later ones in shuffles: their records come from other
-members of the group, as `group_order` says. Meanwhile the arena before is still read. Others send the bytes.
-
-A host's processes share its memory. So each counts what it needs and what its machine has left (`room`). If several
-open their data, these numbers are added by host, and all of them refuse together. A group of workers holds one full
-copy. In a larger group the part of each worker is smaller, and more of it moves in a shuffle.
+source does. It loads its first arena from another source; later ones are filled by shuffles (`shuffle`), whose records
+come from other members of the group, while the arena before is still read.
 """
 
 import itertools
-import json
 import mmap
+import pickle
 import threading
 import time
 import weakref
@@ -21,21 +17,20 @@ from typing import Any
 import numpy as np
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.errors import TrainingError, UsageError, check
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import unreadable
-from jaxmpi.data.group_order import Move, moves
-from jaxmpi.data.sources.base import Source, _decoded, pair, where
+from jaxmpi.data.sources.base import Source, decode_image, pair, where
 from jaxmpi.data.sources.packed import check_record
 from jaxmpi.data.thread_map import in_order
 
 CHUNK_BYTES = 64 << 20  # bytes of a chunk of records as read; while it is copied, it is in memory twice
-SHARE = 0.5  # share of the free memory that `auto` gives to records; the rest is the run's, and held-out examples'
+FREE_SHARE = 0.5  # share of the free memory that `auto` gives to records; the rest is the run's, and held-out examples'
 SAMPLE = 256  # records that are read first: from their lengths follows, to some 5 %, how much memory all take
 READERS = 4  # threads: files are often on another machine
-MORE = 16  # bytes that an arena needs for each spare byte of its pages
+SPARE = 16  # an arena has one more byte for so many of its own, since another epoch's part may be a little longer
 NO_GROUP = "data.group_size: got {size} with {workers}; expected one of {fits}"
 TEXT = "data.memory: got partition; {source} is text, which every worker holds in memory as it is; use none"
 ENDLESS = "data.memory: got partition; examples of {source} change by epoch, so none can be kept: use none"
@@ -48,12 +43,12 @@ class NoRoom(UsageError):
     """Too little memory for parts of the data, on all ranks alike."""
 
 
-def room(part_bytes: float, held_bytes: float, copies: float = 1) -> np.ndarray:
-    """f64[2]: bytes that a process still needs, and its machine's free bytes.
+def need_and_left(part_bytes: float, loaded_bytes: float, copies: float = 1) -> np.ndarray:
+    """f64[2]: bytes that a process still needs for `copies` of its part, and its machine's free bytes.
 
-    `copies` of the part are counted, 2 if a shuffle makes another one, and with each a chunk, as measured.
+    A chunk is counted with each copy, as measured.
     """
-    need_bytes = copies * (part_bytes + min(part_bytes, CHUNK_BYTES)) - held_bytes
+    need_bytes = copies * (part_bytes + min(part_bytes, CHUNK_BYTES)) - loaded_bytes
     return np.array([need_bytes, available_bytes()], np.float64)
 
 
@@ -63,36 +58,31 @@ def check_room(rows: np.ndarray, hosts: Sequence[int]) -> None:
     The system would grant the memory, and kill the process that uses it.
 
     Args:
-        rows: f64[ranks, 2], the `room` of each.
+        rows: f64[ranks, 2], `need_and_left` of each.
         hosts: of each.
 
     Raises:
         NoRoom: of which rank's machine.
     """
     for ranks, need_bytes, left_bytes in _by_host(rows, hosts):
-        whose = f"by {len(ranks)} rank{'s' * (len(ranks) > 1)} on rank {ranks[0]}'s machine"
-        _check_left(need_bytes, left_bytes, whose)
+        if need_bytes > left_bytes:
+            raise NoRoom(
+                f"data.memory: {need_bytes / 1e9:,.1f} GB more are needed by {len(ranks)} rank{'s' * (len(ranks) > 1)} "
+                f"on rank {ranks[0]}'s machine, which has {left_bytes / 1e9:,.1f} GB left; take more workers on other "
+                "hosts, a larger data.group_size, smaller images, or data.memory none"
+            )
 
 
-def check_alone(part_bytes: float, held_bytes: float = 0) -> None:
-    """Refuse this process's part if it alone exceeds the memory left."""
-    need_bytes, left_bytes = room(part_bytes, held_bytes).tolist()
-    _check_left(need_bytes, left_bytes, "on this machine")
+def check_alone(part_bytes: float, loaded_bytes: float = 0) -> None:
+    """`check_room` for this process alone."""
+    check_room(need_and_left(part_bytes, loaded_bytes)[None], [0])
 
 
 def _by_host(rows: np.ndarray, hosts: Sequence[int]) -> Iterator[tuple[list[int], float, float]]:
     """Each host's ranks, the bytes they need together, and its bytes left."""
     for host in sorted(set(hosts)):
-        ranks = [rank for rank, its_host in enumerate(hosts) if its_host == host]
+        ranks = [rank for rank, other in enumerate(hosts) if other == host]
         yield ranks, float(rows[ranks, 0].sum()), float(rows[ranks, 1].min())
-
-
-def _check_left(need_bytes: float, left_bytes: float, whose: str) -> None:
-    if need_bytes > left_bytes:
-        raise NoRoom(
-            f"data.memory: {need_bytes / 1e9:,.1f} GB more are needed {whose}, which has {left_bytes / 1e9:,.1f} GB "
-            "left; take more workers on other hosts, a larger data.group_size, smaller images, or data.memory none"
-        )
 
 
 def _group_sizes(workers: int, each: int) -> list[int]:
@@ -101,7 +91,7 @@ def _group_sizes(workers: int, each: int) -> list[int]:
 
 
 def smallest_group(total_bytes: float, copies: float, left: np.ndarray, hosts: Sequence[int], each: int = 1) -> int:
-    """The smallest group whose parts fit into SHARE of each host's free memory; all workers if none does.
+    """The smallest group whose parts fit into FREE_SHARE of each host's free memory; all workers if none does.
 
     The smaller a group, the fewer records move.
 
@@ -115,9 +105,9 @@ def smallest_group(total_bytes: float, copies: float, left: np.ndarray, hosts: S
     sizes = _group_sizes(len(hosts) * each, each)
     for size in sizes:
         parts = max(size // each, 1)
-        need_bytes = room(total_bytes / parts, 0, copies if parts > 1 else 1)[0]
+        need_bytes = need_and_left(total_bytes / parts, 0, copies if parts > 1 else 1)[0]
         rows = np.stack([np.full(len(left), need_bytes), left], axis=1)
-        if all(need <= SHARE * left_bytes for _, need, left_bytes in _by_host(rows, hosts)):
+        if all(need <= FREE_SHARE * left_bytes for _, need, left_bytes in _by_host(rows, hosts)):
             return size
     return sizes[-1]
 
@@ -125,8 +115,9 @@ def smallest_group(total_bytes: float, copies: float, left: np.ndarray, hosts: S
 def check_group(group: int, workers: int, each: int = 1) -> int:
     """Check and return a group's size; 0 stands for all workers. Processes of `each` workers are not split."""
     size, fits = group or workers, _group_sizes(workers, each)
-    what = f"{workers} workers" + f", {each} a process" * (each > 1)
-    check(size in fits, NO_GROUP.format(size=size, workers=what, fits=", ".join(map(str, fits))))
+    if size not in fits:
+        what = f"{workers} workers" + f", {each} a process" * (each > 1)
+        raise UsageError(NO_GROUP.format(size=size, workers=what, fits=", ".join(map(str, fits))))
     return size
 
 
@@ -134,7 +125,7 @@ def check_group(group: int, workers: int, each: int = 1) -> int:
 
 
 class Arena:
-    """Records in one piece of memory, freed with its last view.
+    """Records in one piece of memory, which goes back to the system with its last view.
 
     Args:
         records: i64[k], in the order in which they lie.
@@ -148,7 +139,7 @@ class Arena:
         self.records = records[by_number]
         self.begins, self.ends = (ends - lengths[records])[by_number], ends[by_number]
         size_bytes = int(ends[-1]) if len(ends) else 0
-        self.pages = _pages(size_bytes) if spare is None or len(spare) < size_bytes else spare
+        self.pages = map_pages(size_bytes) if spare is None or len(spare) < size_bytes else spare
         self.bytes = np.frombuffer(self.pages, np.uint8, size_bytes)
 
     def __contains__(self, record: int) -> bool:
@@ -170,18 +161,14 @@ class Arena:
         return out
 
 
-def _contains(rising: np.ndarray, number: int) -> bool:
-    place = int(np.searchsorted(rising, number))
-    return place < len(rising) and int(rising[place]) == number
+def _contains(ascending: np.ndarray, number: int) -> bool:
+    place = int(np.searchsorted(ascending, number))
+    return place < len(ascending) and int(ascending[place]) == number
 
 
-def _pages(size_bytes: int) -> mmap.mmap:
-    """Memory from the system itself, in large pages if it has them.
-
-    NumPy's memory would stay with the process when it is freed. The mapping is a little larger than asked for, as
-    another epoch's part may need it; unused pages take no memory.
-    """
-    pages = mmap.mmap(-1, size_bytes + size_bytes // MORE + 1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def map_pages(size_bytes: int) -> mmap.mmap:
+    """Memory from the system itself, in large pages if it has them: NumPy's would stay with the process when freed."""
+    pages = mmap.mmap(-1, size_bytes + size_bytes // SPARE + 1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
@@ -194,42 +181,31 @@ def _next_chunk(blobs: Iterator[Any]) -> tuple[np.ndarray, int]:
     while size_bytes < CHUNK_BYTES and (blob := next(blobs, None)) is not None:
         chunk.append(blob)
         size_bytes += len(blob)
-    joined, at = np.frombuffer(_pages(size_bytes), np.uint8, size_bytes), 0
+    joined, at = np.frombuffer(map_pages(size_bytes), np.uint8, size_bytes), 0
     for blob in chunk:
         joined[at : at + len(blob)] = np.frombuffer(blob, np.uint8)
         at += len(blob)
     return joined, len(chunk)
 
 
-def bytes_of(array: np.ndarray, where: str) -> bytes:
-    """An array as bytes: length of a head, the head, the elements.
-
-    The format is not .npy, whose head is not safe to read in threads of Python 3.11.
-    """
+def array_to_bytes(array: np.ndarray, where: str) -> bytes:
+    """An array of numbers as a record; its inverse is `pickle.loads`."""
+    # Not .npy, whose head cannot be read in several threads at once in Python 3.11.
     check_unmasked(where, array)
-    check(array.dtype.kind in "biufc", f"{where}: got {array.dtype}; expected numbers to keep in memory")
-    head = json.dumps([array.dtype.str, array.shape]).encode()
-    return len(head).to_bytes(4, "little") + head + np.ascontiguousarray(array).tobytes()
-
-
-def array_of(blob: Any) -> np.ndarray:
-    """The inverse of `bytes_of`; a view that cannot be written to."""
-    begin = 4 + int.from_bytes(blob[:4], "little")
-    dtype, shape = json.loads(bytes(blob[4:begin]))
-    array = np.frombuffer(blob, dtype, offset=begin).reshape(shape)
-    array.flags.writeable = False
-    return array
+    if array.dtype.kind not in "biufc":
+        raise UsageError(f"{where}: got {array.dtype}; expected numbers to keep in memory")
+    return pickle.dumps(array, protocol=5)
 
 
 class MemorySource:
-    """Another source's records, kept in memory as compressed as they are.
+    """Another source's records, kept in memory as compressed as they are, for several threads.
 
-    Several threads may read the source. A record that is on its way here is waited for. One that neither is here nor
-    comes, such as what fills a short batch, is read from the source.
+    A record that is on its way here is waited for. One that neither is here nor comes, such as what fills a short
+    batch, is read from the source.
 
     Args:
         inner: of the records.
-        data: `channels`, `resize` and `on_error` are used here.
+        data: `channels`, `resize`, `on_error` and `stall_timeout_s` are used here.
 
     Attributes:
         lengths, labels, is_corrupt: i64, i32 and bool[n]; of the records that have been loaded.
@@ -242,8 +218,9 @@ class MemorySource:
     in_process = True  # records come and go while it is read
 
     def __init__(self, inner: Source, data: Data) -> None:
-        check(not getattr(inner, "bytes_each", 0), TEXT.format(source=inner.name))
-        check(not getattr(inner, "endless", False), ENDLESS.format(source=inner.name))
+        for name, refusal in (("bytes_each", TEXT), ("endless", ENDLESS)):
+            if getattr(inner, name, 0):
+                raise UsageError(refusal.format(source=inner.name))
         self.inner, self.data = inner, data
         self.name, self.classes = inner.name, inner.classes
         self.is_compressed = getattr(inner, "encoded", None) is not None
@@ -254,7 +231,7 @@ class MemorySource:
         self._arenas: tuple[Arena, ...] = ()  # newest first; two while records are shuffled
         self._home: Arena | None = None  # the first, if it stays
         self._coming = np.empty(0, np.int64)  # records on their way, sorted
-        self._promised = 0  # shuffles of which is not known yet what they bring
+        self._promised = 0  # shuffles whose records are not known yet
         self._changed = threading.Condition()
         self._changed_s = 0.0  # when, by time.monotonic
 
@@ -285,8 +262,8 @@ class MemorySource:
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         blob, label = self.record(index)
         if self.is_compressed:
-            return _decoded(blob, self.where(index), index, self.data.channels, self.data.resize), label
-        return array_of(blob), label
+            return decode_image(blob, self.where(index), index, self.data.channels, self.data.resize), label
+        return pickle.loads(blob), label
 
     def awaited_s(self, index: int) -> float:
         """The `time.monotonic` until which a reader may have waited for this record."""
@@ -306,10 +283,10 @@ class MemorySource:
             blob, label = self.inner.encoded(index)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             image, label = pair(self.inner, index)
-            blob = bytes_of(image, self.where(index))
+            blob = array_to_bytes(image, self.where(index))
         return check_record(blob, label, self.classes, self.where(index))
 
-    # ------------------------------------------------------------ called by what fills the memory
+    # ------------------------------------------------------------ loading
 
     def mean_bytes(self) -> float:
         """Mean bytes of a record, by a sample that is not kept; raises as `load`."""
@@ -346,7 +323,7 @@ class MemorySource:
     def _read_all(self, records: list[int]) -> Iterator[Any]:
         done, stall_timeout_s = 0, self.data.stall_timeout_s
         try:
-            for blob in in_order(self._load, records, READERS, stall_timeout_s):
+            for blob in in_order(self._load_one, records, READERS, stall_timeout_s):
                 done += 1
                 yield blob
         except TimeoutError as error:
@@ -355,7 +332,7 @@ class MemorySource:
                 "data.stall_timeout_s sets how long it may take"
             ) from error
 
-    def _load(self, index: int) -> Any:
+    def _load_one(self, index: int) -> Any:
         try:
             blob, self.labels[index] = self._read(index)
             self.lengths[index] = len(blob)
@@ -367,6 +344,8 @@ class MemorySource:
                 raise
             self.is_corrupt[index] = True
             return b""
+
+    # ------------------------------------------------------------ called by shuffles
 
     def promise(self) -> None:
         """Announce that records will come; `expect` says later which."""
@@ -382,6 +361,7 @@ class MemorySource:
             self._changed.notify_all()
 
     def take(self, arena: Arena) -> None:
+        """Read from this arena too, from now on."""
         with self._changed:
             self._arenas = (arena, *self._arenas)
             self._coming = np.empty(0, np.int64)
@@ -389,15 +369,16 @@ class MemorySource:
             self._changed.notify_all()
 
     def newest(self) -> Arena:
+        """The arena that was taken last."""
         return self._arenas[0]
-
-    def keep_first(self) -> None:
-        """Keep what has been loaded for good: shuffles bring copies of it."""
-        self._home = self._home or self._arenas[-1]
 
     def origin(self) -> Arena:
         """The arena that a shuffle copies from."""
         return self._home or self.newest()
+
+    def keep_first(self) -> None:
+        """Keep what has been loaded for good: shuffles bring copies of it."""
+        self._home = self._home or self._arenas[-1]
 
     def forget(self) -> mmap.mmap | None:
         """Drop all arenas but the newest and the one that stays; return the pages of one that nobody reads any more."""
@@ -414,19 +395,3 @@ def _sample_first(records: np.ndarray) -> np.ndarray:
         return records
     first = np.random.default_rng(0).permutation(len(records))[:SAMPLE]
     return np.concatenate([records[first], np.delete(records, first)])
-
-
-def shuffled(
-    source: MemorySource,
-    order: np.ndarray,
-    before: np.ndarray,
-    after: np.ndarray,
-    me: int,
-    parts: int,
-    spare: mmap.mmap | None = None,
-) -> tuple[Arena, list[Move]]:
-    """This part's empty arena, and the moves that fill it in order."""
-    planned = list(moves(order, before, after, source.lengths, me, parts))
-    part_bytes, held_bytes = sum(int(move.received_bytes.sum()) for move in planned), len(spare) if spare else 0
-    check_alone(part_bytes, held_bytes * MORE // (MORE + 1))  # others may have taken memory since
-    return Arena(np.concatenate([move.received for move in planned]), source.lengths, spare), planned

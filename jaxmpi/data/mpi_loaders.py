@@ -1,12 +1,12 @@
-"""Loaders that MPI starts by `Comm.Spawn`, for `data.loader = spawn`.
+"""Loaders that MPI starts by `Comm.Spawn`, for `data.loader = spawn`, as Theano-MPI does (Ma et al. 2016, section 3.3).
 
-Theano-MPI starts them so (Ma et al. 2016, section 3.3). The paper's messages, between a worker and each of its loaders:
+The paper's messages, between a worker and each of its loaders:
 
-    tag 99  to the loader   what it needs beforehand: its place on the board, readers, rings, the end of a job
+    tag 99  to the loader   what it needs beforehand: readers, rings, the end of a job
     tag 40  to the loader   "train <job>" or "val <job>": which reader is meant from now on
                             a file's name, NUL, what of it to make and where: `Make`
                             "stop"
-    tag 55  to the worker   "copy_finished <ticket>"; a `LoaderAnswer` if something went wrong, or was asked beforehand
+    tag 55  to the worker   "copy_finished <ticket>"; an `Answer` if something went wrong
                             "ended <how>": the loader has died
                             "stop": the loader has ended
 
@@ -37,39 +37,24 @@ from jaxmpi.data.loader_pool import (
     python_line,
     start_process,
 )
-from jaxmpi.data.loader_worker import (
-    Close,
-    Hello,
-    LoaderAnswer,
-    Make,
-    SharedPickle,
-    answer_from_bytes,
-    ignore_signals,
-)
+from jaxmpi.data.loader_worker import NO_SLOT, Answer, Close, Make, SharedPickle, answer_from_bytes, ignore_signals
 from jaxmpi.data.sources.base import where
 from jaxmpi.runtime import failures, job_folder
 
-CONFIG, TO_LOADER, TO_WORKER = 99, 40, 55  # tags, the paper's own
+CONFIG, TO_LOADER, TO_WORKER = 99, 40, 55  # the paper's tags
 STOP, ENDED = b"stop", b"ended"
-
-
-def make_to_words(make: Make, name: str) -> bytes:
-    """A file's name, and what of it and of others to make."""
-    return name.encode(errors="backslashreplace").replace(b"\0", b"") + b"\0" + pickle.dumps(make)
 
 
 class SpawnedLoaders:
     """MPI loaders on the worker's host, in a communicator with it alone."""
 
     def __init__(self, size: int, board: Segment) -> None:
-        self.board, self.size = board, size
-        self.how: dict[int, str] = {}  # by number, how loaders have ended
+        self.board, self.size = board, size  # the board's address is valid while it lives
+        self.deaths: dict[int, str] = {}  # by number, how loaders have ended
         self.readers: dict[int, ExampleReader] = {}
-        self.modes = [b""] * size  # that each loader is in
-        self.mpi, self.comm = _spawn(size)
+        self.modes = [b""] * size  # the last train or val that each was sent
+        self.mpi, self.comm = _spawn(size, board)
         self.sent: list[tuple[Any, bytes]] = []  # requests with what they send
-        for number in range(size):
-            self.send(number, Hello(number, board))
 
     def open(self, job: int, reader: ExampleReader) -> SharedPickle:
         pickled, message = pickle_reader(job, reader)
@@ -79,7 +64,7 @@ class SpawnedLoaders:
         return pickled
 
     def send(self, number: int, message: Any) -> None:
-        if not isinstance(message, Make):
+        if not isinstance(message, Make) or message.slot == NO_SLOT:
             if isinstance(message, Close):
                 self.readers.pop(message.job, None)
             return self._send(number, CONFIG, pickle.dumps(message))
@@ -88,65 +73,66 @@ class SpawnedLoaders:
         if self.modes[number] != mode:
             self._send(number, TO_LOADER, mode)
             self.modes[number] = mode
-        first = where(reader.source, reader.number(message.epoch, int(message.indices[0])))
-        self._send(number, TO_LOADER, make_to_words(message, first))
+        name = where(reader.source, reader.number(message.epoch, int(message.indices[0])))
+        encoded = name.encode(errors="backslashreplace").replace(b"\0", b"")
+        self._send(number, TO_LOADER, encoded + b"\0" + pickle.dumps(message))
 
     def _send(self, number: int, tag: int, message: bytes) -> None:
         self.sent = [(request, data) for request, data in self.sent if not request.Test()]
         self.sent.append((self.comm.Isend([message, self.mpi.BYTE], number, tag), message))
 
-    def answers(self, timeout_s: float) -> list[LoaderAnswer]:
+    def answers(self, timeout_s: float) -> list[Answer]:
         wait(partial(self.comm.Iprobe, self.mpi.ANY_SOURCE, self.mpi.ANY_TAG), timeout_s)
         answers = []
-        for number, words in self._receive_all():
-            if words.startswith(ENDED):
-                self.how[number] = words.partition(b" ")[2].decode()
-            elif words != STOP:
-                answers.append(answer_from_bytes(words))
+        for number, message in self._receive_all():
+            if message.startswith(ENDED):
+                self.deaths[number] = message.partition(b" ")[2].decode()
+            elif message != STOP:
+                answers.append(answer_from_bytes(message))
         return answers
 
     def _receive_all(self) -> list[tuple[int, bytes]]:
-        status, found = self.mpi.Status(), []
-        while (message := _receive(self.mpi, self.comm, status)) is not None:
-            found.append((status.Get_source(), message[1]))
-        return found
+        status, messages = self.mpi.Status(), []
+        while (received := _receive(self.mpi, self.comm, status)) is not None:
+            messages.append((status.Get_source(), received[1]))
+        return messages
 
     def ended(self, number: int) -> str:
-        return self.how.get(number, "")
+        return self.deaths.get(number, "")
 
     def stop(self) -> None:  # MPI lets this process go only once they have gone
         for number in range(self.size):
             self._send(number, TO_LOADER, STOP)
-        words: list[bytes] = []
+        stopped: set[int] = set()
 
         def all_ended() -> bool:
-            words.extend(each for _, each in self._receive_all())
-            return words.count(STOP) == self.size
+            stopped.update(number for number, message in self._receive_all() if message == STOP)
+            return len(stopped) == self.size
 
         if wait(all_ended, JOIN_S):
             self.comm.Disconnect()
 
 
-def _spawn(size: int) -> tuple[Any, Any]:
+def _spawn(size: int, board: Segment) -> tuple[Any, Any]:
     try:
         from mpi4py import MPI
     except ImportError as error:
         raise UsageError(f"data.loader: got spawn, but there is no MPI ({error}); use processes") from error
-    program, *arguments = python_line("jaxmpi.data.mpi_loaders", os.getpid())
+    program, *arguments = python_line("jaxmpi.data.mpi_loaders", os.getpid(), board.address)
     # The launcher has given all its slots to workers; a loader sleeps most of the time.
     info = MPI.Info.Create({"host": MPI.Get_processor_name(), "map_by": "slot:oversubscribe"})
-    ended: Future[Any] = Future()
+    started: Future[Any] = Future()
 
     def spawn() -> None:
         try:
-            ended.set_result(MPI.COMM_SELF.Spawn(program, arguments, size, info))
+            started.set_result(MPI.COMM_SELF.Spawn(program, arguments, size, info))
         except MPI.Exception as error:
-            ended.set_exception(error)
+            started.set_exception(error)
 
-    # In a thread of its own, since under load Open MPI may hang in this call and ignore signals.
+    # In a thread of its own: under load Open MPI may hang in this call, deaf to signals.
     threading.Thread(target=spawn, name="jaxmpi spawn", daemon=True).start()
     waited = WaitClock()
-    while not ended.done():
+    while not started.done():
         if waited.look() > failures.START_TIMEOUT_S:
             failures.note_spawned()
             raise TrainingError(
@@ -155,7 +141,7 @@ def _spawn(size: int) -> tuple[Any, Any]:
             )
         time.sleep(POLL_S)
     try:
-        comm = ended.result()
+        comm = started.result()
     except MPI.Exception as error:
         raise UsageError(
             f"data.loader: got spawn, but MPI cannot start {size} loaders a worker ({error}): no slots are left, or "
@@ -166,7 +152,7 @@ def _spawn(size: int) -> tuple[Any, Any]:
 
 
 def _receive(mpi: Any, comm: Any, status: Any) -> tuple[int, bytes] | None:
-    """Tag and message of the first that has come, whose source the status then has; or None."""
+    """Tag and contents of the next message that has come, described by the status from now on; or None."""
     if not comm.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG, status):
         return None
     message = bytearray(status.Get_count(mpi.BYTE))
@@ -180,21 +166,24 @@ KINDS["spawn"] = SpawnedLoaders
 # ---------------------------------------------------------------- in a loader
 
 
-def main(worker: int) -> None:
-    """Pass messages between worker and loader until the worker sends "stop".
+def main(worker: int, board: tuple[int, ...]) -> None:
+    """Pass messages between a worker and a loader until the worker sends "stop".
 
-    `worker` is the worker's process on this host. The loader is a process of its own: MPI would end the whole job with
-    it, and nobody could say at which file.
+    The loader is a process of its own: with one of its own processes MPI would end the whole job, and nobody could say
+    at which file.
+
+    Args:
+        worker: the worker's process on this host.
+        board: address of the loaders' board.
     """
     job_folder.end_with_supervisor()
     ignore_signals()
     threading.Thread(target=_end_with, args=(worker,), daemon=True).start()
-    loader = start_process()
-    outbox = open_outbox(loader.pipe)
     with failures.start_limit():
         from mpi4py import MPI
-
     comm, is_alive = MPI.Comm.Get_parent(), True
+    loader = start_process(MPI.COMM_WORLD.rank, board)
+    outbox = open_outbox(loader.pipe)
     while True:  # not `polling.wait`: there is no time limit, and it sleeps in `pipe.poll`, which ends with a message
         while (received := _receive(MPI, comm, MPI.Status())) is not None:
             tag, message = received
@@ -210,11 +199,11 @@ def main(worker: int) -> None:
             time.sleep(POLL_S)
         elif loader.pipe.poll(POLL_S):
             try:
-                words = loader.pipe.recv_bytes()
+                answer = loader.pipe.recv_bytes()
             except (EOFError, OSError):
                 loader.process.wait()
-                words, is_alive = ENDED + b" " + how_ended(loader.process).encode(), False
-            comm.Send([words, MPI.BYTE], 0, TO_WORKER)
+                answer, is_alive = ENDED + b" " + how_ended(loader.process).encode(), False
+            comm.Send([answer, MPI.BYTE], 0, TO_WORKER)
 
 
 def _end_with(worker: int) -> None:

@@ -1,7 +1,7 @@
 """Reads of other processes' memory on this host, by Linux's `process_vm_readv`.
 
-A read is one copy, and needs no help of the other process. A reader must know that what it reads is complete and
-stays: processes agree on that by other means.
+A read is one copy, and needs no help of the other process. That what is read is complete and stays must be agreed on by
+other means.
 """
 
 import ctypes
@@ -17,14 +17,14 @@ from jaxmpi.core.errors import TrainingError
 from jaxmpi.data.memory_source import Arena
 
 MOST_SPANS = 1024  # spans in one call, by POSIX's IOV_MAX
-LAUNCHER_FIRST_S = 5.0  # if a process is gone
+LAUNCHER_FIRST_S = 5.0  # for the launcher to say which process is gone, and to end this one
 _readv: Any = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
 if _readv is not None:
     _readv.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
     _readv.restype = ctypes.c_ssize_t
 
 
-def read(pid: int, begins: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> None:
+def read_memory(pid: int, begins: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> None:
     """Copy spans of another process's memory, one after another, into u8 `out`.
 
     Args:
@@ -63,7 +63,7 @@ class PeerMemory:
 
     Attributes:
         is_forbidden: whether the system of this host does not permit it.
-        near: bool[members]; this process is near to itself. All members of a host are near to each other, or none.
+        near: bool[members], this process included. All members of a host are near to each other, or none.
     """
 
     def __init__(self, group: Any, hosts: Sequence[int]) -> None:
@@ -81,18 +81,17 @@ class PeerMemory:
 
 def _is_readable(row: np.ndarray) -> bool:
     pid, address, *token = row.tolist()
-    found = np.empty(2, np.int64)
+    got = np.empty(2, np.int64)
     try:
-        read(pid, np.array([address]), np.array([found.nbytes]), found.view(np.uint8))
+        read_memory(pid, np.array([address]), np.array([got.nbytes]), got.view(np.uint8))
     except OSError:
         return False
-    return found.tolist() == token
+    return got.tolist() == token
 
 
-def addresses(arena: Arena) -> np.ndarray:
+def arena_addresses(arena: Arena) -> np.ndarray:
     """i64[4]: addresses of an arena's bytes, records and begins, and the count."""
-    at = [array.ctypes.data for array in (arena.bytes, arena.records, arena.begins)]
-    return np.array([*at, arena.records.size], np.int64)
+    return np.array([*(x.ctypes.data for x in (arena.bytes, arena.records, arena.begins)), arena.records.size])
 
 
 class PeerArena:
@@ -100,13 +99,13 @@ class PeerArena:
 
     Args:
         pid: of the process.
-        found: i64[4], its `addresses`.
+        addresses: i64[4], `arena_addresses` there.
         lengths: i64[n], bytes of every record of the data set.
     """
 
-    def __init__(self, pid: int, found: np.ndarray, lengths: np.ndarray) -> None:
+    def __init__(self, pid: int, addresses: np.ndarray, lengths: np.ndarray) -> None:
         self.pid, self.lengths = pid, lengths
-        at_bytes, at_records, at_begins, count = found.tolist()
+        at_bytes, at_records, at_begins, count = addresses.tolist()
         self.records, begins = np.empty((2, count), np.int64)
         for table, address in ((self.records, at_records), (begins, at_begins)):
             self._read(np.array([address]), np.array([table.nbytes]), table.view(np.uint8))
@@ -118,8 +117,8 @@ class PeerArena:
 
     def _read(self, begins: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> None:
         try:
-            read(self.pid, begins, lengths, out)
+            read_memory(self.pid, begins, lengths, out)
         except OSError as error:
-            time.sleep(LAUNCHER_FIRST_S)  # it names who went, and ends this rank too
+            time.sleep(LAUNCHER_FIRST_S)
             what = "the data set in memory: records of another worker of this host cannot be read any more"
             raise TrainingError(f"{what}; {error}") from error

@@ -1,8 +1,8 @@
-"""A worker's part of the data in memory, shuffled by a thread.
+"""A worker's part of the data in memory, shuffled by a thread while the epoch before is read.
 
-A worker reads the records of others on its host out of their memory. Those of other hosts are sent by MPI_Ialltoallv
-over a communicator of the group's own. It is made when all ranks open their data, and one thread at a time uses it. The
-thread sleeps between looks at it: it must not spin on a core that computes.
+Records of other workers on the host are read out of their memory. Those of other hosts are sent by MPI_Ialltoallv over
+a communicator of the group's own, which one thread at a time uses. The thread sleeps between looks at it: it must not
+spin on a core that computes.
 """
 
 import collections
@@ -26,11 +26,20 @@ from jaxmpi.config.data import Data, shuffle_schedule
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.shared_memory import available_bytes
-from jaxmpi.data.group_order import GroupSampler, Move, holders_by_place, holders_by_slice, members, slices
-from jaxmpi.data.memory_source import Arena, MemorySource, check_group, check_room, room, shuffled, smallest_group
-from jaxmpi.data.peer_memory import PeerArena, PeerMemory, addresses
+from jaxmpi.data import memory_source
+from jaxmpi.data.group_order import (
+    GroupSampler,
+    Move,
+    place_owners,
+    plan_moves,
+    record_owners,
+    slice_bounds,
+    slice_owners,
+)
+from jaxmpi.data.memory_source import Arena, MemorySource, check_group, check_room, need_and_left, smallest_group
+from jaxmpi.data.peer_memory import PeerArena, PeerMemory, arena_addresses
 from jaxmpi.data.sources.base import Source
-from jaxmpi.runtime import spans
+from jaxmpi.runtime import progress
 
 THREAD = "jaxmpi shuffle"
 POLL_S = 0.0002  # between looks at what is sent
@@ -49,7 +58,7 @@ class Shuffle(NamedTuple):
     moved_bytes: int  # that came to this process from others
 
 
-def in_words(sampler: GroupSampler, is_auto: bool, worker_bytes: float, load_s: float, moves: bool) -> str:
+def describe_memory(sampler: GroupSampler, is_auto: bool, worker_bytes: float, load_s: float, moves: bool) -> str:
     """Where the records are, and when they move, for the user."""
     auto = " (auto)" if is_auto else ""
     if sampler.parts == 1:
@@ -91,11 +100,11 @@ class MemoryShuffle:
         self.load_s = 0.0  # seconds that loading took
         self.shuffles: list[Shuffle] = []  # that are done
         self._is_loaded = False
-        self._turn, self._last = -1, None  # turns of the sampler: the one that is read, and the last that will be
+        self._turn, self._last_turn = -1, None
         self._placed: int | None = None  # the shuffle whose records are here or will be; None: as they were loaded
-        # Shuffles, which keep this object alive until they are done; the thread does not.
-        self._wanted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._end: weakref.finalize | None = None
+        # Shuffles to do. They keep this object alive until they are done; the thread itself does not.
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._stop: weakref.finalize | None = None
         if group is None:
             return
         first = control.rank - group.rank
@@ -103,14 +112,14 @@ class MemoryShuffle:
         if self.neighbours.is_forbidden and control.rank == 0:
             print(FORBIDDEN, file=sys.stderr)
         if in_background:
-            thread = threading.Thread(target=_work, args=(self._wanted,), name=THREAD, daemon=True)
+            thread = threading.Thread(target=_work, args=(self._queue,), name=THREAD, daemon=True)
             thread.start()
-            self._end = weakref.finalize(self, _stop, thread, self._wanted)
+            self._stop = weakref.finalize(self, _stop, thread, self._queue)
 
     def stop(self) -> None:
-        """End the thread once the shuffle that it has begun is done."""
-        if self._end:
-            self._end()
+        """End the thread once the shuffle that it is at is done."""
+        if self._stop:
+            self._stop()
 
     def close(self) -> None:
         """`stop`, and give the communicator back; all ranks call it together."""
@@ -129,30 +138,21 @@ class MemoryShuffle:
             UsageError: on all ranks alike: a host has too little memory for its ranks.
         """
         self.load()
-        if self.group is None:
-            return
-        self._turn, self._last = -1, None if stop is None else self.sampler.turn_of(stop - 1)
-        self._bring(self.sampler.turn_of(step))
+        if self.group is not None:
+            self._turn, self._last_turn = -1, None if stop is None else self.sampler.turn_of_step(stop - 1)
+            self._bring(self.sampler.turn_of_step(step))
 
     def reached(self, step: int) -> None:
-        """Note that batches have reached `step`; bring the next turn's records.
-
-        A turn is an epoch, or a piece of one. All ranks call this at the same steps.
-        """
-        if self.group is None:
+        """Note that batches have reached `step`, and bring the next turn's records; on all ranks at the same steps."""
+        if self.group is None or (turn := self.sampler.turn_of_step(step)) == self._turn:
             return
-        turn = self.sampler.turn_of(step)
-        if turn != self._turn:
-            self._turn = turn
-            is_last = self._last is not None and turn >= self._last
-            if is_last or not self._bring(turn + 1):
-                self.source.forget()
+        self._turn = turn
+        is_last = self._last_turn is not None and turn >= self._last_turn
+        if is_last or not self._bring(turn + 1):
+            self.source.forget()
 
     def load(self) -> bool:
-        """Load this process's part once; return True if this call did.
-
-        All ranks call this together. Communicates and raises as `begin`.
-        """
+        """Load this process's part once, on all ranks together; return True if this call did. Raises as `begin`."""
         if self._is_loaded:
             return False
         begin = time.perf_counter()
@@ -165,18 +165,18 @@ class MemoryShuffle:
 
     def _load_slice(self) -> None:
         group, source = self.group, self.source
-        begins = slices(len(source), group.size)
-        source.load(np.arange(begins[group.rank], begins[group.rank + 1]), self._check_room)
+        bounds = slice_bounds(len(source), group.size)
+        begin, end = bounds[group.rank : group.rank + 2].tolist()
+        source.load(np.arange(begin, end), self._check_room)
         self._wait(group.Ibarrier(), "workers of its group, which still read their parts")
         for values in (source.lengths, source.labels, source.is_corrupt.view(np.uint8)):
-            local = values[begins[group.rank] : begins[group.rank + 1]].copy()
-            group.Allgatherv(local, [values, (np.diff(begins).tolist(), begins[:-1])])
+            group.Allgatherv(values[begin:end].copy(), [values, (np.diff(bounds).tolist(), bounds[:-1].tolist())])
         self._check_room(source.lengths.sum() / group.size, source.newest().bytes.size)  # now all lengths are known
         if self.sampler.piece_steps:
             source.keep_first()
 
-    def _check_room(self, part_bytes: float, held_bytes: float) -> None:
-        local = room(part_bytes, held_bytes, 1 if self.group is None else self.sampler.copies)
+    def _check_room(self, part_bytes: float, loaded_bytes: float) -> None:
+        local = need_and_left(part_bytes, loaded_bytes, 1 if self.group is None else self.sampler.copies)
         rows, control = local[None], self.control
         if isinstance(control, MpiProcesses):
             rows = np.empty((control.size, local.size))
@@ -184,31 +184,32 @@ class MemoryShuffle:
         check_room(rows, control.hosts)
 
     def _bring(self, turn: int) -> bool:
-        placed = self.sampler.shuffle_of(turn)
+        placed = self.sampler.shuffle_of_turn(turn)
         if placed == self._placed:
             return False
         self.source.promise()
         shuffle = partial(self._shuffle, placed, self._placed)
-        if self._end:
-            self._wanted.put(shuffle)
+        if self._stop:
+            self._queue.put(shuffle)
         else:
             shuffle()
         self._placed = placed
         return True
 
-    # ------------------------------------------------------------ the thread's own
+    # ------------------------------------------------------------ in the thread
 
     def _shuffle(self, shuffle: int, before: int | None) -> None:
-        """Move records from their holders after `before` to those of `shuffle`."""
+        """Move records from their owners after shuffle `before` to those of `shuffle`."""
         group, source, sampler = self.group, self.source, self.sampler
-        begin, parts = time.perf_counter(), group.size
-        order, worker = sampler.brought(shuffle)
+        begin = time.perf_counter()
+        order, worker = sampler.shuffled_records(shuffle)
         if before is None or sampler.piece_steps:
-            holders = holders_by_slice(len(source), parts)
+            owners = slice_owners(len(source), group.size)
         else:
-            order_before, worker_before = sampler.brought(before)
-            holders = holders_by_place(order_before, worker_before // self.each)
-        arena, moves = shuffled(source, order, holders, worker // self.each, group.rank, parts, source.forget())
+            order_before, worker_before = sampler.shuffled_records(before)
+            owners = record_owners(order_before, worker_before // self.each)
+        moves = list(plan_moves(order, owners, worker // self.each, source.lengths, group.rank, group.size))
+        arena = new_arena(source, moves)
         source.expect(arena.records)
         self._fill(arena, moves)
         self._wait(group.Ibarrier())  # others may still read what this member forgets next
@@ -216,7 +217,7 @@ class MemoryShuffle:
         end = time.perf_counter()
         moved_bytes = sum(int(move.received_bytes.sum() - move.received_bytes[group.rank]) for move in moves)
         self.shuffles.append(Shuffle(end - begin, moved_bytes))
-        spans.record_span("shuffle", f"shuffle {len(self.shuffles)}, {moved_bytes / 1e6:.3g} MB", begin, end)
+        progress.record_span("shuffle", f"shuffle {len(self.shuffles)}, {moved_bytes / 1e6:.3g} MB", begin, end)
 
     def _fill(self, arena: Arena, moves: list[Move]) -> None:
         pending: collections.deque[tuple[Any, np.ndarray]] = collections.deque()  # requests, and what they send
@@ -227,8 +228,8 @@ class MemoryShuffle:
             begins = np.cumsum(move.received_bytes) - move.received_bytes
             if is_far.any():
                 sent = self.source.origin().gather(move.sent[is_far[move.to]])
-                into = message(received, move.received_bytes * is_far, begins)
-                pending.append((self.group.Ialltoallv(message(sent, move.sent_bytes * is_far), into), sent))
+                into = alltoallv_buffer(received, move.received_bytes * is_far, begins)
+                pending.append((self.group.Ialltoallv(alltoallv_buffer(sent, move.sent_bytes * is_far), into), sent))
             for m, near in old.items():
                 near.gather(move.received[move.source == m], received[begins[m] : begins[m] + move.received_bytes[m]])
             if len(pending) == AHEAD:
@@ -240,7 +241,7 @@ class MemoryShuffle:
         """The complete arenas of this member and those near it."""
         group, source, neighbours = self.group, self.source, self.neighbours
         rows = np.empty((group.size, 4), np.int64)
-        self._wait(group.Iallgather(addresses(source.origin()), rows))
+        self._wait(group.Iallgather(arena_addresses(source.origin()), rows))
         near = np.roll(np.flatnonzero(neighbours.near), -group.rank)  # not all read the same one first
         old = {m: PeerArena(int(neighbours.pids[m]), rows[m], source.lengths) for m in near.tolist() if m != group.rank}
         return old | {group.rank: source.origin()}
@@ -260,6 +261,15 @@ class MemoryShuffle:
             time.sleep(POLL_S)
 
 
+def new_arena(source: MemorySource, moves: list[Move]) -> Arena:
+    """The empty arena that these moves fill in order, in pages that nobody reads any more if they are enough."""
+    spare = source.forget()
+    part_bytes = sum(int(move.received_bytes.sum()) for move in moves)
+    spare_bytes = len(spare) * memory_source.SPARE // (memory_source.SPARE + 1) if spare else 0
+    memory_source.check_alone(part_bytes, spare_bytes)  # others may have taken memory since
+    return Arena(np.concatenate([move.received for move in moves]), source.lengths, spare)
+
+
 def _work(wanted: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (shuffle := wanted.get()) is not None:
         shuffle()
@@ -272,12 +282,12 @@ def _stop(thread: threading.Thread, wanted: "queue.SimpleQueue[Callable[[], None
         thread.join()
 
 
-def message(raw: np.ndarray, size_bytes: np.ndarray, place: np.ndarray | None = None) -> list:
-    """u8 as MPI takes it, with each member's bytes and offsets, side by side if there is no `place`."""
-    return [raw, (size_bytes, np.cumsum(size_bytes) - size_bytes if place is None else place), "B"]
+def alltoallv_buffer(raw: np.ndarray, size_bytes: np.ndarray, begins: np.ndarray | None = None) -> list:
+    """u8 as MPI takes it, with each member's bytes and offsets, side by side if there are no `begins`."""
+    return [raw, (size_bytes, np.cumsum(size_bytes) - size_bytes if begins is None else begins), "B"]
 
 
-def keep(
+def keep_in_memory(
     source: Source,
     data: Data,
     seed: int,
@@ -289,7 +299,7 @@ def keep(
 ) -> tuple[MemoryShuffle, tuple[GroupSampler, ...]]:
     """A store for a source's records, not yet loaded, and its samplers.
 
-    Examples of an evaluation are read in one order for ever: each worker keeps those that it reads.
+    Examples of an evaluation are read in one order always: each worker keeps those that it reads.
 
     Communicates: makes a communicator of each group; two allgathers over it. With `data.group_size` auto, rank 0 also
     sends the mean length of a sample that it reads. All ranks then gather the memory that is left on each host.
@@ -313,7 +323,7 @@ def keep(
         parts = check_group(int(data.group_size), size, each)
     samplers = tuple(sampler(n, effective_batch, rank, size, seed, **options, parts=parts) for rank in workers.mine)
     if not train:
-        fixed = np.flatnonzero(np.isin(members(n, effective_batch, size), workers.mine))
+        fixed = np.flatnonzero(np.isin(place_owners(n, effective_batch, size), workers.mine))
         return MemoryShuffle(inside, control, fixed, None, samplers[0]), samplers
     if not isinstance(control, MpiProcesses) or parts <= each:
         return MemoryShuffle(inside, control, np.arange(n), None, samplers[0]), samplers

@@ -37,7 +37,7 @@ from jaxmpi.functions.reductions import scatter as scatter
 from jaxmpi.functions.reductions import sum as sum
 from jaxmpi.functions.shared_array import SharedArray
 from jaxmpi.functions.variable import Variable, make_variable
-from jaxmpi.runtime.launchers import launched_workers
+from jaxmpi.runtime.process import launched_workers
 
 
 def function(

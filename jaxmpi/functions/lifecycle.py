@@ -30,8 +30,8 @@ from jaxmpi.functions.commands import execute
 from jaxmpi.functions.groups import DeviceGroup, ForkedGroup, ProcessGroup, RankGroup, SumFailed, WorkerGroup
 from jaxmpi.functions.transport import MpiTransport, SocketTransport, WorkerDied
 from jaxmpi.functions.worker import Command
-from jaxmpi.runtime import affinity, allocator, caches, device_setup, failures, launchers, prepare
-from jaxmpi.runtime.mpi_end import call_before_finalize
+from jaxmpi.runtime import allocator, caches, failures, process
+from jaxmpi.runtime.failures import call_before_finalize
 
 START_TIMEOUT_S = 120.0  # for a forked worker to import JAX and call back
 KINDS = ("auto", "devices", "processes")
@@ -47,9 +47,7 @@ def current_group() -> WorkerGroup:
     global _group
     check(not _is_worker, "this process is a worker, and runs what its master sends; only the master's script goes on")
     if _group is None:
-        _group = (
-            group_of_ranks(is_serial=False) if launchers.launched_workers() > 1 else DeviceGroup(jax.local_devices())
-        )
+        _group = group_of_ranks(is_serial=False) if process.launched_workers() > 1 else DeviceGroup(jax.local_devices())
     return _group
 
 
@@ -98,7 +96,7 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
 
 def make_group(n: int | None, kind: str) -> WorkerGroup:
     """The workers that `fork` makes."""
-    if (ranks := launchers.launched_workers()) > 1:
+    if (ranks := process.launched_workers()) > 1:
         check(n in (None, ranks), f"fork: got {n} workers; the launcher started {ranks} ranks: fork()")
         group = group_led_by_rank_0()
         if group.transport.rank != 0:
@@ -110,10 +108,10 @@ def make_group(n: int | None, kind: str) -> WorkerGroup:
         may_be_several = getattr(jax.config, "jax_num_cpu_devices", 1) > 1 or "device_count" in os.getenv(
             "XLA_FLAGS", ""
         )
-        if may_be_several or device_setup.visible_gpus():  # else a CPU's single device is not started here
+        if may_be_several or process.visible_gpus():  # else a CPU's single device is not started here
             devices = jax.local_device_count()
-        has_gpus = bool(device_setup.visible_gpus()) and jax.default_backend() != "cpu"
-    n = n or default_workers(kind, devices, has_gpus, affinity.cores())
+        has_gpus = bool(process.visible_gpus()) and jax.default_backend() != "cpu"
+    n = n or default_workers(kind, devices, has_gpus, process.cores())
     if kind != "devices" and n > devices:
         return start_forked_group(n)
     every = jax.local_devices()
@@ -193,11 +191,11 @@ def end_ranks(led: RankGroup) -> None:
 def start_forked_group(n: int) -> WorkerGroup:
     """Start n - 1 processes and take part as the first."""
     check(
-        not device_setup.visible_gpus() or os.environ.get("JAX_PLATFORMS") == "cpu",
-        f"fork: got {n} workers for {len(device_setup.visible_gpus())} GPUs; forked processes are for CPUs. fork() "
+        not process.visible_gpus() or os.environ.get("JAX_PLATFORMS") == "cpu",
+        f"fork: got {n} workers for {len(process.visible_gpus())} GPUs; forked processes are for CPUs. fork() "
         "takes all GPUs, mpirun shares them; JAX_PLATFORMS=cpu leaves them alone",
     )
-    prepare.prepare()
+    process.prepare()
     number = next(_forks)
     pipes = {rank: Pipe() for rank in range(1, n)}
     jobs = {rank: start_worker({"rank": rank, "size": n, "fork": number}, *ends) for rank, ends in pipes.items()}
@@ -206,8 +204,8 @@ def start_forked_group(n: int) -> WorkerGroup:
         for rank, connection in transport.connections.items():
             if not connection.poll(START_TIMEOUT_S):
                 raise TrainingError(f"fork: worker {rank} did not start within {START_TIMEOUT_S:.0f} s")
-        before = affinity.core_mask()
-        affinity.pin_cores(0, n)  # now that the others have started, which would inherit it
+        before = process.core_mask()
+        process.pin_cores(0, n)  # now that the others have started, which would inherit it
         group = ForkedGroup(transport, number)
         group.cores = before
         return group
@@ -225,7 +223,7 @@ def start_worker(setup: dict[str, Any], ours: Connection, theirs: Connection) ->
     The socket carries import path, arguments and JAX settings, for which a command line may be too short.
     """
     setup |= {"path": sys.path, "argv": sys.argv, "x64": bool(jax.config.jax_enable_x64)}  # pyright: ignore[reportAttributeAccessIssue]
-    env = {name: value for name, value in os.environ.items() if name not in launchers.VARIABLES}
+    env = {name: value for name, value in os.environ.items() if name not in process.VARIABLES}
     code = f"from jaxmpi.functions.lifecycle import forked_main; forked_main({theirs.fileno()})"
     job = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -247,7 +245,7 @@ def forked_main(socket: int) -> None:
     sys.path[:], sys.argv[:] = setup["path"], setup["argv"]  # a script that it imports may read its arguments
     jax.config.update("jax_enable_x64", setup["x64"])
     allocator.keep_freed_memory()
-    affinity.pin_cores(setup["rank"], setup["size"])
+    process.pin_cores(setup["rank"], setup["size"])
     caches.use_compilation_cache()
     code = 0
     try:

@@ -1,8 +1,8 @@
 """Profile of calls by function (Stooke and Abbeel 2017, table 1).
 
 Parts exclude each other: one that begins inside another stops the other's clock, so that they add up to the total.
-Without a profile a part is one comparison and reads no clock. Spans (`runtime/spans.py`) overlap and are of a trainer's
-step.
+Without a profile a part is one comparison and reads no clock. Spans (`runtime/progress.py`) overlap and are of a
+trainer's step.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import jax.monitoring
 
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import write_all
-from jaxmpi.runtime.launchers import launched
+from jaxmpi.runtime.process import launched
 
 PARTS = {
     "function": "this worker computes",

@@ -30,7 +30,7 @@ from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.process_stat import stat_of
 from jaxmpi.runtime import job_folder
-from jaxmpi.runtime.mpi_end import call_before_finalize
+from jaxmpi.runtime.failures import call_before_finalize
 
 
 class OutOfStep(TrainingError):

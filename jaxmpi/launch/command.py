@@ -27,7 +27,7 @@ from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.launch.experiment_facts import ExperimentFacts, facts_of
 from jaxmpi.launch.options import USAGE, Options, parse
 from jaxmpi.launch.supervisor import PROBE_S, SupervisedJob, supervise, without
-from jaxmpi.runtime import affinity, failures, job_folder
+from jaxmpi.runtime import failures, job_folder, process
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> NoReturn:
 
 def launch(options: Options) -> NoReturn:
     """Print the line and supervise it; exec one worker without restarts."""
-    host = {"cores": affinity.cores(), "is_root": os.geteuid() == 0}
+    host = {"cores": process.cores(), "is_root": os.geteuid() == 0}
     is_alone = options.workers == 1 and not options.launcher_args
     may_outlive = not is_alone and options.launcher == "mpirun" and has_ulfm(version_of(find("mpirun")))
     check(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError, lookup
-from jaxmpi.runtime import failures, launchers
+from jaxmpi.runtime import failures, process
 
 TIMEOUT_S = 60.0  # for an experiment file to run
 # Words in a line or a file by which these facts may change, and those by which code runs that is not in sight.
@@ -124,7 +124,7 @@ def main(parent: str, answer: str, *train_args: str) -> None:
     """Run the experiment file, and write its facts, or the user's error, as JSON."""
     from jaxmpi.rules.registry import RULES  # noqa: PLC0415 - the launcher itself imports no JAX
 
-    launchers.end_with_parent(int(parent))
+    process.end_with_parent(int(parent))
     try:
         experiment, _ = experiment_file.parse([*train_args])
         rule = lookup(RULES, experiment.rule.name, "rule")

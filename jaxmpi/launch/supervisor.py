@@ -28,7 +28,7 @@ from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import HeldFolder
 from jaxmpi.launch.postmortem import HOST_GONE, KILLED, TAIL_BYTES, culprit
-from jaxmpi.runtime import failures, interrupts, job_folder, launchers
+from jaxmpi.runtime import failures, interrupts, job_folder, process
 
 # Exit codes after which a restart is pointless: done, error of usage, to be resumed later, interrupted.
 FINAL = (0, failures.MISUSED, failures.PREEMPTED, failures.INTERRUPTED)
@@ -113,7 +113,7 @@ class JobRunner:
                 stderr=stderr.end,
                 # A process group in the background is stopped if it reads from the terminal.
                 stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
-                preexec_fn=partial(launchers.end_with_parent, os.getpid()),
+                preexec_fn=partial(process.end_with_parent, os.getpid()),
                 env=SETTINGS | ONE_ARENA | os.environ | setting,
                 # On signals to its group mpirun would kill the ranks 0.25 s later. In a session of its own the kernel
                 # would ignore SIGTSTP for it.
@@ -153,7 +153,7 @@ def wait_for_end(job: subprocess.Popen, setting: Mapping[str, str], *, outlives_
         look_s = FIRST_LOOK_S if looks < FIRST_LOOKS else LOOK_S
         with contextlib.suppress(subprocess.TimeoutExpired):
             return job.wait(look_s)
-        here = launchers.ranks_under(job.pid)
+        here = process.ranks_under(job.pid)
         seen |= here
         looks += bool(seen)
         may_leave = (words / job_folder.FINISHED).exists()

@@ -20,8 +20,7 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxmpi.comm.topology import Workers
-from jaxmpi.runtime.affinity import core_mask, cores
-from jaxmpi.runtime.device_setup import my_gpu
+from jaxmpi.runtime.process import core_mask, cores, my_gpu
 
 Jaxpr = jax.extend.core.Jaxpr
 Shape = tuple[int, ...]

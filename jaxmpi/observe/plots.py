@@ -256,5 +256,5 @@ def colour(i: int) -> Any:
 
 
 def literal(text: str) -> str:
-    """Escape a text, so that matplotlib reads no formula in it."""
-    return text.replace("$", r"\$")
+    """A text that matplotlib can draw: no formula is read in it, and what cannot be encoded is `?`."""
+    return text.encode(errors="replace").decode().replace("$", r"\$")

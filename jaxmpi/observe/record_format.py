@@ -19,6 +19,6 @@ PARTS = {
     "sync": "waits for ranks that enter the exchange later",
     "other": "the loop's own: logging, and compilation of the first step",
 }
-# Sources of the time of an exchange, from the least to the most certain.
-SOURCES = ("none", "unknown", "measured")
-OF_EXCHANGE = ("exchange", "hidden", "sync")  # parts that are unknown if their source is "unknown"
+SOURCES = ("none", "unknown", "measured")  # of the time of an exchange, from the least to the most certain
+EXCHANGE_PARTS = ("exchange", "hidden", "sync")  # parts that are unknown if their source is "unknown"
+SAMPLES = "samples"  # folder of a run directory with pictures that a callback shows

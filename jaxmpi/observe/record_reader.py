@@ -10,28 +10,29 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import read_plain
-from jaxmpi.core.json_tree import MALFORMED
-from jaxmpi.observe.record_format import FORMAT, PARTS, SOURCES
-from jaxmpi.observe.samples import Sample, newest
+from jaxmpi.core.json_tree import MALFORMED, parse_json
+from jaxmpi.observe.record_format import FORMAT, PARTS, SAMPLES, SOURCES
 
 MOST_LINES = 4_000  # lines of steps that are read in full; in a longer record the others have their numbers only
 COLUMNS = 200  # columns of a map at most
 MOST_RANKS = 1 << 20
 MOST = 1e100  # so that sums of drawn values are finite
 MOST_RECORD_BYTES = 1 << 30  # a million lines of 64 ranks
-MOST_DEEP = 32  # nested objects in a line
 MOST_FIELDS = 100  # fields with numbers in lines of a kind
 MOST_FUNCTIONS = 1000  # rows of a profile
+MOST_SAMPLES = 50
+MOST_TEXT = 10_000  # characters of a sample
+MOST_PICTURE_BYTES = 1 << 22
 # A line of a step as the recorder writes it: its numbers, then its lists, if any.
 STEP = re.compile(
     rb'(\{"kind": "train"[^][{}]*)'
@@ -41,6 +42,16 @@ XS = ("step", "epoch", "elapsed_s")
 NO_FIGURES = {*XS, *PARTS, "kind", "examples", "own_ranks", "eval_count"}  # fields of a line that no curve shows
 
 Table = dict[str, np.ndarray]  # f64[lines] each, NaN if a line has none
+Row = Mapping[str, Any]
+
+
+class Sample(NamedTuple):
+    """The newest sample of a name."""
+
+    name: str
+    step: Any
+    text: str = ""
+    picture: bytes = b""  # PNG
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +77,7 @@ class Record:
     def worker_steps(self) -> list[float]:
         """Steps by worker in the last `workers` line; empty if incomplete."""
         steps = [values[-1] for name, values in self.workers.items() if name.startswith("worker_steps.")]
-        return [float(made) for made in steps] if all(made >= 0 for made in steps) else []
+        return [float(count) for count in steps] if all(count >= 0 for count in steps) else []
 
 
 # ---------------------------------------------------------------- reading
@@ -101,7 +112,7 @@ def read(folder: Path, name: str = "") -> Record:
         exchange_time=Counter(source for source in sources if source in SOURCES),
         slowest=[row["slowest"] for row in trains if "own_s" in row and isinstance(row.get("slowest"), str)],
         notes=collect_notes(facts, broken, [row.get("kind") for row in rows]),
-        samples=newest(folder, rows),
+        samples=newest_samples(folder, rows),
     )
 
 
@@ -121,7 +132,7 @@ def read_study(path: Path) -> list[Record]:
     return [study_record(row, varied, has_files) for row in rows]
 
 
-def study_record(row: Mapping[str, Any], varied: Sequence[str], has_files: bool) -> Record:
+def study_record(row: Row, varied: Sequence[str], has_files: bool) -> Record:
     """A line of a study as a record without steps, named by what differs between lines."""
     cell, file = row["cell"], str(row["experiment"])
     words = [f"{flag} {cell[flag]}" for flag in varied if flag in cell]
@@ -142,11 +153,6 @@ def study_record(row: Mapping[str, Any], varied: Sequence[str], has_files: bool)
     )
 
 
-def as_list(value: Any) -> list[Any]:
-    """The value if it is a list, else an empty one."""
-    return value if isinstance(value, list) else []
-
-
 def parse_lines(path: Path, expected: str) -> tuple[list[dict[str, Any]], int]:
     """Parse the whole lines of a file; return their objects and the number of malformed lines.
 
@@ -160,34 +166,14 @@ def parse_lines(path: Path, expected: str) -> tuple[list[dict[str, Any]], int]:
     rows, broken = [], 0
     for i, line in enumerate(lines):
         found = STEP.fullmatch(line) if i in thinned else None
-        text = found[1] + b"}" if found else line
         try:
-            row = json.loads(text) if text else None
-            if not text.isascii() or b"\\u" in text or text.count(b"{") + text.count(b"[") > MOST_DEEP:
-                row = replace_surrogates(row)
-        except MALFORMED:
+            row = json.loads(found[1] + b"}") if found else parse_json(line, path) if line else None
+        except (*MALFORMED, UsageError):
             broken += i < len(lines) - 1  # the last may be partial
             continue
         if isinstance(row, dict):
             rows.append(row)
     return rows, broken
-
-
-def replace_surrogates(value: Any, deep: int = 0) -> Any:
-    """Make the texts of a JSON value printable: lone surrogates become `?`.
-
-    Raises:
-        ValueError: it is nested deeper than lines of a record are.
-    """
-    if isinstance(value, str):
-        return value.encode(errors="replace").decode()
-    if not isinstance(value, (list, dict)):
-        return value
-    if deep >= MOST_DEEP:
-        raise ValueError("nested too deep")
-    if isinstance(value, list):
-        return [replace_surrogates(each, deep + 1) for each in value]
-    return {replace_surrogates(name): replace_surrogates(each, deep + 1) for name, each in value.items()}
 
 
 def drop_first_timings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -203,7 +189,7 @@ def drop_first_timings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def collect_notes(facts: Mapping[str, Any], broken: int, kinds: Sequence[Any]) -> list[str]:
+def collect_notes(facts: Row, broken: int, kinds: Sequence[Any]) -> list[str]:
     """Notes on missing data, with the reason."""
     version, is_profile = facts.get("format", 1), all(kind == "functions" for kind in kinds)
     order = (version > FORMAT) - (version < FORMAT) if isinstance(version, int) else 1
@@ -220,17 +206,17 @@ def collect_notes(facts: Mapping[str, Any], broken: int, kinds: Sequence[Any]) -
     return [note for note, holds in notes.items() if holds]
 
 
-# ---------------------------------------------------------------- tables
+# ---------------------------------------------------------------- fields of lines
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def table(rows: Sequence[Row]) -> Table:
     """Numbers of all lines by name, with XS first."""
     names = [name for name in dict.fromkeys(chain.from_iterable(rows)) if name not in NO_FIGURES]
     columns = {name: np.array([as_number(row.get(name)) for row in rows]) for name in (*XS, *names[:MOST_FIELDS])}
     return {name: values for name, values in columns.items() if name in XS or not np.isnan(values).all()}
 
 
-def step_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def step_table(rows: Sequence[Row]) -> Table:
     """Numbers of lines of steps; a step's parts as medians over ranks."""
     parts = {part: np.full(len(rows), math.nan) for part in PARTS}
     for i, row in enumerate(rows):
@@ -243,30 +229,36 @@ def step_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table(rows) | parts
 
 
-def worker_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def worker_table(rows: Sequence[Row]) -> Table:
     """Numbers of lines of asynchronous workers, with the steps of each worker."""
     lists = [as_list(row.get("worker_steps")) for row in rows]
     count = len(lists[-1]) if lists else 0
-    steps = np.array([[as_number(v) for v in made] if len(made) == count else [math.nan] * count for made in lists])
+    steps = np.array([[as_number(v) for v in each] if len(each) == count else [math.nan] * count for each in lists])
     return table(rows) | {f"worker_steps.{i}": steps[:, i] for i in range(count)}
 
 
-def as_number(value: Any) -> float:
-    """Convert to float; NaN if not a finite number up to MOST."""
-    return float(value) if isinstance(value, (int, float)) and abs(value) <= MOST else math.nan
+def own_time_matrix(rows: Sequence[Row]) -> np.ndarray:
+    """f64[columns, ranks]: a step's seconds without waits for others; neighbouring lines averaged."""
+    lists = [values for row in rows if isinstance(values := row.get("own_s"), list)]
+    ranks = max(map(len, lists), default=0)
+    full = [[as_number(value) for value in values] for values in lists if ranks and len(values) == ranks]
+    return average_neighbours(np.array(full, float).reshape(len(full), ranks), COLUMNS)
 
 
-def last_buckets(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+def last_list(rows: Sequence[Row], kind: str, name: str) -> list[Any]:
+    """A list of the last line of a kind."""
+    return as_list(next((row.get(name) for row in reversed(rows) if row.get("kind") == kind), None))
+
+
+def last_buckets(rows: Sequence[Row]) -> list[list[Any]]:
     """[label, seconds in flight, seconds waited for] of the last `exchange` line."""
-    last = next((row.get("buckets") for row in reversed(rows) if row.get("kind") == "exchange"), None)
-    whole = [row for row in as_list(last) if isinstance(row, list) and len(row) == 3]
+    whole = [row for row in last_list(rows, "exchange", "buckets") if isinstance(row, list) and len(row) == 3]
     return [row for row in whole if isinstance(row[0], str) and as_number(row[1]) >= 0 and as_number(row[2]) >= 0]
 
 
-def last_functions(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float | str]]:
+def last_functions(rows: Sequence[Row]) -> list[dict[str, float | str]]:
     """Rows of the last profile of calls: `function` and numeric figures."""
-    last = next((row.get("functions") for row in reversed(rows) if row.get("kind") == "functions"), None)
-    named = [row for row in as_list(last) if isinstance(row, dict) and "function" in row]
+    named = [row for row in last_list(rows, "functions", "functions") if isinstance(row, dict) and "function" in row]
     return [
         {"function": str(row["function"])}
         | {name: as_number(value) for name, value in row.items() if isinstance(value, (int, float))}
@@ -274,12 +266,30 @@ def last_functions(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float | 
     ]
 
 
-def own_time_matrix(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """f64[columns, ranks]: a step's seconds without waits for others; neighbouring lines averaged."""
-    lists = [values for row in rows if isinstance(values := row.get("own_s"), list)]
-    ranks = max(map(len, lists), default=0)
-    full = [[as_number(value) for value in values] for values in lists if ranks and len(values) == ranks]
-    return average_neighbours(np.array(full, float).reshape(len(full), ranks), COLUMNS)
+def newest_samples(folder: Path, rows: Iterable[Row]) -> list[Sample]:
+    """The newest sample of each name, without pictures that cannot be read."""
+    last = {str(row.get("name", "")): row for row in rows if row.get("kind") == "sample"}
+    found = []
+    for name, row in [*last.items()][:MOST_SAMPLES]:
+        if isinstance(row.get("text"), str):
+            found.append(Sample(name, row.get("step"), text=row["text"][:MOST_TEXT]))
+        elif re.fullmatch(rf"{SAMPLES}/[\w-]+\.png", str(row.get("file"))):  # a stranger may name any file
+            try:
+                raw = read_plain(folder / row["file"], MOST_PICTURE_BYTES, "a picture")
+            except UsageError:
+                continue
+            found.append(Sample(name, row.get("step"), picture=raw))
+    return found
+
+
+def as_number(value: Any) -> float:
+    """Convert to float; NaN if not a finite number up to MOST."""
+    return float(value) if isinstance(value, (int, float)) and abs(value) <= MOST else math.nan
+
+
+def as_list(value: Any) -> list[Any]:
+    """The value if it is a list, else an empty one."""
+    return value if isinstance(value, list) else []
 
 
 def average_neighbours(values: np.ndarray, most: int) -> np.ndarray:

@@ -1,9 +1,8 @@
 """The record: JSON lines of rank 0 in RUN/record.jsonl, sinks and terminal.
 
 A run may be killed at any time, and its record must stay readable. The file is unbuffered, so a killed run loses at
-most the line being written. A buffer's `close` would also repeat the error of a full disk. A resumed run first drops
-damaged lines and the lines after its checkpoint. Own times of more than 64 ranks are reduced to the greatest of
-neighbouring ranks.
+most the line being written. A resumed run first drops damaged lines and the lines after its checkpoint. Own times of
+more than 64 ranks are reduced to the greatest of neighbouring ranks.
 """
 
 import json
@@ -24,13 +23,12 @@ import numpy as np
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import write_all, write_whole, writing
 from jaxmpi.core.json_tree import MALFORMED
-from jaxmpi.observe import samples
 from jaxmpi.observe.flops import Work
-from jaxmpi.observe.record_format import KINDS, PARTS
+from jaxmpi.observe.record_format import KINDS, PARTS, SAMPLES
 from jaxmpi.observe.sinks.base import Sink, close, send
 from jaxmpi.observe.step_timing import Summary
 from jaxmpi.observe.terminal import Plain, ProgressLine, Terminal, format_number
-from jaxmpi.runtime.spans import Span
+from jaxmpi.runtime.progress import Span
 
 COMPUTE = [*PARTS].index("compute")
 BEHIND = 1.1  # times the median: a rank that is reported as slow
@@ -74,7 +72,8 @@ class Recorder:
         self._start = self._begin - elapsed_s
         self._window = self._begin, 0
         self._compute_s = 0.0  # in steps, since this start
-        self._buckets = BucketTimes()
+        self._buckets: dict[str, np.ndarray] = {}  # seconds in flight and waited for since the last evaluation
+        self._bucket_steps = 0.0
 
     def elapsed_s(self) -> float:
         """Seconds of training so far, earlier parts of a resumed run included."""
@@ -119,12 +118,13 @@ class Recorder:
             raise UsageError(f"show: got name {name!r}; expected letters, digits, _ and -")
         if isinstance(value, str):
             return self.write("sample", step=step, name=name, text=value)
-        picture = samples.check_picture(value)
+        picture = as_picture(value)
         if self._file:
-            path = f"{samples.FOLDER}/{name}_{step:08d}.png"
+            path = f"{SAMPLES}/{name}_{step:08d}.png"
             file = Path(self._file.name).parent / path
             with writing(file):
-                samples.save(picture, file)
+                file.parent.mkdir(exist_ok=True)
+                write_whole(file, encode_png(picture))
             self.write("sample", step=step, name=name, file=path)
 
     def train(
@@ -176,7 +176,7 @@ class Recorder:
             slowest, ranks = self._slowest(anatomy.own_s), len(anatomy.own_s)
             shares = {part: anatomy.means[part] / (anatomy.step_s or 1.0) for part in anatomy.table if part != "hidden"}
             self._compute_s += float(anatomy.spent[COMPUTE].mean())
-            self._buckets.add(noted, anatomy.steps)
+            self._add_buckets(noted, anatomy.steps)
             fields |= {
                 "step_s": anatomy.step_s,
                 "goodput": self._compute_s / max(now - self._begin, 1e-9),
@@ -208,6 +208,13 @@ class Recorder:
             )
         )
 
+    def _add_buckets(self, noted: Sequence[Span], steps: float) -> None:
+        self._bucket_steps += steps
+        for span in noted:
+            if span.track in ("travel", "wait"):
+                both = self._buckets.setdefault(span.name, np.zeros(2))
+                both[int(span.track == "wait")] += span.end_s - span.begin_s
+
     def _slowest(self, own_s: Sequence[float]) -> str:
         """The rank that others wait for; empty if none is far behind."""
         own = [seconds for seconds in own_s if seconds]  # 0: a worker that has left
@@ -229,8 +236,11 @@ class Recorder:
             means["eval_bits_per_byte"] = means["eval_loss"] / math.log(2) * tokens_per_byte
         place = {"step": step, "epoch": epoch, "examples": examples, "elapsed_s": self.elapsed_s()}
         self.write("eval", **place, eval_count=eval_count, **means)
-        if buckets := self._buckets.take():
+        if self._buckets:
+            each = sorted(self._buckets.items())
+            buckets = [[name, *map(as_json_number, (both / self._bucket_steps).tolist())] for name, both in each]
             self.write("exchange", step=step, buckets=buckets)
+        self._buckets, self._bucket_steps = {}, 0.0
         shown = "no examples"
         if means:
             figures = [format_figure(name.removeprefix("eval_"), value) for name, value in means.items()]
@@ -275,34 +285,35 @@ class Recorder:
             self._file.close()
 
 
+def as_picture(value: Any) -> np.ndarray:
+    """A picture as u8[height, width] or u8[height, width, 3].
+
+    Raises:
+        UsageError: it has another shape or dtype.
+    """
+    picture = np.asarray(value)
+    has_shape = picture.ndim == 2 or (picture.ndim == 3 and picture.shape[-1] == 3)
+    if not has_shape or picture.dtype not in (np.uint8, np.bool_) or not picture.size:
+        raise UsageError(
+            f"show: got {picture.dtype}{list(picture.shape)}; expected a text, or a picture, uint8[height, width] or "
+            "uint8[height, width, 3]: numbers in [0, 1] times 255, in rows beside each other"
+        )
+    return picture.astype(np.uint8) * (255 if picture.dtype == np.bool_ else 1)
+
+
+def encode_png(picture: np.ndarray) -> bytes:
+    """The PNG file of a picture."""
+    import cv2
+
+    in_order = picture if picture.ndim == 2 else picture[..., ::-1]  # OpenCV has blue first
+    return cv2.imencode(".png", in_order)[1].tobytes()
+
+
 def format_figure(name: str, value: float) -> tuple[str, str]:
     """(top-1, 93.25 %) of a figure of an evaluation."""
     if match := re.fullmatch(r"top(\d+)", name):
         return f"top-{match[1]}", f"{100 * value:.2f} %"
     return (name, format_number(value)) if name != "bits_per_byte" else ("bits per byte", f"{value:.3f}")
-
-
-class BucketTimes:
-    """Seconds a step of this rank's buckets: in flight, and waited for."""
-
-    def __init__(self) -> None:
-        """Nothing seen yet."""
-        self.seconds: dict[str, np.ndarray] = {}
-        self.steps = 0.0
-
-    def add(self, noted: Sequence[Span], steps: float) -> None:
-        """Add the spans of so many steps."""
-        self.steps += steps
-        for span in noted:
-            if span.track in ("travel", "wait"):
-                both = self.seconds.setdefault(span.name, np.zeros(2))
-                both[int(span.track == "wait")] += span.end_s - span.begin_s
-
-    def take(self) -> list[list[Any]]:
-        """Return and reset each bucket's [label, seconds in flight, seconds waited for]."""
-        seconds, steps = self.seconds, self.steps
-        self.seconds, self.steps = {}, 0.0
-        return [[name, *map(as_json_number, (both / steps).tolist())] for name, both in sorted(seconds.items())]
 
 
 def ranks_per_block(ranks: int) -> int:

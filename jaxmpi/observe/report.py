@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import refuse_ways_out
 from jaxmpi.observe import plots, report_charts
-from jaxmpi.observe.record_reader import Record, read, read_study, replace_surrogates
+from jaxmpi.observe.record_reader import Record, read, read_study
 from jaxmpi.observe.report_page import MOST_PRINTED, page
 
 IN_SECTION = {"by_step": "learning", "anatomy": "speed", "buckets": "ranks"}  # sections of pictures named otherwise
@@ -49,7 +49,8 @@ def write(runs: Sequence[Path], folder: Path) -> Path:
         for made in (folder.parent, folder) if folder.parent in runs else ():  # a stranger may have made them
             refuse_ways_out(made, repr(str(made)), "a report is not written through those: remove it, or use --out")
         printed = draw_pngs(records, folder)
-        (folder / "index.html").write_text(page(records, printed), encoding="utf-8")
+        # Names in a record, and of folders, may hold surrogates, which no encoding has.
+        (folder / "index.html").write_bytes(page(records, printed).encode(errors="replace"))
     except OSError as error:
         raise UsageError(f"nothing can be written to {str(folder)!r}: {error.strerror}; use --out FOLDER") from error
     return folder / "index.html"
@@ -66,7 +67,7 @@ def all_records(paths: Sequence[Path]) -> list[Record]:
 
 def unique_names(runs: Sequence[Path]) -> list[str]:
     """Names of the run directories, numbered if two are equal."""
-    short = [replace_surrogates(run.resolve().name) for run in runs]
+    short = [run.resolve().name for run in runs]
     return [name if short.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(short)]
 
 

@@ -1,12 +1,10 @@
 """Figures of a report: their list, page data, and static pictures.
 
 A report shows the same figures on an HTML page and in files. Each line chart is described once, as a `Chart`. The page
-draws it from packed data, and `pictures` draws it with matplotlib. A long record has more lines than a figure can show.
-Plain decimation would miss spikes, so each bin of a line keeps its least and its greatest value. Arrays are sent as
-base64 of uint32, float32 or float64 numbers.
+draws it from JSON, and `pictures` draws it with matplotlib. A long record has more lines than a figure can show. Plain
+decimation would miss spikes, so each bin of a line keeps its least and its greatest value.
 """
 
-import base64
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -154,16 +152,14 @@ def run_data(record: Record, runs: int, shown: Sequence[Chart]) -> dict[str, Any
     bins = min(BINS, max(LEAST_BINS, ALL_BINS // runs))
     wanted = {(series.table, series.field) for chart in shown for series in chart.series}
     wanted |= {("workers", f"worker_steps.{i}") for i in range(min(MOST_WORKERS, len(record.worker_steps)))}
-    tables = {name: getattr(record, name) for name in ("train", "evaluations", "shuffles", "workers")}
+    tables = {
+        name: table_data(values, [field for field in values if (name, field) in wanted], bins)
+        for name in ("train", "evaluations", "shuffles", "workers")
+        for values in [getattr(record, name)]
+    }
     return {
         "name": record.name,
-        "tables": {
-            **{
-                name: table_data(table, [field for field in table if (name, field) in wanted], bins)
-                for name, table in tables.items()
-            },
-            "parts": parts_data(record, bins),
-        },
+        "tables": tables | {"parts": parts_data(record, bins)},
         "isLate": "unknown" in record.exchange_time,  # an exchange counts as compute until it is known
         "workerSteps": [*map(int, record.worker_steps)],
         "slowest": {
@@ -180,19 +176,19 @@ def table_data(table: Table, names: Sequence[str], bins: int) -> dict[str, Any]:
     kept = {name: lines for name in names if len(lines := choose_lines(table[name], bins))}
     lines = np.unique(np.concatenate([*kept.values(), np.empty(0, int)])).astype(int)
     series: dict[str, dict[str, Any]] = {}
-    for name, mine in kept.items():
-        at = None if len(mine) == len(lines) else pack_numbers(np.searchsorted(lines, mine))
-        series[name] = {"at": at, "v": pack_numbers(table[name][mine])}
-        if len(table[name]) > 2 * bins:
-            edges = bin_edges(len(table[name]), bins)
-            means = np.repeat(known_means(table[name], edges), np.diff([*edges, len(table[name])]))
-            series[name]["mean"] = pack_numbers(means[mine])
-    return {"x": packed_xs(table, lines), "y": series}
+    for name, chosen in kept.items():
+        values = table[name]
+        series[name] = {"at": np.searchsorted(lines, chosen).tolist(), "v": json_numbers(values[chosen])}
+        if len(values) > 2 * bins:
+            edges = bin_edges(len(values), bins)
+            means = np.repeat(known_means(values, edges), np.diff([*edges, len(values)]))
+            series[name]["mean"] = json_numbers(means[chosen])
+    return {"x": x_columns(table, lines), "y": series}
 
 
-def packed_xs(table: Table, lines: np.ndarray) -> dict[str, str]:
+def x_columns(table: Table, lines: np.ndarray) -> dict[str, list[Any]]:
     """The known columns of `x` of these lines."""
-    return {x: pack_numbers(table[x][lines]) for x in XS if x in table and not np.isnan(table[x][lines]).all()}
+    return {x: json_numbers(table[x][lines]) for x in XS if x in table and not np.isnan(table[x][lines]).all()}
 
 
 def bin_edges(lines: int, bins: int) -> np.ndarray:
@@ -225,8 +221,9 @@ def parts_data(record: Record, bins: int) -> dict[str, Any]:
     if len(known) < 2 or not parts:
         return {"x": {}, "y": {}}
     kept = known[np.unique(np.concatenate([choose_lines(train[part][known], bins // 4) for part in parts]))]
-    y = {part: {"at": None, "v": pack_numbers(np.nan_to_num(train[part][kept]))} for part in parts}
-    return {"x": packed_xs(train, kept), "y": y}
+    at = [*range(len(kept))]
+    y = {part: {"at": at, "v": json_numbers(np.nan_to_num(train[part][kept]))} for part in parts}
+    return {"x": x_columns(train, kept), "y": y}
 
 
 def map_data(record: Record, runs: int) -> dict[str, Any] | None:
@@ -234,28 +231,19 @@ def map_data(record: Record, runs: int) -> dict[str, Any] | None:
     relative = over_median(record)
     if relative is None:
         return None
-    most = max(20, 1000 // runs)
     return {
-        "relative": pack_numbers(average_neighbours(relative, most).T.ravel()),
+        "relative": json_numbers(average_neighbours(relative, max(20, 1000 // runs)).T.ravel()),
         "ranks": relative.shape[1],
         "each": record.own_ranks,
         "ends": known_steps(record)[[0, -1]].tolist(),
     }
 
 
-def pack_numbers(values: np.ndarray) -> str:
-    """Numbers as a letter and base64: u uint32, f float32, d float64.
-
-    Records have six significant digits, which float32 keeps. Larger whole numbers, and any from 1e38 on, take d.
-    """
-    if values.dtype.kind in "iu":
-        letter, narrow = "u", values.astype("<u4")
-    else:
-        size = np.abs(values[~np.isnan(values)])
-        most = size.max(initial=0.0)
-        is_wide = most >= 1e38 or (most >= 1 << 24 and (size % 1 == 0).all())  # as steps are, which differ by one
-        letter, narrow = ("d", values.astype("<f8")) if is_wide else ("f", values.astype("<f4"))
-    return letter + base64.b64encode(narrow.tobytes()).decode()
+def json_numbers(values: np.ndarray) -> list[float | int | None]:
+    """Whole numbers as they are, others with six significant digits, as a record has them; NaN as null."""
+    return [
+        None if value != value else int(value) if value % 1 == 0 else float(f"{value:.6g}") for value in values.tolist()
+    ]
 
 
 # ---------------------------------------------------------------- static pictures

@@ -46,6 +46,70 @@ DECISIVE = (  # facts that are equal in runs of one group
 OF_ONE_RUN = ("seed", "run_dir", "resume", "continue_from")  # settings in which runs of one group may differ
 
 
+def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str:
+    """The whole page.
+
+    Args:
+        records: of the runs.
+        printed: SVG texts by section, which show in print and without scripts.
+    """
+    grouped, shown = group_runs(records), report_charts.charts(records)
+    has_seeds = len(grouped) < len(records)
+    named = [each.name for each in (grouped if has_seeds else records)]
+    title = ", ".join(named[:MOST_NAMED]) + f" and {len(named) - MOST_NAMED} more" * (len(named) > MOST_NAMED)
+    notes = [f"{record.name}: {note}" for record in records for note in record.notes]
+    data = {
+        "sections": SECTIONS,
+        "charts": [report_charts.chart_data(chart) for chart in shown],
+        "runs": [report_charts.run_data(record, len(records), shown) for record in records],
+        "groups": [group._asdict() for group in grouped] if has_seeds else [],
+    }
+    style, script, uplot = map(read_asset, ("report.css", "report.js", "uplot/uPlot.iife.min.js"))
+    styles = read_asset("uplot/uPlot.min.css") + style
+    scripts = " ".join(f"'sha256-{digest(text)}'" for text in (uplot, script))
+    return Template(read_asset("template.html")).substitute(
+        policy=f"default-src 'none'; style-src 'sha256-{digest(styles)}'; script-src {scripts}; img-src data:",
+        title=escape(title),
+        made=f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
+        styles=styles,
+        notes="".join(f'<p class="note">{escape(note)}</p>' for note in notes),
+        overview=overview(records, grouped if has_seeds else []),
+        sections="".join(section(name, printed.get(name, ())) for name in SECTIONS),
+        functions=profiles(records),
+        samples="".join(sample_figures(record, len(records)) for record in records if record.samples),
+        differences=differences(records) if len(records) > 1 else "",
+        configuration=configuration(records),
+        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c"),
+        uplot=uplot,
+        script=script,
+    )
+
+
+def read_asset(name: str) -> str:
+    """A file of the page."""
+    return resources.files("jaxmpi.observe").joinpath("page", name).read_text(encoding="utf-8")
+
+
+def digest(text: str) -> str:
+    """SHA-256 in base64."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def data_url(kind: str, raw: bytes) -> str:
+    """An image within the page."""
+    return f"data:image/{kind};base64,{base64.b64encode(raw).decode()}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    """Rows as HTML, named by the first column; a wide table scrolls."""
+    cells = [f"<th scope=row>{escape(row[0])}</th>" + "".join(f"<td>{escape(c)}</td>" for c in row[1:]) for row in rows]
+    top = "".join(f"<th scope=col>{escape(cell)}</th>" for cell in head)
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    return (
+        f'<div class="table {kind}" tabindex=0><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
 # ---------------------------------------------------------------- runs that differ by seed only
 
 
@@ -56,7 +120,7 @@ class Group(NamedTuple):
     runs: list[int]
 
 
-def groups(records: Sequence[Record]) -> list[Group]:
+def group_runs(records: Sequence[Record]) -> list[Group]:
     """Runs grouped by settings, named by their differences; apart if seeds repeat."""
     settings = [run_settings(record) for record in records]
     members: dict[str, list[int]] = {}
@@ -92,6 +156,47 @@ def run_settings(record: Record) -> dict[str, str]:
     return facts
 
 
+def fact(record: Record, *path: str) -> Any:
+    """A fact by its path; empty if there is none."""
+    value: Any = record.facts
+    for key in path:
+        value = value.get(key, "") if isinstance(value, dict) else ""
+    return value
+
+
+def flat_facts(record: Record) -> dict[str, str]:
+    """Facts by path, as text."""
+    return {path: json.dumps(value) for path, value in flatten_json(record.facts).items() if path != "kind"}
+
+
+# ---------------------------------------------------------------- overview
+
+
+def overview(records: Sequence[Record], grouped: Sequence[Group]) -> str:
+    """Tiles of one run; tables of several, and of their groups."""
+    figures = custom_figures(records)
+    found = [[each for each in headlines(record, figures) if each.value] for record in records]
+    if len(records) == 1:
+        tiles = []
+        for each in found[0]:
+            wide, words = " wide" * (len(each.value) > 24), each.more or each.note
+            more = f"<dd class=more>{escape(words)}</dd>" * bool(words)
+            tiles.append(
+                f'<div class="tile{wide}"><dt>{escape(each.name)}</dt><dd>{escape(each.value)}</dd>{more}</div>'
+            )
+        return f'<dl class="tiles">{"".join(tiles)}</dl>'
+    columns = {each.name: each.note for row in found for each in row}
+    head = ["run", *(f"{name}, {note}" if note else name for name, note in columns.items())]
+    rows = []
+    for record, row in zip(records, found, strict=True):
+        shown = {each.name: f"{each.value} ({each.more})" if each.more else each.value for each in row}
+        rows.append([record.name, *(shown.get(name, "") for name in columns)])
+    each_run = table(head, rows, "runs")
+    if not grouped:
+        return each_run
+    return mean_over_seeds(records, grouped) + f"<details><summary>Every run</summary>{each_run}</details>"
+
+
 def mean_over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
     """Table of the groups' last evaluations: mean and standard deviation over seeds."""
     tops = {f"eval_{name}": (f"{label}, %", 100.0) for name, label in report_charts.TOPS.items()}
@@ -103,22 +208,17 @@ def mean_over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
     }
     rows = []
     for group in grouped:
-        runs = [records[i] for i in group.runs]
-        rows.append([group.name, str(len(runs)), *(spread(runs, name, f) for name, (_, f) in figures.items())])
+        cells = [group.name, str(len(group.runs))]
+        for name, (_, factor) in figures.items():
+            known = [known_values(records[i].evaluations, name) for i in group.runs]
+            ends = [factor * float(values[-1]) for values in known if len(values)]
+            words = [f"{statistics.mean(ends):.4g}"] if ends else []
+            words += [f"± {statistics.stdev(ends):.2g}"] if len(ends) > 1 else []
+            words += [f"({len(known) - len(ends)} without)"] if len(ends) < len(known) else []
+            cells.append(" ".join(words))
+        rows.append(cells)
     head = ["mean ± standard deviation over seeds", "runs", *(title for title, _ in figures.values())]
     return table(head, rows, "runs")
-
-
-def spread(records: Sequence[Record], name: str, factor: float) -> str:
-    """`0.967 ± 0.004` of last values, and the number of runs without."""
-    ends = [factor * float(values[-1]) for record in records if len(values := known_values(record.evaluations, name))]
-    missing = f" ({len(records) - len(ends)} without)" * (len(ends) < len(records))
-    if not ends:
-        return missing.strip()
-    return f"{statistics.mean(ends):.4g}" + (f" ± {statistics.stdev(ends):.2g}" if len(ends) > 1 else "") + missing
-
-
-# ---------------------------------------------------------------- headlines
 
 
 class Headline(NamedTuple):
@@ -145,9 +245,9 @@ def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:
     has_exchange = bool(record.exchange_time.keys() - {"none"})
     [(slowest, times)] = Counter(filter(None, record.slowest)).most_common(1) or [("", 0)]
     return [
-        *best(record, "top-1", "eval_top1", 100, " %"),
-        *(each for name in figures for each in best(record, figure_title(name), name)),
-        *best(record, "held-out loss", "eval_loss"),
+        *figure_headline(record, "top-1", "eval_top1", 100, " %"),
+        *(each for name in figures for each in figure_headline(record, figure_title(name), name)),
+        *figure_headline(record, "held-out loss", "eval_loss"),
         Headline("training loss", last_value(train, "loss"), note="last"),
         Headline("time", duration(max(elapsed_s, default=math.nan)), f"{steps} steps" * bool(steps)),
         *(Headline(speed_unit(name), median_value(train, name), note="median") for name in filter(is_speed, train)),
@@ -158,8 +258,21 @@ def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:
         Headline("goodput", last_value(train, "goodput", 100, " %"), note="of the time is compute"),
         Headline("time of exchanges", ", ".join(sources) * has_exchange),
         Headline("waited for most often", slowest, f"in {times} of {len(record.slowest)} lines" * bool(slowest)),
-        Headline("steps by worker", shares(record)),
+        Headline("steps by worker", shares_of_workers(record)),
     ]
+
+
+def figure_headline(record: Record, title: str, name: str, factor: float = 1.0, unit: str = "") -> list[Headline]:
+    """A figure's last value, with its best or, if it is unknown which is better, its extremes."""
+    values = factor * known_values(record.evaluations, name)
+    if not len(values):
+        return [Headline(title, "")]
+    better = {"eval_loss": "min", "eval_bits_per_byte": "min", "eval_top1": "max", "eval_top5": "max"}.get(name)
+    if fact(record, "experiment", "monitor") == name:
+        better = fact(record, "experiment", "monitor_mode")
+    last, low, high = (format_value(value, unit) for value in (values[-1], values.min(), values.max()))
+    more = {"min": f"best {low}", "max": f"best {high}"}.get(str(better), f"from {low} to {high}")
+    return [Headline(title, last, more)]
 
 
 def known_values(table: Table, name: str) -> np.ndarray:
@@ -191,23 +304,6 @@ def format_value(value: float, unit: str) -> str:
     return f"{value:,.0f}" if 1000 <= size < 1e6 else f"{value:.6g}"
 
 
-def best(record: Record, title: str, name: str, factor: float = 1.0, unit: str = "") -> list[Headline]:
-    """A figure's last value, with its best or, if unknown, its extremes."""
-    values = factor * known_values(record.evaluations, name)
-    if not len(values):
-        return [Headline(title, "")]
-    shown = [format_value(value, unit) for value in (values[-1], values.min(), values.max())]
-    ends = {"min": f"best {shown[1]}", "max": f"best {shown[2]}"}
-    return [Headline(title, shown[0], ends.get(better(record, name), f"from {shown[1]} to {shown[2]}"))]
-
-
-def better(record: Record, name: str) -> str:
-    """`max` or `min`, whichever is better of a figure; empty if unknown."""
-    if fact(record, "experiment", "monitor") == name:
-        return str(fact(record, "experiment", "monitor_mode"))
-    return {"eval_loss": "min", "eval_bits_per_byte": "min", "eval_top1": "max", "eval_top5": "max"}.get(name, "")
-
-
 def duration(seconds: float) -> str:
     """A duration such as `3 min 20 s`; empty for NaN."""
     if not math.isfinite(seconds):
@@ -218,7 +314,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
-def shares(record: Record) -> str:
+def shares_of_workers(record: Record) -> str:
     """Steps of each asynchronous worker, and its share."""
     each, total = record.worker_steps, sum(record.worker_steps)
     if not total:
@@ -228,104 +324,15 @@ def shares(record: Record) -> str:
     return ", ".join(shown) + more
 
 
-def fact(record: Record, *path: str) -> Any:
-    """A fact by its path; empty if there is none."""
-    value: Any = record.facts
-    for key in path:
-        value = value.get(key, "") if isinstance(value, dict) else ""
-    return value
-
-
-def flat_facts(record: Record) -> dict[str, str]:
-    """Facts by path, as text."""
-    return {path: json.dumps(value) for path, value in flatten_json(record.facts).items() if path != "kind"}
-
-
-# ---------------------------------------------------------------- the page
-
-
-def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str:
-    """The whole page.
-
-    Args:
-        records: of the runs.
-        printed: SVG texts by section, which show in print and without scripts.
-    """
-    grouped, shown = groups(records), report_charts.charts(records)
-    has_seeds = len(grouped) < len(records)
-    named = [each.name for each in (grouped if has_seeds else records)]
-    title = ", ".join(named[:MOST_NAMED]) + f" and {len(named) - MOST_NAMED} more" * (len(named) > MOST_NAMED)
-    notes = [f"{record.name}: {note}" for record in records for note in record.notes]
-    data = {
-        "sections": SECTIONS,
-        "charts": [report_charts.chart_data(chart) for chart in shown],
-        "runs": [report_charts.run_data(record, len(records), shown) for record in records],
-        "groups": [group._asdict() for group in grouped] if has_seeds else [],
-    }
-    style, script, uplot = read_asset("report.css"), read_asset("report.js"), read_asset("uplot/uPlot.iife.min.js")
-    styles = read_asset("uplot/uPlot.min.css") + style
-    scripts = " ".join(f"'sha256-{digest(text)}'" for text in (uplot, script))
-    return Template(read_asset("template.html")).substitute(
-        policy=f"default-src 'none'; style-src 'sha256-{digest(styles)}'; script-src {scripts}; img-src data:",
-        title=escape(title),
-        made=f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
-        styles=styles,
-        notes="".join(f'<p class="note">{escape(note)}</p>' for note in notes),
-        overview=overview(records, grouped if has_seeds else []),
-        sections="".join(section(name, printed.get(name, ())) for name in SECTIONS),
-        functions=profiles(records),
-        samples="".join(sample_figures(record, len(records)) for record in records if record.samples),
-        differences=differences(records) if len(records) > 1 else "",
-        configuration=configuration(records),
-        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c"),
-        uplot=uplot,
-        script=script,
-    )
-
-
-def read_asset(name: str) -> str:
-    """A file of the page."""
-    return resources.files("jaxmpi.observe").joinpath("page", name).read_text(encoding="utf-8")
-
-
-def digest(text: str) -> str:
-    """SHA-256 in base64."""
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+# ---------------------------------------------------------------- sections
 
 
 def section(name: str, printed: Sequence[str]) -> str:
     """A heading, the place of its charts, and its pictures for print."""
-    pictures = "".join(
-        f'<img alt="{SECTIONS[name]}" src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}">'
-        for svg in printed
-    )
+    pictures = "".join(f'<img alt="{SECTIONS[name]}" src="{data_url("svg+xml", svg.encode())}">' for svg in printed)
     kind = "printed" if printed else ""
     head = f'<h2 id="{name}-title">{SECTIONS[name]}</h2><div class="charts"></div><div class="static">{pictures}</div>'
     return f'<section id="{name}" class="{kind}" aria-labelledby="{name}-title">{head}</section>'
-
-
-def overview(records: Sequence[Record], grouped: Sequence[Group]) -> str:
-    """Tiles of one run; tables of several, and of their groups."""
-    figures = custom_figures(records)
-    found = [[each for each in headlines(record, figures) if each.value] for record in records]
-    if len(records) == 1:
-        tiles = []
-        for each in found[0]:
-            wide, words = " wide" * (len(each.value) > 24), each.more or each.note
-            more = f"<dd class=more>{escape(words)}</dd>" * bool(words)
-            shown = f"<dt>{escape(each.name)}</dt><dd>{escape(each.value)}</dd>{more}"
-            tiles.append(f'<div class="tile{wide}">{shown}</div>')
-        return f'<dl class="tiles">{"".join(tiles)}</dl>'
-    columns = {each.name: each.note for row in found for each in row}
-    head = ["run", *(f"{name}, {note}" if note else name for name, note in columns.items())]
-    rows = []
-    for record, row in zip(records, found, strict=True):
-        shown = {each.name: f"{each.value} ({each.more})" if each.more else each.value for each in row}
-        rows.append([record.name, *(shown.get(name, "") for name in columns)])
-    each_run = table(head, rows, "runs")
-    if not grouped:
-        return each_run
-    return mean_over_seeds(records, grouped) + f"<details><summary>Every run</summary>{each_run}</details>"
 
 
 def profiles(records: Sequence[Record]) -> str:
@@ -338,15 +345,15 @@ def profiles(records: Sequence[Record]) -> str:
         head = [re.sub("_bytes$", ", MB", re.sub("_s$", ", s", name)) for name in figures]
         values: list[list[Any]] = [[row.get(name, math.nan) for name in figures] for row in record.functions]
         names = [str(row["function"]) for row in record.functions]
-        rows = [[name, *map(cell, figures, each)] for name, each in zip(names, values, strict=True)]
-        if len(rows) > 1:
-            rows.append(["all", *map(cell, figures, np.sum(values, axis=0))])
+        if len(values) > 1:
+            names, values = [*names, "all"], [*values, np.sum(values, axis=0).tolist()]
+        rows = [[name, *map(profile_cell, figures, each)] for name, each in zip(names, values, strict=True)]
         tables.append(table([record.name, *head], rows))
     head = '<section id="functions" class="filled printed"><h2>Calls of functions</h2>'
     return f"{head}{''.join(tables)}</section>" if tables else ""
 
 
-def cell(figure: str, value: Any) -> str:
+def profile_cell(figure: str, value: Any) -> str:
     """Seconds with three decimals, megabytes with one, whole counts; empty if unknown."""
     if math.isnan(value):
         return ""
@@ -362,7 +369,7 @@ def sample_figures(record: Record, runs: int) -> str:
         title = escape(f"{sample.name}, step {sample.step}")
         body = f"<pre>{escape(sample.text)}</pre>"
         if sample.picture:
-            body = f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(sample.picture).decode()}">'
+            body = f'<img alt="{title}" src="{data_url("png", sample.picture)}">'
         shown.append(f"<figure><figcaption>{title}</figcaption>{body}</figure>")
     of_run = f" of {escape(record.name)}" * (runs > 1)
     return f'<section class="samples filled printed"><h2>Samples{of_run}</h2><div>{"".join(shown)}</div></section>'
@@ -387,13 +394,3 @@ def configuration(records: Sequence[Record]) -> str:
         folds.append(f"<details><summary>{title}</summary>{facts}</details>")
     each = "".join(folds)
     return f"<details><summary>{len(records)} runs</summary>{each}</details>" if len(records) > MOST_PRINTED else each
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    """Rows as HTML, named by the first column; a wide table scrolls."""
-    cells = [f"<th scope=row>{escape(row[0])}</th>" + "".join(f"<td>{escape(c)}</td>" for c in row[1:]) for row in rows]
-    top = "".join(f"<th scope=col>{escape(cell)}</th>" for cell in head)
-    body = "".join(f"<tr>{row}</tr>" for row in cells)
-    return (
-        f'<div class="table {kind}" tabindex=0><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-    )

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.observe.record_format import OF_EXCHANGE, PARTS, SOURCES
-from jaxmpi.runtime import spans
-from jaxmpi.runtime.spans import Span, clipped, inside, length, minus
+from jaxmpi.observe.record_format import EXCHANGE_PARTS, PARTS, SOURCES
+from jaxmpi.runtime import progress
+from jaxmpi.runtime.progress import Span, clipped, inside, length, minus
 
 Interval = tuple[float, float]
 LOCAL = ("data", "transfer", "compute", "exposed", "hidden", "other")  # parts that a process measures alone
@@ -70,7 +70,7 @@ class StepTimer:
         self._result: Any = None  # of the last step
         self._step_s: float | None = None  # last known duration of a step
         self._last_s: float | None = None  # end of the last iteration of this window or the one before
-        spans.drain()
+        progress.drain()
 
     def batches(self, batches: Iterable[PyTree], first_step: int) -> Iterator[PyTree]:
         """Yield the batches, and record the loop's time for each."""
@@ -79,11 +79,11 @@ class StepTimer:
             now = time.perf_counter()
             if self._rows and not self._rows[-1].end_s:
                 self._rows[-1].end_s = now
-            if spans.is_crowded() and len(self._spans) < MOST_SPANS:
-                self._spans += spans.drain()
+            if progress.is_crowded() and len(self._spans) < MOST_SPANS:
+                self._spans += progress.drain()
             row = StepTimes(step, now, gap_s=now - (self._last_s or now))
             self._last_s, is_idle = None, self._is_idle()
-            with spans.span("data", f"batch of step {step}"):
+            with progress.span("data", f"batch of step {step}"):
                 batch = next(source, None)
             if batch is None:
                 return
@@ -91,7 +91,7 @@ class StepTimer:
             row.ended = (row.begin_s, row.begin_s if is_idle else row.batch_s) if self._is_idle() else LATER
             self._rows.append(row)
             if self.to_device is not None:
-                with spans.span("transfer", f"batch of step {step}"):
+                with progress.span("transfer", f"batch of step {step}"):
                     batch = self.to_device(batch)
                 row.handed_s = row.start_s = time.perf_counter()
             yield batch
@@ -122,7 +122,7 @@ class StepTimer:
     def window(self) -> Window:
         """End a window; called in a pause."""
         rows, self._rows = self._rows, []
-        noted, self._spans = self._spans + spans.drain(), []
+        noted, self._spans = self._spans + progress.drain(), []
         return decompose(rows, self._step_s, self.has_exchange, noted)
 
     def restart(self) -> None:
@@ -137,7 +137,7 @@ def decompose(rows: Sequence[StepTimes], step_s: float | None, has_exchange: boo
         step_s: duration of a step, if known; gives the end of a step that ended while the loop waited.
         noted: spans of data and of buckets.
     """
-    waits = spans.union([(s.begin_s, s.end_s) for s in noted if s.track == "wait"])
+    waits = progress.union([(s.begin_s, s.end_s) for s in noted if s.track == "wait"])
     travel = [(s.begin_s, s.end_s) for s in noted if s.track == "travel"]
     source = SOURCES.index("measured" if waits else "unknown") if has_exchange else SOURCES.index("none")
     ends = estimate_ends(rows, step_s)
@@ -241,7 +241,7 @@ def over_ranks(parts: dict[str, np.ndarray], made: np.ndarray, steps: float, sou
     columns = seen.min(axis=1), np.median(seen, axis=1), seen.max(axis=1), ranks[seen.argmax(axis=1)]
     table = dict(zip(PARTS, zip(*(column.tolist() for column in columns), strict=True), strict=True))
     if source == "unknown":
-        table = {part: row for part, row in table.items() if part not in OF_EXCHANGE}
+        table = {part: row for part, row in table.items() if part not in EXCHANGE_PARTS}
     means = dict(zip(PARTS, seen.mean(axis=1).tolist(), strict=True))
     step_s = sum(value for part, value in means.items() if part != "hidden")
     return Summary(steps, source, table, means, each[OWN].sum(axis=0).tolist(), step_s, spent)

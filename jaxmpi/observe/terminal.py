@@ -17,8 +17,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from jaxmpi.runtime import failures, phases
-from jaxmpi.runtime.screen import terminal_columns
+from jaxmpi.runtime import failures
+from jaxmpi.runtime.progress import current, note_output, stop_progress, terminal_columns
 
 MOST_WORKERS = 8  # workers up to which each one's steps are shown
 LINE_S = 1.0  # between lines through a pipe at least; the first and the last always come
@@ -137,7 +137,7 @@ class Plain(Terminal):
 
     def say(self, text: str) -> None:
         """Print a line; if the reader is gone, the run goes on."""
-        phases.note_output()
+        note_output()
         try:
             # One write, since a thread prints phases: with PYTHONUNBUFFERED `print` writes the end of a line by itself.
             print(f"{text}\n", end="", file=self.out, flush=True)
@@ -187,7 +187,7 @@ class Panel(Terminal):
     def start(self) -> None:
         """Begin to draw, at first only what the job is at."""
         if not self._is_live:
-            phases.stop_progress()
+            stop_progress()
             self.live.start()
             self.console.show_cursor(True)  # a killed process could not restore it
             self._is_live = True
@@ -204,7 +204,7 @@ class Panel(Terminal):
 
         An empty row ends it, because mpirun passes on whole lines only.
         """
-        at = phases.current()
+        at = current()
         rows: list[RenderableType] = [self.draw(self._now)] if self._now else []
         rows += [crop(str(at), self.console.width)] if at else []
         return Group(*rows, *([Text()] if rows else []))

@@ -17,7 +17,7 @@ import jax
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.link_times import clock_offsets
 from jaxmpi.core.files import write_whole
-from jaxmpi.runtime.spans import TRACKS, Span
+from jaxmpi.runtime.progress import TRACKS, Span
 
 FIRST_BUCKET = 100  # number of the first bucket's track
 Event = dict[str, Any]

@@ -19,11 +19,11 @@ import numpy as np
 import optax
 import optax.contrib
 
+from jaxmpi.comm.agreement import without_messages
 from jaxmpi.config.optim import Optim
 from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree, clipped, named_leaves
 from jaxmpi.core.separable import ScheduleFreeState, cut_for, is_schedule_free, schedule_free_parts
-from jaxmpi.runtime.in_flight import without_messages
 
 Transform = optax.GradientTransformation
 Mask = Callable[[PyTree], PyTree] | None  # params -> which tensors decay; None: all

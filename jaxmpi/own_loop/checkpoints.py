@@ -23,7 +23,7 @@ from jaxmpi.checkpoint.manager import check_finite
 from jaxmpi.checkpoint.manifests import found, read_manifest
 from jaxmpi.checkpoint.restore import Slicing, restore
 from jaxmpi.checkpoint.write import Files, Retention, files_of, save
-from jaxmpi.comm.agreement import on_all_ranks
+from jaxmpi.comm.agreement import check_may_send, on_all_ranks
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mpi import MpiComm, communicator
@@ -34,7 +34,6 @@ from jaxmpi.core.pytrees import PyTree, as_given, check_arrays, has_ranks_own, p
 from jaxmpi.core.random_keys import is_key_data, packed, unpacked
 from jaxmpi.core.slices import Entries
 from jaxmpi.core.train_state import TrainState
-from jaxmpi.runtime.in_flight import check_may_send
 
 
 class Restored(NamedTuple):

@@ -17,13 +17,12 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmpi.allreduce.call_order import one_thread
-from jaxmpi.comm.agreement import fingerprint, refuse_together
+from jaxmpi.comm.agreement import check_may_send, fingerprint, refuse_together
 from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import check
 from jaxmpi.core.host_arrays import check_holds, check_unmasked
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.to_jax import check_not_float0
-from jaxmpi.runtime.in_flight import check_may_send
 
 HALF = 2**32  # integers travel as high * HALF + low
 KINDS = {"f": "floats", "c": "complex numbers"}

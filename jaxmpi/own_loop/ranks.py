@@ -8,12 +8,12 @@ import numpy as np
 
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.call_order import one_thread
+from jaxmpi.comm.agreement import check_may_send, without_messages
 from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, mean_of_floats
 from jaxmpi.core.random_keys import key_from_seed
 from jaxmpi.data.sampler import Sampler
-from jaxmpi.runtime.in_flight import check_may_send, without_messages
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxmpi.checkpoint.manager import Saver
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.control import MpiProcesses
-from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
+from jaxmpi.comm.mpi import FaultTolerantComm
 from jaxmpi.comm.polling import is_mpi_error, survives_losses
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.schema import Experiment

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from jaxmpi.runtime import failures, interrupts, launchers
+from jaxmpi.runtime import failures, interrupts, process
 
 JUST_NOW_S = 1.0  # between the SIGCONT and the SIGTERM by which mpirun ends its ranks: a quarter of a second
 
@@ -40,7 +40,7 @@ class PreemptionNotice:
             failures.end_job(128 + number)
         self.given, self.is_interrupt = True, number == signal.SIGINT
         self.launcher_ends = number == signal.SIGTERM and time.monotonic() - self._woken_s < JUST_NOW_S
-        if self.is_interrupt and launchers.my_rank() == 0:
+        if self.is_interrupt and process.my_rank() == 0:
             failures.write_error(f"jaxmpi: {failures.INTERRUPT_NOTE}\n")
 
     def say_saved(self, say: Callable[[str], None], step: int, folder: Path) -> None:
@@ -52,7 +52,7 @@ class PreemptionNotice:
         why = "interrupted" if self.is_interrupt else "asked to leave"
         text = f"{why}: saved at step {step}; go on with --resume --run-dir {folder}"
         say(text)
-        if self.launcher_ends and launchers.my_rank() == 0 and launchers.launched_workers() > 1:
+        if self.launcher_ends and process.my_rank() == 0 and process.launched_workers() > 1:
             with contextlib.suppress(OSError):  # on another host, or a socket
                 above = os.open(f"/proc/{os.getppid()}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
                 os.write(above, f"{text}\n".encode(errors="backslashreplace"))

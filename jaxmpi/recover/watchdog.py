@@ -19,11 +19,11 @@ from typing import Any, TextIO
 
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes
-from jaxmpi.comm.mailbox import Mailbox
 from jaxmpi.comm.polling import is_mpi_error, survives_losses
+from jaxmpi.comm.solo import Mailbox
 from jaxmpi.config.schema import ON_STALL
 from jaxmpi.core.errors import lookup
-from jaxmpi.runtime import failures, spans
+from jaxmpi.runtime import failures, progress
 
 BEAT_S = 1.0  # between two messages of a rank; of more than RANKS ranks, less often
 RANKS = 500
@@ -186,7 +186,7 @@ class Watchdog:
 
 def mine(rank: int) -> dict[str, Any]:
     """This rank's heartbeat: its phase and step, and what it waits for."""
-    at, open_spans = failures.current_phase(), spans.open_spans()
+    at, open_spans = failures.current_phase(), progress.open_spans()
     waits = [span.name for span in open_spans if span.track == "wait"]
     opened = [f"{'waits for ' * (s.track in ('wait', 'data'))}{s.name}" for s in open_spans]
     return {

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmpi.core.errors import UsageError, check
-from jaxmpi.runtime.launchers import my_rank
+from jaxmpi.core.errors import UsageError
 
 
 def cache_folder(name: str) -> Path:
@@ -23,10 +22,9 @@ def cache_folder(name: str) -> Path:
     above = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmpi"
     for folder in (above, above / name):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if folder == above and folder.stat().st_uid == os.getuid():
-            folder.chmod(0o700)  # versions up to 0.1 made it as the umask had it
         check_private(folder)
-    check(os.access(folder, os.W_OK | os.X_OK), f"{str(folder)!r} is not writable")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{str(folder)!r} is not writable")
     return folder
 
 
@@ -37,12 +35,11 @@ def check_private(folder: Path) -> None:
         UsageError: its owner, or its mode.
     """
     found = folder.stat()
-    owner = found.st_uid
-    check(owner == os.getuid(), f"{str(folder)!r} belongs to user {owner}; expected user {os.getuid()}, this process's")
-    check(
-        not found.st_mode & 0o022,
-        f"others may write {str(folder)!r} (mode {stat.S_IMODE(found.st_mode):o}); empty it, then: chmod go-w",
-    )
+    if found.st_uid != os.getuid():
+        raise UsageError(f"{str(folder)!r} belongs to user {found.st_uid}; expected user {os.getuid()}, this process's")
+    if found.st_mode & 0o022:
+        mode = f"{stat.S_IMODE(found.st_mode):o}"
+        raise UsageError(f"others may write {str(folder)!r} (mode {mode}); empty it, then: chmod go-w")
 
 
 def json_file(name: str, key: Mapping[str, Any]) -> Path:
@@ -62,21 +59,20 @@ def write_json(name: str, key: Mapping[str, Any], value: Mapping[str, Any]) -> N
         print(f"jaxmpi: {name}: what was measured is not cached: {error}; set XDG_CACHE_HOME", file=sys.stderr)
 
 
-def use_compilation_cache() -> None:
-    """Keep compiled programs in a private folder, so that ranks share them."""
+def use_compilation_cache() -> str:
+    """Keep compiled programs in a private folder, so that ranks share them; return why not, or an empty text."""
     import jax
 
-    own = getattr(jax.config, "jax_compilation_cache_dir", None)  # user's folder, JAX_COMPILATION_CACHE_DIR included
+    chosen = getattr(jax.config, "jax_compilation_cache_dir", None)  # the user's, JAX_COMPILATION_CACHE_DIR included
     try:
-        if own is None:
+        if chosen is None:
             jax.config.update("jax_compilation_cache_dir", str(cache_folder("xla")))
-        elif "://" not in own and Path(own).exists():
-            check_private(Path(own))
+        elif "://" not in chosen and Path(chosen).exists():
+            check_private(Path(chosen))
     except (OSError, RuntimeError, UsageError) as error:  # not writable, not private, or nobody's home
         jax.config.update("jax_compilation_cache_dir", None)
-        if my_rank() == 0:
-            name = "JAX_COMPILATION_CACHE_DIR" if own else "XDG_CACHE_HOME"
-            print(f"jaxmpi: nothing compiled is kept: {error}; or set {name}", file=sys.stderr)
-        return
+        variable = "JAX_COMPILATION_CACHE_DIR" if chosen else "XDG_CACHE_HOME"
+        return f"nothing compiled is kept: {error}; or set {variable}"
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return ""

@@ -23,6 +23,7 @@ import termios
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,10 +34,78 @@ from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
 from jaxmpi.runtime.interrupts import INTERRUPTED as INTERRUPTED
 from jaxmpi.runtime.job_folder import ENDED_WITH, ENDING, is_marked, mark
-from jaxmpi.runtime.launchers import launched, my_rank
-from jaxmpi.runtime.mpi_end import call_before_finalize, run_checks
-from jaxmpi.runtime.prepare import _prepared
-from jaxmpi.runtime.spared_threads import error_handler_of
+from jaxmpi.runtime.process import _prepared, launched, my_rank
+
+_hooks: list[Callable[[], None]] = []
+_checks: list[Callable[[], object]] = []
+
+
+def call_before_finalize(hook: Callable[[], object]) -> None:
+    """Call a hook once when MPI or the process ends, newest first."""
+
+    def once() -> None:
+        if once in _hooks:
+            _hooks.remove(once)
+            hook()
+
+    _hooks.append(once)
+    atexit.register(once)
+
+
+def run_hooks() -> None:
+    """Call the remaining hooks, in which MPI can still be used."""
+    while _hooks:
+        with suppress(Exception):  # errors of a program that failed; mpi4jax's hook raises them again at exit
+            _hooks[-1]()
+
+
+def call_after_all_scripts(check: Callable[[], object]) -> None:
+    """Call the check when all ranks' scripts have ended, before MPI ends."""
+    _checks.append(check)
+
+
+def run_checks() -> None:
+    """Call the checks, when all scripts have ended."""
+    for check in _checks:
+        check()
+
+
+Report = Callable[[BaseException], None]
+_reports: weakref.WeakKeyDictionary[threading.Thread, Report] = weakref.WeakKeyDictionary()
+_scope = threading.local()
+_start = threading.Thread.start
+
+
+@contextmanager
+def spare_threads(report: Report) -> Iterator[None]:
+    """Spare threads started by this thread in the block, and their children.
+
+    Args:
+        report: is called by a spared thread with its uncaught error.
+    """
+    threading.Thread.start = start
+    before, _scope.report = getattr(_scope, "report", None), report
+    try:
+        yield
+    finally:
+        _scope.report = before
+
+
+def start(self: threading.Thread) -> None:
+    """Start a thread as `Thread.start` does, and note if it is spared.
+
+    Python does not keep who has started a thread.
+    """
+    report = getattr(_scope, "report", None) or error_handler_of(threading.current_thread())
+    if report:
+        _reports[self] = report
+    _start(self)
+
+
+def error_handler_of(thread: threading.Thread | None) -> Report | None:
+    """The function to call with a spared thread's error; else None."""
+    return None if thread is None else _reports.get(thread)
+
 
 # How long a rank at its end waits for the others before it takes them for stuck.
 EXIT_TIMEOUT_S = seconds_from("JAXMPI_EXIT_TIMEOUT_S", 300)

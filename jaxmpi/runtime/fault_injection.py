@@ -26,7 +26,7 @@ import numpy as np
 from jaxmpi.core.errors import UsageError, check, lookup, nearest
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.core.train_state import TrainState
-from jaxmpi.runtime import failures, launchers
+from jaxmpi.runtime import failures, process
 
 Batch = dict[str, Any]
 Values = dict[str, str]
@@ -277,14 +277,14 @@ class RequestedFaults:
 
     def missed(self) -> list[str]:
         """Faults that have never happened, over restarts, as they were spelled."""
-        before = {int(path.name.partition("-")[0]) for path in self._folder.glob(f"*-rank{launchers.my_rank()}-*")}
+        before = {int(path.name.partition("-")[0]) for path in self._folder.glob(f"*-rank{process.my_rank()}-*")}
         return [fault.text for position, fault in self._faults if position not in self._happened | before]
 
     def _count(self, position: int, fault: Fault) -> bool:
         """Count a fault before it happens; False if it happened often enough."""
         for time_ in range(fault.times):
             with suppress(FileExistsError):
-                (self._folder / f"{position}-rank{launchers.my_rank()}-{time_}").touch(exist_ok=False)
+                (self._folder / f"{position}-rank{process.my_rank()}-{time_}").touch(exist_ok=False)
                 return True
         return fault.times == 0
 

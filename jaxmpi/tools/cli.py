@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxmpi.core.errors import UsageError, lookup
-from jaxmpi.runtime import failures, interrupts, launchers
+from jaxmpi.runtime import failures, interrupts, process
 
 
 class CommandSpec(NamedTuple):
@@ -74,7 +74,7 @@ COMMANDS = {
 def main() -> None:
     """Entry point of the `jaxmpi` command."""
     failures.open_streams()
-    launchers.set_home()
+    process.set_home()
     try:
         try:
             run(sys.argv[1:])

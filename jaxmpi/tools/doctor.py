@@ -31,7 +31,7 @@ from jaxmpi.comm.mpi import is_cuda_aware, world
 from jaxmpi.comm.mpi_info import mpi_facts
 from jaxmpi.core.errors import UsageError
 from jaxmpi.recover.watchdog import watching
-from jaxmpi.runtime import affinity, c_library, device_setup, failures, launchers, prepare, provenance
+from jaxmpi.runtime import c_library, failures, process, provenance
 
 TEST_S = 5.0  # seconds of exchanges, in all
 LENGTHS = (1 << 10, 1 << 20)  # floats
@@ -59,19 +59,19 @@ class ExchangeTime(NamedTuple):
 
 def mine() -> dict[str, Any]:
     """Facts of this process and its host."""
-    here = launchers.launched()
+    here = process.launched()
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
         "host": socket.gethostname(),
         "launcher": here.launcher if here else "none",
         "cores": os.cpu_count() or 1,
-        "may use": affinity.core_mask(),
-        "whole cores": affinity.cores(),
+        "may use": process.core_mask(),
+        "whole cores": process.cores(),
         "shm free": shm.free if shm else 0,
         "interfaces": interfaces(),
         "backend": jax.default_backend(),
         "devices": [f"{device.device_kind}" for device in jax.local_devices()],
-        "gpus": device_setup.visible_gpus(),
+        "gpus": process.visible_gpus(),
         "versions": provenance.versions(),
         "c compiler": " ".join(c_library.compiler()),
     }
@@ -368,6 +368,6 @@ def examine() -> None:
 def main(options: None) -> None:
     """`jaxmpi doctor`, alone or as a rank; it has no options left."""
     failures.install_excepthooks()
-    prepare.prepare()
+    process.prepare()
     with failures.at_work():
         examine()

@@ -14,7 +14,7 @@ from jaxmpi.core.errors import check
 from jaxmpi.launch import command
 from jaxmpi.launch.options import parse
 from jaxmpi.observe import plots
-from jaxmpi.runtime import affinity, job_folder, launchers
+from jaxmpi.runtime import job_folder, process
 
 DOCTOR_USAGE = """usage: jaxmpi doctor [-n N] [--launcher mpirun|srun] [--launcher-args "..."]
 
@@ -40,14 +40,14 @@ def doctor(argv: Sequence[str]) -> None:
     if argv and argv[0] in ("-h", "--help"):
         print(DOCTOR_USAGE)
         raise SystemExit(0)
-    under_launcher = launchers.launched_workers() > 1
+    under_launcher = process.launched_workers() > 1
     check(not (argv and under_launcher), f"got {' '.join(argv)} under a launcher; the number of ranks is its own")
     options = parse([*argv])
     odd = [arg for arg in argv if arg in ("--comm", "--restarts", "--elastic")] or options.train_args
     check(not odd, f"got {' '.join(odd)}\n{DOCTOR_USAGE}")
     if options.workers > 1:
         ranks = options._replace(train_args=("doctor",))
-        line = command.command(ranks, cores=affinity.cores(), is_root=os.geteuid() == 0, module="jaxmpi.tools.cli")
+        line = command.command(ranks, cores=process.cores(), is_root=os.geteuid() == 0, module="jaxmpi.tools.cli")
         os.execv("/bin/sh", job_folder.remove_leftovers_first(line))
 
 

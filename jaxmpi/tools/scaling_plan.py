@@ -20,7 +20,7 @@ from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.observe import plots
-from jaxmpi.runtime import launchers, prepare
+from jaxmpi.runtime import process
 
 MOST = 4096  # workers
 BUCKET_BYTES = 4 << 20
@@ -69,8 +69,8 @@ def ask(options: argparse.Namespace) -> Question | None:
     Raises:
         UsageError: nothing to go by.
     """
-    if options.alpha_s is None and launchers.launched_workers() > 1:
-        prepare.prepare()  # an experiment starts the device, and later timings depend on this rank's cores
+    if options.alpha_s is None and process.launched_workers() > 1:
+        process.prepare()  # an experiment starts the device, and later timings depend on this rank's cores
     sizes, wires = leaf_sizes(options), tuple(options.wires)
     for wire in wires:  # now that the experiment file has been read, which may add one
         wire_format(wire)

@@ -27,7 +27,7 @@ from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.files import write_whole
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.recover import decisions
-from jaxmpi.runtime import device_setup, failures, launchers
+from jaxmpi.runtime import failures, process
 from jaxmpi.trainer import exported_program, main
 from jaxmpi.trainer.callbacks import Callback, Moment
 from jaxmpi.trainer.finished import FROM_PYTHON, Finished, open_finished
@@ -69,7 +69,7 @@ class Trainer:
             raise UsageError(
                 f"Trainer: workers: got {workers}; the launcher started {control.size} ranks: leave workers out"
             )
-        device_setup.take_devices(experiment.devices)
+        process.take_devices(experiment.devices)
         folder = experiment.run_dir
         if not folder:
             with run_folder.usable():
@@ -151,9 +151,9 @@ experiment = cloudpickle.loads(Path(__file__).with_suffix(".pickle").read_bytes(
 # `preexec_fn` would fork a process with JAX's threads, of which JAX warns.
 START = """
 import os, shutil, sys
-from jaxmpi.runtime import launchers
+from jaxmpi.runtime import process
 parent, folder = int(sys.argv.pop(1)), os.path.dirname(sys.argv[-1])
-launchers.end_with_parent(parent)
+process.end_with_parent(parent)
 from jaxmpi.tools import cli
 try:
     cli.main()
@@ -198,7 +198,7 @@ def fit_in_processes(experiment: Experiment, workers: int) -> dict[str, float]:
         pickle.write_bytes(pickled(dataclasses.replace(experiment, callbacks=kept, fallback=None)))
         file.write_text(EXPERIMENT_FILE)
         line = [sys.executable, "-c", START, str(os.getpid()), "train", "-n", str(workers), str(file)]
-        env = {name: value for name, value in os.environ.items() if name not in launchers.VARIABLES}
+        env = {name: value for name, value in os.environ.items() if name not in process.VARIABLES}
         env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         code, output = run_job(line, env)
         if code == failures.MISUSED:

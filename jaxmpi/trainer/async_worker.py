@@ -38,7 +38,7 @@ from jaxmpi.rules.parameter_server import (
     WorkerReport,
 )
 from jaxmpi.rules.parameter_server_transport import run_exchange
-from jaxmpi.runtime import failures, spans
+from jaxmpi.runtime import failures, progress
 from jaxmpi.trainer.async_servers import Connections, requested_wire
 from jaxmpi.trainer.async_start import AsyncStart, ParamsVector, on_device
 from jaxmpi.trainer.run import Run
@@ -93,7 +93,7 @@ class AsyncWorker:
         """Report ready before the first step, and wait for all live workers."""
         failures.set_phase("start", failures.LONG)
         self._answer(self._server_exchange(PUSH, None, self._report({})))
-        spans.drain()  # it is no part of a step
+        progress.drain()  # it is no part of a step
 
     def report(self, asks: Mapping[str, float]) -> ServerAnswer:
         """A report without an exchange."""
@@ -137,7 +137,7 @@ class AsyncWorker:
             gossiper.push(push.to, push.share, body)
             self.new = self.new.plus(Counters(sent_bytes=body.size))
         if push or w is not None:
-            spans.record_span("wait", "gossip", begin, time.perf_counter())
+            progress.record_span("wait", "gossip", begin, time.perf_counter())
             self.new = self.new.plus(Counters(exchange_s=time.perf_counter() - begin))
         return state
 
@@ -199,7 +199,7 @@ class AsyncWorker:
         exchange = ServerExchange(
             layout=self.connections.layout, kind=kind, vector=vector, report=report, workers=workers, **posted
         )
-        with spans.span("wait", "the center"):
+        with progress.span("wait", "the center"):
             self._held_s = run_exchange(exchange, self.connections.channels)
         return exchange
 

@@ -29,7 +29,8 @@ from jaxmpi.observe.trace import UncoordinatedTrace
 from jaxmpi.optim import optimizers
 from jaxmpi.recover import decisions
 from jaxmpi.rules.parameter_server import ServerAnswer
-from jaxmpi.runtime import failures, phases, spans
+from jaxmpi.runtime import failures
+from jaxmpi.runtime.progress import drain, phase
 from jaxmpi.trainer.async_chief import LOOK_S, AsyncLeader, SharedEvaluation
 from jaxmpi.trainer.async_servers import HeartbeatMonitor, connect, serve, start_limit_s
 from jaxmpi.trainer.async_start import AsyncStart, on_device
@@ -124,14 +125,14 @@ class AsynchronousWorker:
         state, self.source = on_device(position.state), run.plan.feed.batches(position.step)
         self.first = next(self.source)
         train_step, limit_s = run.functions.train_step, start_limit_s(run.experiment.stall_timeout_s)
-        with phases.phase("tracing and compiling the step"):
+        with phase("tracing and compiling the step"):
             self.step = run.workers.processes.leader_first(
                 lambda: train_step.lower(state, self.first).compile(), limit_s
             )
-        with phases.phase("compiling the evaluation"):  # else one would fall behind while it compiles
+        with phase("compiling the evaluation"):  # else one would fall behind while it compiles
             run.workers.processes.leader_first(lambda: self.evaluation.compile(state), limit_s)
             run.plan.lr_of(1)  # as progress lines do
-        with phases.phase("waiting for all workers to be ready"):
+        with phase("waiting for all workers to be ready"):
             self.worker.wait_for_start()
         if self.chief:
             run.recorder.start_window(int(self.start.counters.examples))
@@ -171,7 +172,7 @@ class AsynchronousWorker:
         if self.chief:
             progress = self.chief.progress(state, answer)
         if progress.is_over:
-            worker.tracer.add(spans.drain(), worker.number, step, is_end=True)
+            worker.tracer.add(drain(), worker.number, step, is_end=True)
         else:
             now = run.plan.step(answer.counters.examples)
             state = state._replace(rule_state=optimizers.set_step(state.rule_state, now))

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi.comm.agreement import on_all_ranks
+from jaxmpi.comm.agreement import on_all_ranks, without_messages
 from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import UsageError, nearest
 from jaxmpi.core.pytrees import PyTree, by_path
@@ -26,7 +26,7 @@ from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.model.contract import with_article
 from jaxmpi.observe.trace import Profiler
 from jaxmpi.optim.optimizers import scale_rate
-from jaxmpi.runtime import fault_injection, in_flight
+from jaxmpi.runtime import fault_injection
 
 NO_STOP = "Moment.stop: got an asynchronous rule, whose workers end at train_for"
 
@@ -303,7 +303,7 @@ def message_guard(callback: Callback, method: str, is_asynchronous: bool) -> con
     if not (is_during_step or callback.first_rank_only or is_asynchronous):
         return contextlib.nullcontext()
     why = ASYNCHRONOUS if is_asynchronous else DURING_A_STEP if is_during_step else ON_RANK_0
-    return in_flight.without_messages(f"callback {type(callback).__name__}: {method}", *why)
+    return without_messages(f"callback {type(callback).__name__}: {method}", *why)
 
 
 # ---------------------------------------------------------------- the user's own

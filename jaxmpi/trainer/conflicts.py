@@ -27,7 +27,7 @@ from jaxmpi.data.sources.grain_datasets import is_stream
 from jaxmpi.optim.optimizers import OPTIMIZERS, has_own_rate
 from jaxmpi.recover import shrink
 from jaxmpi.rules import averaged, registry
-from jaxmpi.runtime.launchers import launched_workers
+from jaxmpi.runtime.process import launched_workers
 from jaxmpi.tasks.base import Task
 from jaxmpi.trainer import callbacks, plan, step
 from jaxmpi.trainer.step_form import UnfitForOverlap

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxmpi.comm.agreement import check_may_send
 from jaxmpi.comm.topology import Workers, local_rows
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.optim.optimizers import rate_factors
-from jaxmpi.runtime import failures, fault_injection, in_flight, phases
+from jaxmpi.runtime import failures, fault_injection, progress
 from jaxmpi.trainer.callbacks import NO_STOP, Moment, call_each, of_rank
 from jaxmpi.trainer.run import Run
 from jaxmpi.trainer.step import EvalMetrics
@@ -45,7 +46,7 @@ class Subject(NamedTuple):
 def evaluate(run: Run, state: TrainState, step: int) -> Evaluation:
     """Evaluate on every validation example once, over all workers; see `subject_of`."""
     subject = subject_of(run, state)
-    with phases.phase("evaluating"):
+    with progress.phase("evaluating"):
         means = figures_of(judged(run, subject, step), run.workers)
     return concluded(run, subject, step, means)
 
@@ -124,7 +125,7 @@ def sum_over_ranks(run: Run, values: np.ndarray) -> np.ndarray:
     array = np.asarray(values, np.float64)
     if run.workers.asynchronous:  # worker 0's callbacks have all batches
         return array
-    in_flight.check_may_send("Moment.sum")
+    check_may_send("Moment.sum")
     run.workers.processes.assert_same(CALLS, {"next": f"Moment.sum of an array {list(array.shape)}"})
     return run.workers.processes.allreduce_sum(array.ravel()).reshape(array.shape)
 

@@ -29,7 +29,7 @@ from jaxmpi.core.train_state import Batch, TrainState, worker_key
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.step_timing import StepTimer
 from jaxmpi.recover import decisions
-from jaxmpi.runtime import failures, phases
+from jaxmpi.runtime import failures, progress
 from jaxmpi.runtime.allocator import give_back_freed_memory
 from jaxmpi.trainer import memory
 from jaxmpi.trainer.build import Functions, build_functions
@@ -74,7 +74,7 @@ class LockStep:
         run, self.start = self.run, position.step
         if run.shrinking:
             run.shrinking.keep(position.step, position.state, self.sums, is_settled=not any(position.overdue))
-        with phases.phase("comparing the params of all workers"):
+        with progress.phase("comparing the params of all workers"):
             self.compare(position.step, position.state)  # programs of the comparison are compiled here, once
         run.recorder.start_window(run.plan.examples(position.step))
         return position.state

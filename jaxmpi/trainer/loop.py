@@ -14,7 +14,8 @@ import jax
 
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.step_timing import StepTimer
-from jaxmpi.runtime import failures, phases
+from jaxmpi.runtime import failures
+from jaxmpi.runtime.progress import phase
 from jaxmpi.trainer.callbacks import Callback, before_step, call_each
 from jaxmpi.trainer.step import Metrics
 from jaxmpi.trainer.timetable import DueEvents
@@ -112,12 +113,12 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
     call("at_start", position.step, state)
     do_due(coordinator, position.step, position.overdue, state)
     with contextlib.closing(coordinator.batches()) as batches, contextlib.ExitStack() as at:
-        at.enter_context(phases.phase("waiting for the first batch"))
+        at.enter_context(phase("waiting for the first batch"))
         steps = timer.batches(batches, first) if not coordinator.is_stopped else ()
         for step, batch in enumerate(steps, first):
             if step == first:
                 at.close()
-                at.enter_context(phases.phase("compiling and making the first step"))
+                at.enter_context(phase("compiling and making the first step"))
             failures.set_phase(f"step {step}", failures.LONG if step == first else 1.0)
             state, batch = before_step(callbacks, step, state, batch, coordinator.is_asynchronous)
             state, metrics = coordinator.update(step, state, batch)

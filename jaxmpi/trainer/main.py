@@ -44,7 +44,7 @@ from jaxmpi.optim.optimizers import OPTIMIZERS
 from jaxmpi.optim.schedules import DECAYS, WARMUPS
 from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.rules import registry
-from jaxmpi.runtime import device_setup, failures, fault_injection, job_folder, phases, prepare, provenance
+from jaxmpi.runtime import failures, fault_injection, job_folder, process, progress, provenance
 from jaxmpi.tasks.check import check_task, metric_names
 from jaxmpi.tasks.registry import find_spec
 from jaxmpi.trainer import callbacks, memory
@@ -76,11 +76,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """`python -m jaxmpi.train EXPERIMENT.py [--field value ...]`."""
     failures.open_streams()
     failures.install_excepthooks()
-    prepare.prepare()  # before the experiment file, which may touch the device
-    with phases.phase("running the experiment file"):
+    process.prepare()  # before the experiment file, which may touch the device
+    with progress.phase("running the experiment file"):
         experiment, path = experiment_file.parse(list(sys.argv[1:] if argv is None else argv), TABLES)
-    device_setup.take_devices(experiment.devices)
-    with phases.phase("starting MPI, which waits for all ranks"):
+    process.take_devices(experiment.devices)
+    with progress.phase("starting MPI, which waits for all ranks"):
         control = processes()
     with failures.at_work():
         code = 0
@@ -116,16 +116,16 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
     """
     failures.set_phase("start", failures.LONG)
     if experiment.quiet or processes().rank != 0:
-        phases.stop_progress()
+        progress.stop_progress()
     else:
-        phases.start_progress()
+        progress.start_progress()
     notice = signals.PreemptionNotice()
     try:
         return train_until(notice, experiment, name, root, digest)
     except decisions.Preempted as left:
         raise decisions.Interrupted if notice.is_interrupt else left from None
     finally:
-        phases.stop_progress()
+        progress.stop_progress()
         notice.close()
 
 
@@ -138,18 +138,18 @@ def train_until(
     """Body of `train`; raises Preempted if a signal arrives."""
     experiment = dataclasses.replace(experiment, callbacks=callbacks.copy_checked(experiment.callbacks))
     is_asynchronous = registry.is_asynchronous(experiment.rule)
-    with phases.phase("waiting for all ranks, and for their devices"):
+    with progress.phase("waiting for all ranks, and for their devices"):
         workers = gather_all(experiment)
     control = workers.processes
     registry.check_ranks(experiment.rule, control.size if is_asynchronous else workers.size)
     run_directory.agree_on(experiment, control, digest)
     if control.rank == 0:  # a model that does not fit ends the job here, with one message
-        with phases.phase("tracing the model to check it"):
+        with progress.phase("tracing the model to check it"):
             check_before_data(experiment)
     stored = read_stored(experiment, name, control)
     experiment = run_directory.as_begun(experiment, stored, workers.size)
     scaled_for = stored.scaled_for if stored else workers.size
-    with phases.phase("opening the data"):
+    with progress.phase("opening the data"):
         plan = make_plan(experiment, workers, scaled_for)
         if control.rank == 0:
             check_with_data(plan)
@@ -159,13 +159,13 @@ def train_until(
     last_step = plan.clock.total_steps * (workers.size if is_asynchronous else 1)
     for text in experiment.inject:
         fault_injection.parse(text, max(scaled_for, workers.size), last_step)
-    with phases.phase("choosing the exchange"):
+    with progress.phase("choosing the exchange"):
         plan = choose_sharding(choose_exchange(plan, stored))
-    with phases.phase("building the step"):
+    with progress.phase("building the step"):
         functions = build_functions(plan)
     registry.check_wire(experiment.rule, plan.strategy)
     starting = contextlib.ExitStack()
-    starting.enter_context(phases.phase("starting the loaders of the data"))
+    starting.enter_context(progress.phase("starting the loaders of the data"))
     with (
         starting,
         watch(plan) as unwatched,
@@ -253,7 +253,7 @@ def run_in(
     if not workers.asynchronous:
         needed = memory.estimate_memory(plan, functions.rule, is_fused=functions.is_fused)
         memory.make_room(needed, plan, available_bytes())
-    with phases.phase("restoring the newest checkpoint" if experiment.resume else "initialising params"):
+    with progress.phase("restoring the newest checkpoint" if experiment.resume else "initialising params"):
         states, saved = starting_states(plan, functions.rule, folder)
     start, continues = saved.step if saved else 0, is_of_another_run(saved)
     if experiment.resume and is_first:

@@ -25,7 +25,7 @@ from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.core.train_state import worker_key
 from jaxmpi.rules import registry
 from jaxmpi.rules.base import Rule
-from jaxmpi.runtime import prepare
+from jaxmpi.runtime import process
 from jaxmpi.runtime.allocator import give_back_at_once, is_settled, keep_freed_memory
 from jaxmpi.trainer import step as steps
 from jaxmpi.trainer.build import choose_sharding, forward_of, rule_in_program, rule_state_shapes, sharding_obstacle
@@ -259,7 +259,7 @@ def main(options: argparse.Namespace) -> None:
     Raises:
         UsageError: the workers of one host do not fit into the memory of this one.
     """
-    prepare.prepare()
+    process.prepare()
     experiment, _ = experiment_file.parse(options.fields)
     if registry.is_asynchronous(experiment.rule):
         raise UsageError(f"rule: got {experiment.rule.name}, whose workers differ; expected a synchronous rule")

@@ -17,7 +17,7 @@ import numpy as np
 from jaxmpi.comm.topology import local_rows
 from jaxmpi.config.schema import Experiment
 from jaxmpi.data.feed import DeviceFeed
-from jaxmpi.data.shuffle import MemoryShuffle, Shuffle, in_words
+from jaxmpi.data.shuffle import MemoryShuffle, Shuffle, describe_memory
 from jaxmpi.observe.flops import Peak, StepFlops, Work
 from jaxmpi.observe.gradient_noise import Means, Noise
 from jaxmpi.observe.recorder import Recorder, Unit
@@ -138,7 +138,7 @@ class ProgressLog:
         place = {"examples": len(memory.source), "group_size": memory.sampler.parts}
         self.recorder.write("memory", step=step, **place, worker_bytes=int(worker_bytes), load_s=load_s)
         is_auto, moves = memory.source.data.group_size == "auto", memory.group is not None
-        self.recorder.say(in_words(memory.sampler, is_auto, worker_bytes, load_s, moves))
+        self.recorder.say(describe_memory(memory.sampler, is_auto, worker_bytes, load_s, moves))
 
     def _new_shuffles(self) -> list[Shuffle]:
         """Unrecorded shuffles that all ranks have done: the slowest rank's seconds, all bytes."""

@@ -73,18 +73,6 @@ def where(algorithm: str, workers: int, link: Link) -> Net:
     return Net(1, workers, link, FREE) if is_tree else Net(workers, 1, FREE, link)
 
 
-def test_trees_win_where_messages_are_dear_and_cost_no_more_than_a_ring_elsewhere():
-    """Eight hosts: 4 messages one after another, where a ring has 14; as many bytes."""
-    far, near = (Net(8, 1, FREE, Link(alpha_s, 8e-9)) for alpha_s in (5e-3, 1e-4))
-    for floats in (1 << 14, 1 << 16, 1 << 18):
-        seconds = {
-            name: cost_model.predict(far, floats, name) for name in ("asa", "ring", "tree", "color4", "pipering")
-        }
-        assert min(seconds, key=seconds.__getitem__) == "color4"
-        assert seconds["color4"] < 0.6 * seconds["ring"]
-    assert cost_model.predict(near, 6e6, "color4") == pytest.approx(cost_model.predict(near, 6e6, "ring"), rel=0.05)
-
-
 @pytest.mark.parametrize("workers", [2, 3, 8])
 @pytest.mark.parametrize("algorithm", ALONE)
 def test_messages_and_bytes_are_those_of_the_program(algorithm, workers):
@@ -119,35 +107,6 @@ def test_a_hierarchy_sends_a_part_between_hosts_and_as_much_as_asa_inside(cross)
     assert between == pytest.approx(slots * alone, rel=1e-12)  # all ranks of a host at once, over one card
 
 
-def test_a_ring_by_host_crosses_with_one_rank_and_rotations_with_up_to_all():
-    """4 hosts x 2: of asa's 7 rotations the first and the last cross with one rank of a host, the others with two."""
-    n, card = 8000, Net(4, 2, FREE, Link(0.0, 1.0))
-    part = 4 * n / 8
-    assert cost_model.predict(card, n, "ring") == 14 * part
-    assert cost_model.predict(card, n, "asa") == (2 * 1 + 5 * 2) * part + 7 * part
-    assert cost_model.predict(card, n, "tree") == 2 * (n / 4 * 2 + n / 8 * 2) * 4  # level 0 stays inside
-
-
-def test_cores_that_ranks_share_make_work_longer():
-    crowded = Net(1, 8, Link(1e-6, 1e-9), FREE, 1e-10, {"16": 1e-9}, cores=2)
-    roomy = crowded._replace(cores=8)
-    for name in ("asa", "ring:16", "tree"):
-        assert cost_model.predict(crowded, 1e6, name) == pytest.approx(4 * cost_model.predict(roomy, 1e6, name))
-
-
-def test_shared_memory_costs_what_it_moves_though_additions_cost_nothing():
-    """53.5 MB by 8 workers were 5.5 ms, its waits alone, if the price of an addition was not given."""
-    host, n = Net(1, 8, Link(5e-5, 8e-10), FREE), 53.5e6 / 4
-    waits, moved = cost_model.parts(host, n, "shm:32")
-    assert waits == pytest.approx((8 + n / (128 << 10)) * 5e-5)
-    assert moved == pytest.approx(4 * n * 8e-10)
-    assert cost_model.predict(host, n, "shm:32") > 0.04
-    with_additions = host._replace(gamma_s_per_byte=1e-10)
-    assert cost_model.predict(with_additions, n, "shm:32") - cost_model.predict(host, n, "shm:32") == pytest.approx(
-        4 * n * 1e-10
-    )
-
-
 def test_every_strategy_has_a_price_and_nothing_is_sent_by_one_worker():
     assert all(row.seconds for row in STRATEGIES.values())
     one = CARDS._replace(hosts=1)
@@ -161,15 +120,6 @@ def test_a_strategy_that_was_not_measured_gets_the_median_factors():
     assert [*fits["root:32"]] == pytest.approx([3, 3], rel=1e-4)
     assert [*fits["asa:32"]] == pytest.approx([2, 2], rel=1e-4)
     assert probes.Probe(CARDS, {}).fits_of_all(["asa:32"]) == {}  # of prices that were given, formulas count
-
-
-def test_candidates_are_strategies_that_fit():
-    wide, one, uneven = CARDS._replace(slots=2), CARDS._replace(hosts=1, slots=8), CARDS._replace(slots=2, even=False)
-    for net, hierarchies in ((CARDS, False), (wide, True), (one, False), (uneven, False)):
-        names = cost_model.candidates(net, ("32", "16"))
-        assert [parse(name).name for name in names] == names
-        assert any(name.startswith("hier-") for name in names) == hierarchies
-        assert not {"none:32", "ar:32", "ar:16"} & set(names)
 
 
 def two_bf16(x):
@@ -253,14 +203,6 @@ def test_few_strategies_that_fit_are_timed(hosts, wires, among, expected):
     assert autotune.candidates(hosts, wires, among) == expected
 
 
-def test_a_users_own_row_is_timed_if_it_has_a_cost(monkeypatch):
-    row = StrategySpec(lambda x, comm, wire: x, ("32",), seconds=lambda net, n, wire: 0.0)
-    monkeypatch.setitem(STRATEGIES, "mine", row)
-    assert autotune.candidates((0, 0), ("32",))[0] == "mine:32"
-    monkeypatch.setitem(STRATEGIES, "mine", row._replace(seconds=None))
-    assert "mine:32" not in autotune.candidates((0, 0), ("32",))
-
-
 def test_without_mpi_nothing_is_probed_and_the_default_taken():
     assert autotune.choose(SoloComm(), [5]).strategy == "asa:32"
     verdict = autotune.choose(AxisComm("w", 4), [5], "auto:16", None)
@@ -297,16 +239,6 @@ def test_a_probe_is_kept_for_its_hosts(cache):
     assert probes.read({**KEY, "cores": 4.0}) is None
     assert probes.newest() == (KEY, SAVED)
     assert [path.suffix for path in caches.json_file("probes", KEY).parent.iterdir()] == [".json"]
-
-
-@pytest.mark.parametrize("error", [OSError("full"), RuntimeError("no home"), UsageError("not writable")])
-def test_a_probe_that_cannot_be_kept_is_said_and_no_more(error, monkeypatch, capsys):
-    def refuse(name: str) -> Path:
-        raise error
-
-    monkeypatch.setattr(caches, "cache_folder", refuse)
-    probes.save(KEY, SAVED)
-    assert f"not cached: {error}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"format": 1, "key": {}}'])
@@ -354,39 +286,11 @@ def test_a_table_and_a_plot_from_given_prices(tmp_path, capsys):
     assert [name for name in names if f"<!-- {name} -->" not in drawn] == []
 
 
-def test_what_is_hidden_is_not_exposed(capsys):
-    """Half of 2 s is left when the first bucket exists; the exchange of 0.96 s fits."""
-    run(*GIVEN, "--slots", "1", "--overlap", "0.5")
-    row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.split()[0] == "2")
-    assert row[6:] == ["0", "2", "100.0", "%"]
-
-
-def test_prices_inside_a_host_count_if_they_are_given(capsys):
-    """They were replaced by those between hosts."""
-    run(*GIVEN, "--alpha-inside-s", "1e-5", "--beta-inside-s-per-byte", "2e-9", "--slots", "2")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("inside a host 10 us + 2 ns/byte; between hosts 100 us + 40 ns/byte")
-    row = next(line.split() for line in lines if line.split()[:4] == ["2", "1", "x", "2"])
-    assert float(row[5]) < 2 * 24e6 * 2e-9 + 1e-3  # a tenth of what it takes between hosts
-
-
 def test_a_models_tree_counts_leaf_by_leaf(capsys):
     run(*GIVEN[:4], "--experiment", str(ROOT / "experiments" / "digits.py"))
     heading = capsys.readouterr().out.splitlines()[0]
     assert heading.endswith("given prices")
     assert heading.startswith("0.2 MB of gradients in 8 leaves")
-
-
-def test_a_wire_of_the_experiment_file_is_priced(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(WIRES, "mine", WIRES["bf16"])  # the file replaces it, and the row goes with the test
-    monkeypatch.delitem(WIRES, "mine")
-    (tmp_path / "mine.py").write_text(
-        "from jaxmpi.allreduce.wires import WIRES\n"
-        "from jaxmpi.experiments.digits import experiment\n"
-        "WIRES['mine'] = WIRES['bf16']\n"
-    )
-    run(*GIVEN[:4], "--experiment", str(tmp_path / "mine.py"), "--wires", "mine")
-    assert ":mine" in capsys.readouterr().out
 
 
 def test_it_goes_by_the_newest_probe(cache, capsys):
@@ -431,9 +335,9 @@ def test_what_cannot_be_is_refused(argv, message, cache, no_launcher):
 @pytest.mark.e2e
 def test_a_rank_has_its_cores_before_an_experiment_starts_the_device():
     script = (
-        "from jax._src import xla_bridge\nfrom jaxmpi.runtime import prepare\n"
+        "from jax._src import xla_bridge\nfrom jaxmpi.runtime import process\n"
         "from jaxmpi.tools import cli\n"
-        "prepare.pin_cores = lambda *_: exit(f'started: {xla_bridge.backends_are_initialized()}')\n"
+        "process.pin_cores = lambda *_: exit(f'started: {xla_bridge.backends_are_initialized()}')\n"
         "cli.run(['plan', '--experiment', 'experiments/digits.py'])\n"
     )
     env = {f"OMPI_COMM_WORLD_{name}": "2" if name.endswith("SIZE") else "0" for name in NAMES}
@@ -540,16 +444,6 @@ def manifest_of(exchange) -> str:
     extra = {"scaled_for": 1, "experiment": {"effective batch": 8}, "exchange": exchange}
     files = {"common.bin": [], "worker_00000.bin": []}
     return sealed({"format": 2, "step": 4, "workers": 1, "files": files, "extra": extra})
-
-
-def test_a_choice_for_another_word_does_not_count(tmp_path):
-    experiment = Experiment(exchange=ExchangeConfig("auto:16"), resume=True, run_dir=str(tmp_path))
-    (tmp_path / "record.jsonl").touch()
-    assert run_directory.stored(experiment, "digits") is None
-    folder = tmp_path / "checkpoints" / "step_00000004"
-    folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text(manifest_of({"asked": "auto", "strategy": "asa:32", "bucket_bytes": None}))
-    assert run_directory.settled_exchange(run_directory.stored(experiment, "digits"), experiment.exchange) is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from jaxmpi.bench import __main__, contenders, jobs, options, plan, results
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.errors import TrainingError, UsageError
-from jaxmpi.runtime import launchers
+from jaxmpi.runtime import process
 from launching import CLUSTER, NOT_PERMITTED, ROOT, Ended, kill_session, mpirun, run, session_of
 
 BENCH = [sys.executable, "-m", "jaxmpi.bench"]
@@ -251,7 +251,7 @@ def test_what_is_wrong_is_said_before_a_job_starts(args, message, monkeypatch, c
 
 
 def test_a_second_job_is_for_those_who_start_jobs(monkeypatch):
-    for name, value in zip(launchers.LAUNCHERS["Open MPI's mpirun"], ("0", "2", "0", "2"), strict=True):
+    for name, value in zip(process.LAUNCHERS["Open MPI's mpirun"], ("0", "2", "0", "2"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="--as-it-comes: two jobs take turns"):
         __main__.plan_that_fits(options.parse(["--as-it-comes"]))

@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import json
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -25,20 +24,19 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.shared_memory import Segment
-from jaxmpi.data import ArraySource, CorruptExample, Loader, LoaderPool, Sampler, mpi_loaders, open_source
+from jaxmpi.data import ArraySource, CorruptExample, Loader, LoaderPool, Sampler, open_source
 from jaxmpi.data.feed import open_feed
 from jaxmpi.data.loader_pool import python_line
 from jaxmpi.data.loader_worker import (
     PID,
-    LoaderAnswer,
-    Make,
+    Answer,
     RowFailure,
     SharedPickle,
     answer_from_bytes,
     answer_to_bytes,
 )
 from jaxmpi.model.contract import Model
-from jaxmpi.runtime.launchers import children_of
+from jaxmpi.runtime.process import children_of
 from launching import ROOT, mpirun, mpirun_line, run, train, wait_until
 from loader_sources import PX, Numbered, TwoArguments, Unpicklable
 
@@ -284,7 +282,9 @@ class TestLoadersThatFail:
 
             def kill() -> None:
                 at: list[int] = []
-                wait_until(lambda: bool(at.extend(i for i in range(2) if str(path) in pool.doing(i)[0]) or at))
+                wait_until(
+                    lambda: bool(at.extend(i for i in range(2) if str(path) in pool.current_example(i)[0]) or at)
+                )
                 os.kill(int(pool._board[at[0], PID]), signal.SIGKILL)
 
             killer = threading.Thread(target=kill)
@@ -522,14 +522,9 @@ def test_a_loader_that_mpi_started_is_named_with_its_file(loss, tmp_path):
 
 
 def test_the_papers_words():
-    make = Make(3, 17, 1, 0, 1, 2, np.array([5, 9]))
-    name, _, rest = mpi_loaders.make_to_words(make, "/data/train/dog/caf\u00e9\0\udcff.jpg").partition(b"\0")
-    assert name.startswith("/data/train/dog/caf\u00e9".encode())
-    again = pickle.loads(rest)
-    assert (again[:-1], again.indices.tolist()) == (make[:-1], [5, 9])
-    assert answer_to_bytes(LoaderAnswer(17, [])) == b"copy_finished 17"
-    assert answer_from_bytes(b"copy_finished 17") == LoaderAnswer(17, [])
-    failed = answer_from_bytes(answer_to_bytes(LoaderAnswer(18, [RowFailure(2, KeyError("x"))])))
+    assert answer_to_bytes(Answer(17, [])) == b"copy_finished 17"
+    assert answer_from_bytes(b"copy_finished 17") == Answer(17, [])
+    failed = answer_from_bytes(answer_to_bytes(Answer(18, [RowFailure(2, KeyError("x"))])))
     assert (failed.ticket, failed.failures[0].position, str(failed.failures[0].error)) == (18, 2, "'x'")
 
 

@@ -1,6 +1,8 @@
-"""Records in memory: an arena, how it is loaded and read, and what goes when nobody reads it."""
+"""Records in memory: room for them, how they are loaded and read, and what goes when nobody reads it."""
 
 import gc
+import pickle
+import sys
 import threading
 import time
 import weakref
@@ -10,9 +12,12 @@ import pytest
 from PIL import Image
 
 from jaxmpi.config.data import Data
+from jaxmpi.core import shared_memory
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, memory_source, open_source
+from jaxmpi.data.group_order import plan_moves
 from jaxmpi.data.memory_source import Arena, MemorySource
+from jaxmpi.data.shuffle import new_arena
 
 
 def numbered(n: int) -> ArraySource:
@@ -21,10 +26,10 @@ def numbered(n: int) -> ArraySource:
     )
 
 
-class Damaged:
-    """Compressed, or what is taken for it; some examples cannot be read."""
+class Compressed:
+    """Example i is i bytes, or what is taken for an image; some cannot be read."""
 
-    name, classes = "damaged", 100
+    name, classes = "compressed", 100
 
     def __init__(self, n: int, bad: tuple[int, ...] = (), label: object = 3) -> None:
         self.n, self.bad, self.label = n, bad, label
@@ -41,43 +46,120 @@ class Damaged:
         raise AssertionError("it has a compressed form")
 
 
+def loaded(n: int, records=None, **options) -> MemorySource:
+    source = MemorySource(Compressed(n, **options), Data())
+    source.load(np.arange(n) if records is None else records)
+    return source
+
+
 class TestRoom:
-    def test_all_is_asked_for_once_after_a_sample(self, monkeypatch):
+    def test_more_than_the_machine_has_is_refused(self):
+        assert 2**20 < shared_memory.available_bytes() < 2**50
+        with pytest.raises(UsageError, match=r"data\.memory: 1,125,900\.0 GB .*group_size"):
+            memory_source.check_alone(2**50)
+
+    def test_ranks_of_a_host_need_it_together(self):
+        hosts = (0, 1, 0, 1)
+        rows = np.array([[2e9, 5e9], [2e9, 4e9], [3e9, 5e9], [2e9, 4e9]])
+        memory_source.check_room(rows, hosts)
+        rows[3, 0] = 3e9
+        with pytest.raises(UsageError, match=r"5\.0 GB .* by 2 ranks on rank 1's machine, which has 4\.0 GB"):
+            memory_source.check_room(rows, hosts)
+
+    def test_the_second_part_of_a_shuffle_is_counted(self, monkeypatch):
+        monkeypatch.setattr(memory_source, "available_bytes", lambda: 7)
+        chunk = memory_source.CHUNK_BYTES
+        assert memory_source.need_and_left(1000, 100).tolist() == [1900, 7]
+        assert memory_source.need_and_left(1000, 100, copies=2).tolist() == [3900, 7]
+        assert memory_source.need_and_left(10 * chunk, 0, copies=2).tolist() == [22 * chunk, 7]
+
+    def test_room_is_asked_for_once_after_a_sample(self, monkeypatch):
         monkeypatch.setattr(memory_source, "SAMPLE", 64)
-        source, asked, read = MemorySource(Damaged(200), Data()), [], []
+        source, asked, read = MemorySource(Compressed(200), Data()), [], []
         monkeypatch.setattr(source.inner, "encoded", lambda i: read.append(i) or (bytes(i), 3))
-
-        def check_part(part_bytes: float, held_bytes: float) -> None:
-            asked.append((part_bytes, held_bytes, len(read)))
-
-        source.load(np.arange(200), check_part)
-        [(part_bytes, held_bytes, reads)] = asked
+        source.load(np.arange(200), lambda *sizes: asked.append((*sizes, len(read))))
+        [(part_bytes, loaded_bytes, reads)] = asked
         assert part_bytes == pytest.approx(sum(range(200)), rel=0.15)
-        assert held_bytes == pytest.approx(64 * part_bytes / 200)
+        assert loaded_bytes == pytest.approx(64 * part_bytes / 200)
         assert 64 <= reads < 200
         assert sorted(read) == list(range(200))
-
-    def test_a_worker_without_records_asks_too(self):
-        asked = []
-        MemorySource(Damaged(9), Data()).load(np.arange(0), lambda *sizes: asked.append(sizes))
-        assert asked == [(0, 0)]
+        source.load(np.arange(0), lambda *sizes: asked.append(sizes))
+        assert asked[1] == (0, 0)
 
     def test_chunks_that_wait_are_not_counted_twice(self, monkeypatch):
         """On a machine with room for the part and a fifth of it."""
-        taken, whole = [], memory_source._pages
-        monkeypatch.setattr(memory_source, "_pages", lambda size_bytes: taken.append(size_bytes) or whole(size_bytes))
+        taken, whole = [], memory_source.map_pages
+        monkeypatch.setattr(memory_source, "map_pages", lambda size: taken.append(size) or whole(size))
         monkeypatch.setattr(memory_source, "available_bytes", lambda: 1500 - sum(taken))
         monkeypatch.setattr(memory_source, "CHUNK_BYTES", 100)
-        source = MemorySource(Damaged(50), Data())
-        source.load(np.arange(50))
-        assert source.newest().bytes.size == 1225
+        assert loaded(50).newest().bytes.size == 1225
 
     def test_what_others_took_since_is_seen_before_a_shuffle(self, monkeypatch):
-        source = MemorySource(Damaged(9), Data())
-        source.load(np.arange(9))
+        source, stays = loaded(9), np.zeros(9, int)
         monkeypatch.setattr(memory_source, "available_bytes", lambda: 35)
-        with pytest.raises(UsageError, match="GB more are needed"):
-            memory_source.shuffled(source, np.arange(9), np.zeros(9, int), np.zeros(9, int), 0, 1)
+        with pytest.raises(UsageError, match=r"data\.memory"):
+            new_arena(source, list(plan_moves(np.arange(9), stays, stays, source.lengths, 0, 1)))
+
+
+class TestAvailable:
+    OWN = "/sys/fs/cgroup/job_7/task_0"
+
+    @pytest.fixture
+    def files(self, monkeypatch):
+        """Files of the kernel: 8 GB of the machine are available, and the task's own group has no limit."""
+        files = {"/proc/meminfo": "MemTotal: 9000000 kB\nMemAvailable:   8000000 kB\n"}
+        files |= {"/proc/self/cgroup": "4:memory:/x\n0::/job_7/task_0\n", f"{self.OWN}/memory.max": "max\n"}
+        monkeypatch.setattr(shared_memory, "read", lambda path: files.get(str(path), ""), raising=False)
+        return files
+
+    @pytest.mark.parametrize("group", ["/job_7", "/job_7/task_0", ""])
+    def test_the_limit_of_any_group_above(self, files, group):
+        """Files in the page cache go when memory is needed."""
+        place = f"/sys/fs/cgroup{group}"
+        files |= {f"{place}/memory.max": "2000000000\n", f"{place}/memory.current": "1900000000\n"}
+        assert shared_memory.available_bytes() == 100_000_000
+        files[f"{place}/memory.stat"] = "anon 500\nfile 700\ninactive_file 400000000\nactive_file 300000000\n"
+        assert shared_memory.available_bytes() == 800_000_000
+
+    @pytest.mark.parametrize("group", ["/x", ""])
+    def test_the_limit_of_a_group_of_version_1(self, files, group):
+        """A container sees the root of the mount, whatever path the machine gives its group."""
+        place = f"/sys/fs/cgroup/memory{group}"
+        files |= {f"{place}/memory.limit_in_bytes": "2000000000\n", f"{place}/memory.usage_in_bytes": "1900000000\n"}
+        files[f"{place}/memory.stat"] = "active_file 1\ntotal_inactive_file 400000000\ntotal_active_file 300000000\n"
+        assert shared_memory.available_bytes() == 800_000_000
+
+    def test_a_system_that_does_not_say(self, monkeypatch):
+        monkeypatch.setattr(shared_memory, "read", lambda path: "", raising=False)
+        assert shared_memory.available_bytes() == sys.maxsize
+
+
+class TestGroups:
+    def test_sizes_divide_the_workers_and_cut_no_process_of_several(self):
+        assert [memory_source.check_group(group, 8) for group in (0, 1, 4)] == [8, 1, 4]
+        assert [memory_source.check_group(group, 8, each=4) for group in (0, 1, 2, 4, 8)] == [8, 1, 2, 4, 8]
+        for group, workers, each, fits in (
+            (6, 12, 4, "1, 2, 4, 12"),
+            (3, 8, 1, "1, 2, 4, 8"),
+            (16, 8, 1, "1, 2, 4, 8"),
+        ):
+            with pytest.raises(UsageError, match=rf"data\.group_size: got {group} .*{fits}"):
+                memory_source.check_group(group, workers, each)
+
+    def test_the_smallest_that_fits_is_chosen(self):
+        """Eight ranks on two hosts, 8 GB of records and two chunks of 64 MiB a rank; half of what is left is taken."""
+
+        def chosen(left_bytes: float, copies: float = 2.0) -> int:
+            left = np.array([9e12] * 4 + [left_bytes] * 4)
+            return memory_source.smallest_group(8e9, copies, left, (0, 0, 0, 0, 1, 1, 1, 1))
+
+        assert [chosen(left) for left in (2 * 33e9, 2 * 32e9, 2 * 17e9, 2 * 16e9, 2 * 9e9, 1e9)] == [1, 4, 4, 8, 8, 8]
+        assert chosen(2 * 18e9, copies=1.1) == 2
+
+    @pytest.mark.parametrize("size", [-1, "some"])
+    def test_a_size_that_cannot_be(self, size):
+        with pytest.raises(UsageError, match=r"data\.group_size"):
+            Data(group_size=size)
 
 
 class TestSource:
@@ -96,39 +178,37 @@ class TestSource:
     @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3, 4)])
     def test_arrays_of_any_type(self, dtype, shape):
         array = np.arange(24).astype(dtype)[: int(np.prod(shape))].reshape(shape)
-        again = memory_source.array_of(memoryview(memory_source.bytes_of(array, "x")))
+        again = pickle.loads(memoryview(memory_source.array_to_bytes(array, "x")))
         assert (again.dtype, again.shape, again.tobytes()) == (array.dtype, array.shape, array.tobytes())
-        assert not again.flags.writeable
 
     @pytest.mark.parametrize("array", [np.array([None]), np.array(["a"])], ids=["objects", "text"])
     def test_what_is_no_array_of_numbers_is_refused(self, array):
-        with pytest.raises(UsageError, match=r"x\[3\]: got .*expected numbers to keep in memory"):
-            memory_source.bytes_of(array, "x[3]")
+        with pytest.raises(UsageError, match=r"x\[3\]"):
+            memory_source.array_to_bytes(array, "x[3]")
 
     def test_compressed_records_are_views(self):
-        source = MemorySource(Damaged(9), Data())
-        source.load(np.arange(9))
-        blob, label = source.record(5)
+        blob, label = loaded(9).record(5)
         assert (bytes(blob), label) == (b"\5" * 5, 3)
         assert isinstance(blob, memoryview)
 
     def test_a_corrupt_record_stops_or_is_noted(self):
         with pytest.raises(CorruptExample, match=r"file4 .* cut short"):
-            MemorySource(Damaged(9, (4,)), Data()).load(np.arange(9))
-        source = MemorySource(Damaged(9, (4,)), Data(on_error="skip"))
+            loaded(9, bad=(4,))
+        source = MemorySource(Compressed(9, (4,)), Data(on_error="skip"))
         source.load(np.arange(9))
         assert source.lengths.tolist() == [0, 1, 2, 3, 0, 5, 6, 7, 8]
-        with pytest.raises(CorruptExample, match="when it was loaded"):
+        with pytest.raises(CorruptExample, match=r"compressed\[4\]"):
             source.record(4)
 
     @pytest.mark.parametrize("label", [-1, 100, 2.0, [1]])
     def test_labels_out_of_range_are_named(self, label):
-        with pytest.raises(UsageError, match=r"damaged\[0\]: got label .*expected a whole number, 0 <= label < 100"):
-            MemorySource(Damaged(3, label=label), Data()).load(np.arange(3))
+        with pytest.raises(UsageError, match=r"compressed\[0\]: got label .* 0 <= label < 100"):
+            loaded(3, label=label)
 
+
+class TestShuffles:
     def test_a_record_on_its_way_is_waited_for(self):
-        source = MemorySource(Damaged(9), Data())
-        source.load(np.arange(4))
+        source = loaded(9, np.arange(4))
         source.promise()
         got = []
         reader = threading.Thread(target=lambda: got.append(bytes(source.record(7)[0])))
@@ -147,17 +227,16 @@ class TestSource:
         assert got == [b"\7" * 7]
 
     def test_a_loader_that_waits_for_a_record_is_not_stalled(self):
-        data = Data(stall_timeout_s=1, loaders=1, prefetch=1)
+        data = Data(stall_timeout_s=0.4, loaders=1, prefetch=1)
         source = MemorySource(numbered(8), data)
         source.load(np.arange(4))
         source.promise()
 
         def shuffle() -> None:
-            time.sleep(1.5)
+            time.sleep(0.6)
             source.expect(np.arange(4, 8))
-            time.sleep(1.5)
-            for i in range(4, 8):
-                source.lengths[i] = source.lengths[0]
+            time.sleep(0.6)
+            source.lengths[4:] = source.lengths[0]
             arena = Arena(np.arange(4, 8), source.lengths)
             arena.bytes[:] = source.newest().bytes
             source.take(arena)
@@ -168,31 +247,25 @@ class TestSource:
         assert source.read_again == 0
 
     def test_memory_that_nobody_reads_any_more_is_used_again(self, monkeypatch):
-        source = MemorySource(Damaged(90), Data())
-        source.load(np.arange(80))
+        source = loaded(90, np.arange(80))
         address, size_bytes = source.newest().bytes.ctypes.data, source.newest().bytes.size
         view = source.newest().bytes[5:7]
-        assert source.forget() is None  # the newest stays
         source.take(Arena(np.arange(9), source.lengths))
         assert source.forget() is None  # a view of it is left
         del view
-        source.take(Arena(np.arange(9), source.lengths))
         source.load(np.arange(80))
         address = source.newest().bytes.ctypes.data
         source.take(Arena(np.arange(9), source.lengths))
-        spare = source.forget()
-        assert spare is not None
-        arena = Arena(np.arange(78), source.lengths, spare)
+        monkeypatch.setattr(memory_source, "available_bytes", lambda: size_bytes)  # the spare pages are counted, too
+        stays = np.zeros(78, int)
+        arena = new_arena(source, list(plan_moves(np.arange(78), stays, stays, source.lengths, 0, 1)))
         assert (arena.bytes.ctypes.data, arena.bytes.size) == (address, sum(range(78)))
-        monkeypatch.setattr(memory_source, "available_bytes", lambda: size_bytes)
-        stays = np.zeros(80, int)
-        memory_source.shuffled(source, np.arange(80), stays, stays, 0, 1, spare)  # counted as there already
-        source.lengths[79] = len(spare)
-        assert Arena(np.arange(80), source.lengths, spare).bytes.size == len(spare) + sum(range(79))
+        source.lengths[79] = len(arena.pages)
+        assert Arena(np.arange(80), source.lengths, arena.pages).bytes.size == len(arena.pages) + sum(range(79))
 
     @pytest.mark.parametrize("kind", ["a damaged image is skipped", "a share is empty"])
     def test_a_loader_keeps_nothing_of_a_part_that_is_forgotten(self, kind, tmp_path):
-        """Were it to wait for a collection of cycles, a run would hold part after part."""
+        """Were it to wait for a collection of cycles, a run would keep part after part."""
         inner = numbered(5)
         if kind == "a damaged image is skipped":
             for i in range(5):
@@ -213,7 +286,7 @@ class TestSource:
                 part = weakref.ref(source.newest().bytes)
                 source.take(Arena(np.arange(2), source.lengths))
                 source.forget()
-                end_s = time.monotonic() + 10  # a batch that is being made ahead holds a record for a moment
+                end_s = time.monotonic() + 10  # a batch that is being made ahead has a record for a moment
                 while part() is not None and time.monotonic() < end_s:
                     time.sleep(0.01)
                 assert part() is None
@@ -222,8 +295,7 @@ class TestSource:
             gc.enable()
 
     def test_memory_goes_back_with_the_last_view(self):
-        source = MemorySource(Damaged(9), Data())
-        source.load(np.arange(9))
+        source = loaded(9)
         pages = weakref.ref(source.newest().pages)
         view = source.record(3)[0]
         source.take(Arena(np.array([1]), source.lengths))

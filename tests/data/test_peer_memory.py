@@ -20,9 +20,9 @@ LENGTHS = np.random.default_rng(0).integers(0, 9, 5000)
 OTHER = """
 import json, sys
 from test_peer_memory import filled
-from jaxmpi.data.peer_memory import addresses
+from jaxmpi.data.peer_memory import arena_addresses
 arena = filled()
-print(json.dumps(addresses(arena).tolist()), flush=True)
+print(json.dumps(arena_addresses(arena).tolist()), flush=True)
 sys.stdin.read()
 """
 
@@ -49,8 +49,8 @@ def other() -> Iterator[tuple[subprocess.Popen, np.ndarray]]:
 
 @pytest.fixture(scope="module")
 def there() -> Iterator[tuple[int, np.ndarray]]:
-    with other() as (process, told):
-        yield process.pid, told
+    with other() as (process, addresses):
+        yield process.pid, addresses
 
 
 @pytest.mark.parametrize("most", [None, 1000])
@@ -67,16 +67,16 @@ def test_records_are_read_in_any_order(there, most, monkeypatch):
         monkeypatch.setattr(peer_memory, "_readv", partly)
     wanted = np.random.default_rng(2).permutation(filled().records)
     out = np.zeros(LENGTHS[wanted].sum(), np.uint8)
-    pid, told = there
-    peer_memory.PeerArena(pid, told, LENGTHS).gather(wanted, out)
+    pid, addresses = there
+    peer_memory.PeerArena(pid, addresses, LENGTHS).gather(wanted, out)
     assert out.tolist() == np.repeat(wanted % 251, LENGTHS[wanted]).tolist()
 
 
 def test_a_process_that_has_ended(monkeypatch):
     monkeypatch.setattr(peer_memory, "LAUNCHER_FIRST_S", 0)
     arena = filled()
-    with other() as (process, told):
-        remote = peer_memory.PeerArena(process.pid, told, LENGTHS)
+    with other() as (process, addresses):
+        remote = peer_memory.PeerArena(process.pid, addresses, LENGTHS)
         process.kill()
         process.wait(10)
         said = f"cannot be read any more; .*memory of process {process.pid}: No such process"
@@ -86,19 +86,19 @@ def test_a_process_that_has_ended(monkeypatch):
 
 def test_memory_that_is_not_there(there):
     with pytest.raises(OSError, match="Bad address"):
-        peer_memory.read(there[0], np.array([4096]), np.array([8]), np.empty(8, np.uint8))
+        peer_memory.read_memory(there[0], np.array([4096]), np.array([8]), np.empty(8, np.uint8))
 
 
 def test_a_system_without_the_call(monkeypatch):
     monkeypatch.setattr(peer_memory, "_readv", None)
     with pytest.raises(OSError, match="not implemented"):
-        peer_memory.read(os.getpid(), np.array([0]), np.array([8]), np.empty(8, np.uint8))
+        peer_memory.read_memory(os.getpid(), np.array([0]), np.array([8]), np.empty(8, np.uint8))
 
 
 def test_another_process_of_that_number_is_none_of_the_group(there):
     """As in containers, where each counts its own."""
-    pid, told = there
+    pid, addresses = there
     token = filled().bytes[:16].view(np.int64)
-    assert peer_memory._is_readable(np.array([pid, told[0], *token]))
-    assert not peer_memory._is_readable(np.array([pid, told[0], *(token + 1)]))
-    assert not peer_memory._is_readable(np.array([2**22 + 1, told[0], *token]))
+    assert peer_memory._is_readable(np.array([pid, addresses[0], *token]))
+    assert not peer_memory._is_readable(np.array([pid, addresses[0], *(token + 1)]))
+    assert not peer_memory._is_readable(np.array([2**22 + 1, addresses[0], *token]))

@@ -68,7 +68,7 @@ def test_the_variable_for_more_ranks_than_cores_leaves_ranks_on_all_hosts():
 @pytest.mark.e2e
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core leaves none idle")
 def test_cores_that_a_launcher_leaves_idle_are_told_once():
-    prepare = [sys.executable, "-c", "from jaxmpi.runtime import prepare; prepare.prepare()"]
+    prepare = [sys.executable, "-c", "from jaxmpi.runtime import process; process.prepare()"]
     ended = on_cluster("--hosts", "2", "--", "mpirun", "--bind-to", "core", "-n", "2", *prepare)
     assert ended.out.count(f"each rank may use 1 of the {os.cpu_count()} cores of its host") == 1
 

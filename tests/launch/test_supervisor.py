@@ -16,7 +16,7 @@ from jaxmpi.launch.experiment_facts import facts_of
 from jaxmpi.launch.options import Options, parse
 from jaxmpi.launch.postmortem import Culprit, culprit
 from jaxmpi.launch.supervisor import SupervisedJob
-from jaxmpi.runtime import failures, interrupts, job_folder, launchers
+from jaxmpi.runtime import failures, interrupts, job_folder, process
 from launching import ROOT, run, train, wait_until
 
 RULE = "-" * 74 + "\n"
@@ -434,7 +434,7 @@ def test_ranks_that_start_end_with_the_supervisor_though_the_launcher_hangs(tmp_
     job = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
     wait_until(lambda: len([*tmp_path.glob("[0-9]*")]) == 2, timeout_s=60)
     pids = [int(path.name) for path in tmp_path.glob("[0-9]*")]
-    [launcher] = [pid for pid in launchers.children_of(job.pid) if launchers.ranks_under(pid)]
+    [launcher] = [pid for pid in process.children_of(job.pid) if process.ranks_under(pid)]
     os.kill(launcher, signal.SIGSTOP)
     try:
         job.kill()
@@ -470,9 +470,9 @@ def test_a_launcher_that_hangs_does_not_hold_up_a_restart(tmp_path):
         while not (record.exists() and '"kind": "checkpoint"' in record.read_text()):
             assert job.poll() is None
             time.sleep(0.1)
-        [launcher] = [pid for pid in launchers.children_of(job.pid) if launchers.ranks_under(pid)]
+        [launcher] = [pid for pid in process.children_of(job.pid) if process.ranks_under(pid)]
         os.kill(launcher, signal.SIGSTOP)
-        os.kill(launchers.ranks_under(launcher)[1], signal.SIGKILL)
+        os.kill(process.ranks_under(launcher)[1], signal.SIGKILL)
         out, _ = job.communicate(timeout=120)
     finally:
         job.kill()

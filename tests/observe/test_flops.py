@@ -27,12 +27,13 @@ from jaxmpi.observe.flops import (
     total_cores,
     total_peak,
 )
-from jaxmpi.runtime.device_setup import my_gpu
+from jaxmpi.runtime.process import my_gpu
 from jaxmpi.tasks.registry import make_task
 from jaxmpi.trainer import build, main, step
 from jaxmpi.trainer.training_plan import job_of
 
-KEY = jax.random.key_data(jax.random.key(0))
+W, X = jnp.zeros((8, 8)), jnp.zeros((3, 8))
+PRODUCT = 2 * 3 * 8 * 8  # FLOPs of X @ W
 
 
 def counted(function, *args: PyTree) -> float | None:
@@ -45,8 +46,8 @@ def by_xla(function, *args: PyTree) -> float:
     return analysis["flops"]
 
 
-def of_gradients(model: Model, batch: int, micro_batch: int = 0, label: tuple[int, ...] = ()) -> float | None:
-    """Return the FLOPs of a worker's gradients, as the trainer traces them."""
+def gradient_flops(model: Model, batch: int, micro_batch: int = 0, label: tuple[int, ...] = ()) -> float | None:
+    """The FLOPs of a worker's gradients, as the trainer traces them."""
     forward = step.Forward(make_task(Experiment(model=model, data=Data())))
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, *model.input_shape), model.input_dtype))
     examples = {
@@ -54,12 +55,9 @@ def of_gradients(model: Model, batch: int, micro_batch: int = 0, label: tuple[in
         "label": jnp.zeros((batch, *label), jnp.int32),
         "weight": jnp.ones(batch),
     }
+    key, number = jax.random.key_data(jax.random.key(0)), jnp.zeros((), jnp.int32)
     flops = StepFlops()
-    flops.count(
-        jax.make_jaxpr(step.local_gradients(forward, micro_batch))(
-            *shapes, examples, KEY, jnp.zeros((), jnp.int32)
-        ).jaxpr
-    )
+    flops.count(jax.make_jaxpr(step.local_gradients(forward, micro_batch))(*shapes, examples, key, number).jaxpr)
     return flops.per_worker
 
 
@@ -80,7 +78,7 @@ def dense(widths: tuple[int, ...]) -> Model:
 # ---------------------------------------------------------------- programs
 
 
-@pytest.mark.parametrize(("stride", "padding"), [*itertools.product((1, 2, 3), ("SAME", "VALID", ((2, 1), (0, 3))))])
+@pytest.mark.parametrize(("stride", "padding"), [(1, "SAME"), (2, "VALID"), (3, ((2, 1), (0, 3)))])
 def test_a_convolution_and_its_gradients_are_counted_as_xla_does(stride, padding):
     """In the backward pass windows are dilated, inputs have zeros between them, groups are of the batch."""
     for apart, groups, size in itertools.product((1, 2), (1, 2), (1, 4)):
@@ -99,91 +97,63 @@ def test_a_convolution_and_its_gradients_are_counted_as_xla_does(stride, padding
         assert counted(backward, x, w, y) == by_xla(backward, x, w, y)
 
 
-def test_all_turns_of_a_loop_count_where_xla_counts_one():
-    ws, x = jnp.zeros((5, 8, 8)), jnp.zeros((3, 8))
+def test_all_turns_of_a_loop_count_where_xla_counts_one_and_what_a_checkpoint_computes_anew_counts_once():
+    ws = jnp.zeros((5, 8, 8))
 
-    def by_scan(ws, x):
-        return jax.lax.scan(lambda x, w: (x @ w, None), x, ws)[0]
+    def by_scan(ws, x, layer=lambda x, w: x @ w):
+        return jax.lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0]
 
-    def unrolled(ws, x):
-        for w in ws:
-            x = x @ w
-        return x
-
-    assert counted(by_scan, ws, x) == counted(unrolled, ws, x) == 5 * 2 * 3 * 8 * 8
-    assert by_xla(unrolled, ws, x) >= 5 * 2 * 3 * 8 * 8
-    assert by_xla(by_scan, ws, x) < 2 * 2 * 3 * 8 * 8
-
-
-def test_what_a_checkpoint_computes_anew_counts_once():
-    ws, x = jnp.zeros((5, 8, 8)), jnp.zeros((3, 8))
-
-    def loss(layer, ws, x):
-        return jax.lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0].sum()
-
-    def layer(x, w):
-        return jnp.tanh(x @ w)
-
-    plain, anew = (lambda ws, x, f=f: jax.grad(loss, 1)(f, ws, x) for f in (layer, jax.checkpoint(layer)))
-    assert counted(anew, ws, x) == counted(plain, ws, x) == 3 * 5 * 2 * 3 * 8 * 8
-    assert by_xla(anew, ws, x) > by_xla(plain, ws, x)
+    assert counted(by_scan, ws, X) == 5 * PRODUCT
+    assert by_xla(by_scan, ws, X) < 2 * PRODUCT
+    layer = lambda x, w: jnp.tanh(x @ w)  # noqa: E731
+    plain, anew = (
+        lambda ws, x, f=f: jax.grad(lambda ws: by_scan(ws, x, f).sum())(ws) for f in (layer, jax.checkpoint(layer))
+    )
+    assert counted(anew, ws, X) == counted(plain, ws, X)
+    assert by_xla(anew, ws, X) > by_xla(plain, ws, X)
 
 
-def test_of_branches_the_dearest_counts_and_what_is_not_used_does_not():
-    w, x = jnp.zeros((8, 8)), jnp.zeros((3, 8))
-
+def test_of_branches_the_dearest_counts_what_is_not_used_does_not_and_what_cannot_be_counted_is_unknown():
     def branching(w, x):
         x @ w  # pyright: ignore[reportUnusedExpression]
         return jax.lax.cond(x.sum() > 0, lambda: x @ w, lambda: x)
 
-    assert counted(branching, w, x) == 2 * 3 * 8 * 8
-
-
-def test_what_cannot_be_counted_is_unknown():
-    w, x = jnp.zeros((8, 8)), jnp.zeros((3, 8))
+    assert counted(branching, W, X) == PRODUCT
+    assert counted(lambda x: jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x + 1, x), X) == 0
+    assert counted(lambda w, x: jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x @ w, x), W, X) is None
     call = jax.ffi.ffi_call("a_library", jax.ShapeDtypeStruct((3, 8), jnp.float32))
-    assert counted(lambda w, x: jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x @ w, x), w, x) is None
-    assert counted(lambda w, x: call(x) @ w, w, x) is None
-    assert counted(lambda w, x: jax.pure_callback(np.asarray, x, x) @ w, w, x) is None
-    assert counted(lambda w, x: io_callback(np.asarray, x, x) @ w, w, x) is None
-    assert counted(lambda x: jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x + 1, x), x) == 0
+    for opaque in (call, lambda x: jax.pure_callback(np.asarray, x, x), lambda x: io_callback(np.asarray, x, x)):
+        assert counted(lambda w, x, opaque=opaque: opaque(x) @ w, W, X) is None
 
 
 # ---------------------------------------------------------------- models
 
 
-@pytest.mark.parametrize("micro_batch", [0, 4, 1])
+@pytest.mark.parametrize("micro_batch", [0, 1])
 def test_dense_layers_take_6_n_an_example_but_for_the_gradient_of_the_input(micro_batch):
     """2 n forward, 2 n for the kernels' gradients, 2 n for those of inputs, which the first layer's has not."""
     widths = (24, 32, 16, 10)
     each = [a * b for a, b in itertools.pairwise(widths)]
-    assert of_gradients(dense(widths), 8, micro_batch) == 8 * (6 * sum(each) - 2 * each[0])
+    assert gradient_flops(dense(widths), 8, micro_batch) == 8 * (6 * sum(each) - 2 * each[0])
 
 
 def test_a_gpt_takes_6_n_a_token_and_12_layers_times_width_times_window():
-    """N of the kernels alone; with all params at most what embeddings, norms and biases would add."""
+    """N of the kernels alone, without embeddings, norms and biases."""
     model = gpt_tiny()
     params, _ = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
     sizes = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     kernels = sum(
         x.size for name, x in sizes.items() if x.ndim == 2 and "embedding" not in name and "places" not in name
     )
-    everything, layers, width, window, batch = sum(x.size for x in sizes.values()), 2, 48, 16, 4
-    tokens, attention = batch * window, 12 * layers * width * window
-    got = of_gradients(model, batch, label=(window,))
-    assert got is not None
-    assert got == tokens * (6 * kernels + attention)
-    assert abs(got - tokens * (6 * everything + attention)) <= tokens * 6 * (everything - kernels)
-
-
-# ---------------------------------------------------------------- in a run
+    layers, width, window, batch = 2, 48, 16, 4
+    attention = 12 * layers * width * window
+    assert gradient_flops(model, batch, label=(window,)) == batch * window * (6 * kernels + attention)
 
 
 @pytest.mark.e2e
 def test_every_form_of_the_step_counts_the_same_for_one_batch(tmp_path):
     """One jit, programs apart, and slices of the batch."""
-    images, labels = np.zeros((64, 24), np.float32), np.zeros(64, np.int32)
-    source = data.ArraySource(images, labels)
+    source = data.ArraySource(np.zeros((64, 24), np.float32), np.zeros(64, np.int32))
     experiment = Experiment(
         model=dense((24, 32, 10)),
         data=Data("array", train=source, validation=source),
@@ -192,23 +162,18 @@ def test_every_form_of_the_step_counts_the_same_for_one_batch(tmp_path):
     )
     each = 24 * 32 * 4 + 32 * 10 * 6
     for changed in ({}, {"step_mode": "split"}, {"micro_batch": 4}):
-        config = dataclasses.replace(experiment, **changed)
-        workers = gather_workers(1)
-        job = job_of(config, workers)
+        job = job_of(dataclasses.replace(experiment, **changed), gather_workers(1))
         functions = build.build_functions(job)
         [state] = build.initial_states(job, functions.rule).values()
         with job.plan.feed.pool:
             functions.train_step(jax.tree.map(jnp.array, state), next(job.plan.feed.batches()))
         assert functions.flops.per_worker == 16 * each, changed
-    config = dataclasses.replace(
-        experiment, train_for="8st", log_every=4, quiet=True, run_dir=str(tmp_path / "run"), compute_dtype="bfloat16"
-    )
-    main.train(config, "flops")
-    rows = [json.loads(line) for line in (tmp_path / "run" / "record.jsonl").read_text().splitlines()]
-    facts, lines = rows[0], [row for row in rows if row["kind"] == "train"]
+    run = {"train_for": "8st", "log_every": 4, "quiet": True, "run_dir": str(tmp_path / "run")}
+    main.train(dataclasses.replace(experiment, **run, compute_dtype="bfloat16"), "flops")
+    facts, *rows = [json.loads(line) for line in (tmp_path / "run" / "record.jsonl").read_text().splitlines()]
     assert facts["peak"] == "measured"
     assert facts["peak_flops_per_s"] == pytest.approx(measured_peak("bfloat16").flops_per_s, rel=1e-5)
-    for row in lines:
+    for row in (row for row in rows if row["kind"] == "train"):
         assert row["flops_per_step"] == 16 * each
         assert row["model_flops_per_s"] == pytest.approx(each * row["examples_per_s"], rel=1e-5)
         assert row["mfu"] == pytest.approx(row["model_flops_per_s"] / facts["peak_flops_per_s"], rel=1e-5)
@@ -221,12 +186,10 @@ def test_every_form_of_the_step_counts_the_same_for_one_batch(tmp_path):
     ("kind", "bfloat16", "float32"),
     [
         ("NVIDIA H100 80GB HBM3", 989.4e12, 494.7e12),
-        ("NVIDIA A100-SXM4-40GB", 312e12, 156e12),
         ("Tesla V100-SXM2-16GB", None, 15.7e12),
         ("TPU v5 lite", 197e12, 197e12),
         ("NVIDIA RTX A4000", None, None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, None),
-        ("a device of tomorrow", None, None),
     ],
 )
 def test_a_peak_is_known_by_kind_and_dtype_or_not_at_all(kind, bfloat16, float32):
@@ -241,9 +204,8 @@ def test_the_peak_of_all_is_the_sum_over_workers_devices_or_unknown(monkeypatch)
     one, two = gather_workers(1), gather_workers(2)
     assert total_peak(one, "float32") is None
     monkeypatch.setitem(TERAFLOPS, "cpu", (1.0, 0.5))
-    assert [total_peak(workers, "float32") for workers in (one, two)] == [
-        Peak(n * 0.5e12, "data sheet") for n in (1, 2)
-    ]
+    peaks = [total_peak(workers, "float32") for workers in (one, two)]
+    assert peaks == [Peak(n * 0.5e12, "data sheet") for n in (1, 2)]
 
 
 def test_a_gpu_that_ranks_share_counts_once(monkeypatch):

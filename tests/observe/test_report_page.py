@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxmpi.observe import plots, report, report_charts, report_page
+from jaxmpi.observe import report, report_page
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: uv sync")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -48,11 +48,8 @@ def browser() -> Iterator[Any]:
 
 
 def address_of(runs: list[Path], folder: Path) -> str:
-    """The page of these runs, with a picture for print; all pictures would take most of the time."""
-    records = report.all_records(runs)
-    pictures = report_charts.pictures(records, report_charts.charts(records))
-    svg = plots.save_both(pictures["by_step"][:1], folder / "loss.png")
-    (folder / "index.html").write_text(report_page.page(records, {"learning": [svg]}), encoding="utf-8")
+    """The page of these runs, without its pictures for print, which would take most of the time."""
+    (folder / "index.html").write_text(report_page.page(report.all_records(runs), {}), encoding="utf-8")
     return (folder / "index.html").as_uri()
 
 

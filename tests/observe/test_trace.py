@@ -10,7 +10,7 @@ from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.durations import step_range
 from jaxmpi.core.errors import UsageError
 from jaxmpi.observe.trace import Tracer, UncoordinatedTrace, merge_events, select_steps
-from jaxmpi.runtime.spans import Span
+from jaxmpi.runtime.progress import Span
 from launching import train, train_here
 from traces import check_schema
 
@@ -32,21 +32,18 @@ def test_of_some_steps():
     assert select_steps(noted, (40, 50)) == []
 
 
-def test_a_run_that_ends_before_says_so(tmp_path):
-    tracer = Tracer((10, 20), SoloProcesses(), ["a"], tmp_path / "trace.json")
-    assert tracer.add([], 5, is_end=True) == "no trace: the run ends at step 5, before step 10"
-    assert tracer.add([Span("compute", "step 12", 1.0, 2.0)], 12, is_end=True).startswith("trace of steps 10 to 12")
-    check_schema(json.loads((tmp_path / "trace.json").read_text()), 1)
-
-
-def test_a_run_that_goes_on_behind_the_steps_leaves_the_trace_of_the_run_before(tmp_path):
+def test_a_run_that_ends_before_says_so_and_one_that_goes_on_behind_leaves_the_trace_of_the_run_before(tmp_path):
     """A restart overwrote it with one of no spans."""
     path = tmp_path / "trace.json"
     path.write_text("of the run before")
     tracer = Tracer((10, 20), SoloProcesses(), ["a"], path)
-    assert tracer.add([Span("data", "batch of step 501", 1.0, 2.0)], 510, False) == ""
-    assert tracer.add([Span("data", "batch of step 511", 2.0, 3.0)], 520, True) == ""
+    assert tracer.add([], 5, is_end=True) == "no trace: the run ends at step 5, before step 10"
+    behind = Tracer((10, 20), SoloProcesses(), ["a"], path)
+    assert behind.add([Span("data", "batch of step 501", 1.0, 2.0)], 510, False) == ""
+    assert behind.add([Span("data", "batch of step 511", 2.0, 3.0)], 520, True) == ""
     assert path.read_text() == "of the run before"
+    assert tracer.add([Span("compute", "step 12", 1.0, 2.0)], 12, is_end=True).startswith("trace of steps 10 to 12")
+    check_schema(json.loads(path.read_text()), 1)
 
 
 @pytest.mark.e2e

@@ -13,9 +13,8 @@ from jaxmpi import collectives as mpi
 from jaxmpi.collectives import compiled_messages, messages
 from jaxmpi.collectives.call import shape_of
 from jaxmpi.comm import compiled_calls
-from jaxmpi.comm.call_comparison import comparison_of
 from jaxmpi.comm.compiled_calls import CompiledCalls
-from jaxmpi.comm.exchange_watch import watch
+from jaxmpi.comm.diagnosis import comparison_of, watch
 from jaxmpi.comm.mpi import MpiComm, made
 from jaxmpi.comm.shared_sync import SharedMemoryFile
 from jaxmpi.runtime import host_callbacks

@@ -33,8 +33,8 @@ from jaxmpi.data import (
 )
 from jaxmpi.data.feed import DeviceFeed
 from jaxmpi.data.group_order import SEGMENT_BYTES
-from jaxmpi.data.shuffle import THREAD, keep
-from jaxmpi.runtime import spans
+from jaxmpi.data.shuffle import THREAD, keep_in_memory
+from jaxmpi.runtime import progress
 
 if isinstance(processes(), SoloProcesses):
     pytest.skip("one rank has nobody to shuffle with", allow_module_level=True)
@@ -67,7 +67,7 @@ class Shapes:
 def kept(source, train: bool = True, **data):
     """A feed whose source is in memory."""
     options = Data(memory="partition", **data)
-    memory, samplers = keep(source, options, 3, LOCAL * SIZE, train, WORKERS)
+    memory, samplers = keep_in_memory(source, options, 3, LOCAL * SIZE, train, WORKERS)
     pool = LoaderPool(kind_for(options, memory.source), options.loaders, options.stall_timeout_s)
     return DeviceFeed(memory.source, samplers, options, train, pool, memory=memory)
 
@@ -101,7 +101,7 @@ def test_the_same_batches_as_from_files(group, start, period):
     assert_same(list(feed.batches(start, stop)), from_files(numbered(), start=start, stop=stop))
     assert feed.memory is not None
     epochs = (stop - 1) // per_epoch - start // per_epoch + 1
-    turns = len({feed.memory.sampler.turn_of(step) for step in range(start, stop)})
+    turns = len({feed.memory.sampler.turn_of_step(step) for step in range(start, stop)})
     assert turns == epochs if period == 1 else turns > epochs
     assert len(feed.memory.shuffles) == (0 if group == 1 else turns)
     is_empty = RANK >= (N - 1) % (LOCAL * SIZE) + 1  # this worker's share of an epoch's last step
@@ -192,7 +192,7 @@ def test_who_is_near(near, request, capsys):
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize(("period", "segment_bytes"), [(0, SEGMENT_BYTES), (1, 7), (3, SEGMENT_BYTES)])
 def test_shuffles_conserve_every_record(group, period, segment_bytes, monkeypatch):
-    monkeypatch.setattr(group_order.moves, "__defaults__", (segment_bytes,))
+    monkeypatch.setattr(group_order.plan_moves, "__defaults__", (segment_bytes,))
     source = Shapes()
     feed = kept(source, group_size=group, shuffle_period=period)
     memory, sampler = feed.memory, feed.samplers[0]
@@ -241,7 +241,7 @@ def test_the_ranks_of_a_host_need_memory_together(train, copies, monkeypatch):
     monkeypatch.setattr(memory_source, "SAMPLE", 8)
     memory = kept(numbered(), train).memory
     assert memory is not None
-    part_bytes = N / SIZE * len(memory_source.bytes_of(numbered()[0][0], ""))
+    part_bytes = N / SIZE * len(memory_source.array_to_bytes(numbered()[0][0], ""))
     monkeypatch.setattr(memory_source, "available_bytes", lambda: 1.2 * copies * 2 * part_bytes)
     said = rf"by {SIZE} ranks on rank 0's machine, which has 0\.0 GB left; take more workers"
     with pytest.raises(UsageError, match=said) as caught:
@@ -265,7 +265,7 @@ def test_parts_that_a_sample_did_not_tell_are_counted_before_the_shuffle(monkeyp
 
 def test_the_groups_that_auto_takes_fit_into_the_memory_that_is_left(monkeypatch):
     """All say the same; with the memory of one rank's whole copy, and with much."""
-    all_bytes = N * len(memory_source.bytes_of(numbered()[0][0], ""))
+    all_bytes = N * len(memory_source.array_to_bytes(numbered()[0][0], ""))
     for left, expected in ((2 * SIZE * 2 * all_bytes, 1), (2 * SIZE * 2 * all_bytes - 1, SIZE)):
         monkeypatch.setattr(shuffle, "available_bytes", lambda left=left: left)
         memory = kept(numbered(), group_size="auto").memory
@@ -280,7 +280,7 @@ def everybody(values: np.ndarray) -> list[int]:
 
 def test_a_loop_of_ones_own_reads_each_example_once_before_and_after_a_shuffle():
     """Its first reading is the trainer's; from a state it goes on with the same batches, and says what moved."""
-    spans.drain()
+    progress.drain()
     with jaxmpi.InMemory(numbered(), LOCAL, group_size=0, seed=3) as data:
         epochs = [[data.batch() for _ in range(data.steps_per_epoch)] for _ in range(2)]
         data.shuffle()
@@ -293,7 +293,7 @@ def test_a_loop_of_ones_own_reads_each_example_once_before_and_after_a_shuffle()
         assert sorted(everybody(np.concatenate(seen))) == list(range(N))
     assert len(shuffles) == 2
     assert all(0 < moved_bytes <= part and seconds > 0 for seconds, moved_bytes in shuffles)
-    names = [span.name for span in spans.drain() if span.track == "shuffle"]
+    names = [span.name for span in progress.drain() if span.track == "shuffle"]
     assert names == [f"shuffle {i}, {moved_bytes / 1e6:.3g} MB" for i, (_, moved_bytes) in enumerate(shuffles, 1)]
     with jaxmpi.InMemory(numbered(), LOCAL, seed=3, state=state) as data:
         assert data.group_size == SIZE

@@ -26,7 +26,7 @@ from jaxmpi.allreduce.schedules import WINDOW
 from jaxmpi.allreduce.wires import BLOCK
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import MpiComm
-from jaxmpi.runtime import host_callbacks, spans
+from jaxmpi.runtime import host_callbacks, progress
 
 COMM = jaxmpi.world()
 pytestmark = pytest.mark.e2e  # programs of many steps
@@ -209,7 +209,7 @@ def test_many_exchanges_leave_nothing():
 def kept() -> list[int]:
     """Python objects, threads, and buckets that nobody has waited for."""
     comm_thread().events.clear()
-    spans.drain()
+    progress.drain()
     gc.collect()
     return [len(gc.get_objects()), threading.active_count(), len(comm_thread().unclaimed)]
 

@@ -1,8 +1,8 @@
 """Every fault on four ranks, for real: what the job does, who is named, and that nothing is lost or left behind.
 
-uv run pytest -m faults                            the suite.
-JAXMPI_FAULTS_RANKS=8 uv run pytest -m faults      on more ranks.
-JAXMPI_FAULTS_HOSTS=4 uv run pytest -m faults      on emulated hosts (scripts/cluster.py).
+pytest -m faults                            the suite.
+JAXMPI_FAULTS_RANKS=8 pytest -m faults      on more ranks.
+JAXMPI_FAULTS_HOSTS=4 pytest -m faults      on emulated hosts (scripts/cluster.py).
 
 After every job: no process is left that has its mark, and no shared memory that nobody maps, on any of its hosts.
 """

@@ -1,6 +1,6 @@
 """Going on without ranks that die: what comes of every fault, and that it is what a resume with fewer would give.
 
-uv run pytest -m faults tests/recover/test_rank_loss.py
+pytest -m faults tests/recover/test_rank_loss.py
 """
 
 import contextlib

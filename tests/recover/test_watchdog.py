@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi.comm.mailbox import Mailbox
-from jaxmpi.comm.solo import SoloProcesses
+from jaxmpi.comm.solo import Mailbox, SoloProcesses
 from jaxmpi.core.errors import UsageError
 from jaxmpi.recover import watchdog
 from jaxmpi.recover.watchdog import Watchdog, watching
-from jaxmpi.runtime import failures, job_folder, spans
+from jaxmpi.runtime import failures, job_folder, progress
 from launching import CLUSTER, NOT_PERMITTED, PATH, ROOT, kill_session, mpirun_line, run
 
 
@@ -101,7 +100,7 @@ def test_who_has_come_least_far_is_late_else_who_waits_for_no_rank():
     assert "late: rank 3 on node3\n" in out.getvalue()
     watch, letters, out = dog(stall_timeout_s=4.0)
     live(watch, letters, range(1, 8), lambda now: [beat(r, count, waits=("a bucket",) * (r != 1)) for r in (1, 2, 3)])
-    with spans.span("wait", "a bucket"):
+    with progress.span("wait", "a bucket"):
         live(watch, letters, range(8, 16), lambda now: [beat(r, count, waits=("a",) * (r != 1)) for r in (1, 2, 3)])
         assert watch.late() == [1]
 

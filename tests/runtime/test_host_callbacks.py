@@ -15,7 +15,7 @@ import pytest
 from jax._src import dispatch
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.runtime import gpu_buffers, host_callbacks, xla_ffi
+from jaxmpi.runtime import gpu_buffers, host_callbacks
 from jaxmpi.runtime.gpu_buffers import Buffer
 from launching import ROOT, run
 
@@ -56,7 +56,7 @@ def copy(operands, results):
         np.copyto(result, operand)
 
 
-@pytest.mark.parametrize("dtype", xla_ffi.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", host_callbacks.DTYPES.values(), ids=str)
 def test_every_dtype_and_shape_arrives_and_comes_back(dtype, python, form):
     with jax.enable_x64(dtype.itemsize >= 8):
         rng = np.random.default_rng(0)
@@ -331,7 +331,7 @@ def test_a_name_is_taken_once(python):
 
 def test_a_smaller_call_frame_is_refused():
     with pytest.raises(UsageError, match=r"XLA's call frame has 8 bytes, expected 168 or more"):
-        host_callbacks._handle(xla_ffi.FfiCallFrame(struct_size=8, stage=xla_ffi.EXECUTE), print)
+        host_callbacks._handle(host_callbacks.FfiCallFrame(struct_size=8, stage=host_callbacks.EXECUTE), print)
 
 
 SCRIPT = """

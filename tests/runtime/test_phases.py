@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from jaxmpi.observe.terminal import Panel, Plain
-from jaxmpi.runtime import phases
+from jaxmpi.runtime import progress
 from launching import ROOT, train, wait_until
 
 
@@ -16,18 +16,18 @@ from launching import ROOT, train, wait_until
 def said() -> Iterator[io.StringIO]:
     """Where phases are said after 0.02 s of silence."""
     out = io.StringIO()
-    phases.stop_progress()
-    phases.start_progress(out, silence_s=0.02)
+    progress.stop_progress()
+    progress.start_progress(out, silence_s=0.02)
     yield out
-    phases.stop_progress()
+    progress.stop_progress()
 
 
 def test_a_silent_phase_is_said_with_its_time_and_part_until_it_ends(said):
-    with phases.phase("making the first step"):
-        with phases.phase("compiling gradients"):
+    with progress.phase("making the first step"):
+        with progress.phase("compiling gradients"):
             wait_until(lambda: "making the first step (compiling gradients): 0 s so far\n" in said.getvalue())
         wait_until(lambda: "making the first step: 0 s so far\n" in said.getvalue())
-    assert phases.current() is None
+    assert progress.current() is None
     time.sleep(0.05)  # a line may have been under way
     ended = said.getvalue()
     time.sleep(0.1)
@@ -44,20 +44,20 @@ def test_a_line_is_one_write_so_that_two_threads_do_not_share_it():
 
     by_hand, by_thread = Writes(), Writes()
     Plain(by_hand).say("a line")
-    phases.stop_progress()
-    phases.start_progress(by_thread, silence_s=0.02)
-    with phases.phase("evaluating"):
+    progress.stop_progress()
+    progress.start_progress(by_thread, silence_s=0.02)
+    with progress.phase("evaluating"):
         wait_until(lambda: bool(by_thread.seen))
-    phases.stop_progress()
+    progress.stop_progress()
     assert by_hand.seen == ("a line\n",)
     assert by_thread.seen[0] == "evaluating: 0 s so far\n"
 
 
 def test_lines_of_others_put_it_off(said):
-    phases.stop_progress()
-    phases.start_progress(said, silence_s=0.5)
+    progress.stop_progress()
+    progress.start_progress(said, silence_s=0.5)
     plain, begin = Plain(io.StringIO()), time.monotonic()
-    with phases.phase("evaluating"):
+    with progress.phase("evaluating"):
         while time.monotonic() - begin < 1.0:
             plain.say("a line")
             time.sleep(0.01)
@@ -68,7 +68,7 @@ def test_a_panel_shows_the_phase_in_place_of_lines(said):
     out = io.StringIO()
     panel = Panel(out, 60)
     panel.start()
-    with phases.phase("compiling gradients"):
+    with progress.phase("compiling gradients"):
         panel.live.refresh()
         assert "compiling gradients: 0 s so far\n" in out.getvalue()  # mpirun passes on whole lines only
         time.sleep(0.1)

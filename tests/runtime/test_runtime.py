@@ -18,8 +18,8 @@ import pytest
 
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
-from jaxmpi.runtime import affinity, caches, device_setup, failures, job_folder, launchers
-from jaxmpi.runtime.launchers import Launch
+from jaxmpi.runtime import caches, failures, job_folder, process
+from jaxmpi.runtime.process import Launch
 from launching import ROOT, mpirun, mpirun_line, run
 
 OMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -51,8 +51,8 @@ LAUNCHED = [
 def test_what_each_launcher_says(environ, expected, no_launcher, monkeypatch):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert launchers.launched() == expected
-    assert launchers.my_rank() == (expected.rank if expected else 0)
+    assert process.launched() == expected
+    assert process.my_rank() == (expected.rank if expected else 0)
 
 
 def test_messages_name_rank_and_host(no_launcher, monkeypatch):
@@ -63,7 +63,7 @@ def test_messages_name_rank_and_host(no_launcher, monkeypatch):
 
 
 def python(code: str, **environ: str) -> subprocess.CompletedProcess:
-    clean = {name: value for name, value in os.environ.items() if name not in launchers.VARIABLES}
+    clean = {name: value for name, value in os.environ.items() if name not in process.VARIABLES}
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**clean, **environ}
     )
@@ -86,7 +86,7 @@ def test_share_of_cores(rank, size, cores, cpus, expected, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: cpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, chosen: kept.append(sorted(chosen)), raising=False)
-    affinity.pin_cores(rank, size)
+    process.pin_cores(rank, size)
     assert kept == ([] if expected is None else [expected])
 
 
@@ -104,15 +104,15 @@ MASKS = [
 def test_share_of_a_mask_that_several_ranks_have(masks, rank, expected, monkeypatch):
     kept = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, chosen: kept.append(sorted(chosen)), raising=False)
-    affinity.divide_mask(masks, rank)
+    process.divide_mask(masks, rank)
     assert kept == ([] if expected is None else [expected])
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
 def test_pinning_for_real():
     cores = sorted(os.sched_getaffinity(0))
-    pin = f"affinity.pin_cores(1, {len(cores)})"
-    job = python(f"import os; from jaxmpi.runtime import affinity; {pin}; print(len(os.sched_getaffinity(0)))")
+    pin = f"process.pin_cores(1, {len(cores)})"
+    job = python(f"import os; from jaxmpi.runtime import process; {pin}; print(len(os.sched_getaffinity(0)))")
     bound = len(cores) < (os.cpu_count() or 1)
     assert (job.stdout.strip(), job.stderr) == (str(len(cores) if bound or len(cores) == 1 else 1), "")
 
@@ -169,7 +169,7 @@ def test_freed_memory_that_is_given_back_leaves_no_holes():
 @pytest.mark.e2e
 def test_prepare_under_a_launcher_sets_what_mpi_reads(tmp_path):
     code = (
-        "import os; from jaxmpi.runtime import prepare; prepare.prepare(); "
+        "import os; from jaxmpi.runtime import process; process.prepare(); "
         "names = ('mpi_yield_when_idle', 'osc', 'opal_abort_delay'); "
         "print(*(os.environ.get('OMPI_MCA_' + name) for name in names))"
     )
@@ -185,7 +185,7 @@ def test_prepare_under_a_launcher_sets_what_mpi_reads(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rank_says_nothing_of_programs_that_another_has_half_written(ranks, tmp_path):
     """A program that is cut off in the cache is compiled; one process alone says so."""
-    script = "from jaxmpi.runtime import prepare\nprepare.prepare()\nimport jax\njax.jit(lambda x: x + 1)(1.0)\n"
+    script = "from jaxmpi.runtime import process\nprocess.prepare()\nimport jax\njax.jit(lambda x: x + 1)(1.0)\n"
     env = {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     names = {"RANK": 0, "SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_SIZE": ranks}
     env |= {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
@@ -202,8 +202,8 @@ def test_a_rank_says_nothing_of_programs_that_another_has_half_written(ranks, tm
 @pytest.mark.e2e
 def test_prepare_makes_devices_and_a_private_cache(tmp_path):
     code = (
-        "import jax; from jaxmpi.runtime import device_setup, prepare; prepare.prepare(); "
-        "device_setup.make_cpu_devices(3); "
+        "import jax; from jaxmpi.runtime import process; process.prepare(); "
+        "process.make_cpu_devices(3); "
         "print(len(jax.devices('cpu')), jax.config.jax_compilation_cache_dir)"
     )
     job = python(code, XDG_CACHE_HOME=str(tmp_path), JAX_PLATFORMS="cpu")
@@ -226,7 +226,7 @@ def cache_in_use(monkeypatch, no_launcher):
 
     def in_use(told: str | None) -> str | None:
         jax.config.update("jax_compilation_cache_dir", told)
-        caches.use_compilation_cache()
+        print(caches.use_compilation_cache(), file=sys.stderr)
         return getattr(jax.config, CACHE_SETTINGS[0])
 
     yield in_use
@@ -256,7 +256,7 @@ def test_a_cache_that_others_could_have_filled_is_not_used(
         pytest.skip("only root can give a folder away")
     assert cache_in_use(told) is None
     out = capsys.readouterr().err
-    assert f"jaxmpi: nothing compiled is kept: {said}" in out
+    assert f"nothing compiled is kept: {said}" in out
     assert out.rstrip().endswith(f"or set {variable}")
 
 
@@ -264,8 +264,8 @@ def test_too_few_devices_after_the_start_are_refused():
     if jax.default_backend() != "cpu" or jax.local_device_count() != 8:
         pytest.skip("needs the fake CPU devices alone")
     with pytest.raises(UsageError, match="asked for 9 devices after the device started with 8; set it first"):
-        device_setup.make_cpu_devices(9)
-    device_setup.make_cpu_devices(8)
+        process.make_cpu_devices(9)
+    process.make_cpu_devices(8)
 
 
 FAIL = """
@@ -371,8 +371,8 @@ def test_a_process_whose_thread_ends_the_job_does_not_end_well_meanwhile():
 )
 def test_cores_of_a_quota(text, cores, tmp_path):
     (tmp_path / "cpu.max").write_text(text)
-    assert affinity.quota_cores(tmp_path / "cpu.max", 7) == cores
-    assert affinity.quota_cores(tmp_path / "absent", 7) == 7
+    assert process.quota_cores(tmp_path / "cpu.max", 7) == cores
+    assert process.quota_cores(tmp_path / "absent", 7) == 7
 
 
 def test_without_a_home_nothing_is_kept_and_training_goes_on(cache_in_use, monkeypatch, capsys):
@@ -402,14 +402,14 @@ GPUS = [
 def test_each_local_rank_takes_its_gpu_and_share(visible, local_rank, local_size, device, share, monkeypatch):
     """Only JAX's ear for its setting, and word of its backend, are others: the GPUs need not be there."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setenv(device_setup.MEMORY_SHARE, "")  # so that it goes with the test
-    monkeypatch.delenv(device_setup.MEMORY_SHARE)
-    monkeypatch.setattr(device_setup, "_share", "")
+    monkeypatch.setenv(process.MEMORY_SHARE, "")  # so that it goes with the test
+    monkeypatch.delenv(process.MEMORY_SHARE)
+    monkeypatch.setattr(process, "_share", "")
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     chosen = {}
     monkeypatch.setattr(jax.config, "update", chosen.__setitem__)
-    device_setup.pin_gpu(local_rank, local_size)
-    assert (chosen.get("jax_cuda_visible_devices", "all"), os.environ.get(device_setup.MEMORY_SHARE)) == (device, share)
+    process.pin_gpu(local_rank, local_size)
+    assert (chosen.get("jax_cuda_visible_devices", "all"), os.environ.get(process.MEMORY_SHARE)) == (device, share)
 
 
 SHARED = [
@@ -459,7 +459,7 @@ def test_srun_may_call_every_ranks_own_gpu_0(visible, gpus, is_same, no_launcher
     for rank in "01":
         for name, value in zip(SLURM, (rank, "2", rank, "2"), strict=True):
             monkeypatch.setenv(name, value)
-        found.add(device_setup.my_gpu())
+        found.add(process.my_gpu())
     assert len(found) == (1 if is_same else 2)
 
 
@@ -473,7 +473,7 @@ def test_a_gpu_that_has_started_cannot_be_chosen_any_more(backend, is_late, monk
     monkeypatch.setattr(jax.config, "update", lambda *option: chosen.append(option))
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     with pytest.raises(UsageError, match=r"call jaxmpi\.world\(\) before") if is_late else contextlib.nullcontext():
-        device_setup.pin_gpu(1, 2)
+        process.pin_gpu(1, 2)
     assert chosen == ([] if is_late else [("jax_cuda_visible_devices", "1")])
 
 
@@ -482,11 +482,11 @@ def test_each_local_rank_takes_as_many_gpus_as_it_drives(local_rank, mine, no_la
     """Only JAX's ear for its setting is another: the GPUs need not be there."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    for name, value in zip(launchers.LAUNCHERS["Open MPI's mpirun"], (local_rank, 2, local_rank, 2), strict=True):
+    for name, value in zip(process.LAUNCHERS["Open MPI's mpirun"], (local_rank, 2, local_rank, 2), strict=True):
         monkeypatch.setenv(name, str(value))
     chosen = {}
     monkeypatch.setattr(jax.config, "update", chosen.__setitem__)
-    device_setup.take_devices(2)
+    process.take_devices(2)
     assert chosen == {"jax_cuda_visible_devices": mine, "jax_num_cpu_devices": 2}
 
 
@@ -506,7 +506,7 @@ def test_children_are_found_while_threads_end():
     child = subprocess.Popen(["sleep", "60"])
     churn.start()
     try:
-        assert all(child.pid in launchers.children_of(os.getpid()) for _ in range(500))
+        assert all(child.pid in process.children_of(os.getpid()) for _ in range(500))
     finally:
         is_over.set()
         churn.join()
@@ -529,11 +529,11 @@ with job_folder.shared_memory_folder(pathlib.Path(sys.argv[1])) as setting:
 def test_a_folder_in_shared_memory_goes_with_who_made_it(ends, tmp_path, monkeypatch):
     monkeypatch.delenv(job_folder.SEGMENTS, raising=False)
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
+    with subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdin=pipe, stdout=pipe, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
         assert {path.name for path in tmp_path.glob("*/*")} == {"of a rank", job_folder.WORDS}
-        process.kill() if ends == "killed" else process.communicate()
+        holder.kill() if ends == "killed" else holder.communicate()
     deadline = time.monotonic() + (10 if ends == "killed" else 0)
     while (left := list(tmp_path.iterdir())) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -20,11 +20,11 @@ from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.sources.base import (
     Source,
     TableSource,
-    _split_name,
     check_plain_files,
     chosen,
     place_in_parts,
     split_files,
+    split_name,
 )
 from jaxmpi.data.sources.open_files import LastUsed
 
@@ -201,7 +201,7 @@ def huggingface(config: Data, split: str) -> Source:
     check(bool(base), "huggingface: set data.dir or JAXMPI_DATA to a folder that DatasetDict.save_to_disk has written")
 
     def opened(split: str) -> HuggingFaceSource:
-        return HuggingFaceSource(config, os.path.join(base, _split_name(config, split)))
+        return HuggingFaceSource(config, os.path.join(base, split_name(config, split)))
 
     source = opened(split)
     return source if source.classes else source.count_classes(config, split, lambda: opened("train").labels)

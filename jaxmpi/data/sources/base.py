@@ -96,16 +96,19 @@ def check_plain_files(paths: Iterable[str], expected: str) -> None:
         check(stat.S_ISREG(mode), f"{path}: got no plain file; expected {expected}")
 
 
-def _split_name(config: Data, split: str) -> str:
+def split_name(config: Data, split: str) -> str:
+    """What a split is called in the source."""
     return config.train_split if split == "train" else config.validation_split
 
 
-def _decoded(blob: Any, where: str, index: int, channels: int, resize: int) -> np.ndarray:
+def decode_image(blob: Any, where: str, index: int, channels: int, resize: int) -> np.ndarray:
+    """u8[height, width, channels] of a compressed image; raise `CorruptExample` if it cannot be decoded."""
     with corrupt_if_it_fails(blob, where, index):
         return decoded(blob, channels, resize)
 
 
-def _check_channels(config: Data) -> None:
+def check_channels(config: Data) -> None:
+    """Refuse a number of channels that decoders do not make."""
     check(
         config.channels in MODES,
         f"data.channels: got {config.channels}; {config.source} makes {', '.join(map(str, MODES))}",
@@ -172,7 +175,7 @@ class TableSource:
         values = list(self.cells(index))
         for place, cell in enumerate(values):
             if isinstance(cell, bytes):
-                values[place] = _decoded(cell, self.where(index), index, self.channels, self.resize)
+                values[place] = decode_image(cell, self.where(index), index, self.channels, self.resize)
         return tuple(values) if self.is_pair else dict(zip(self.columns, values, strict=True))
 
 
@@ -192,7 +195,7 @@ def chosen(config: Data, there: Iterable[str], path: str) -> tuple[str, ...]:
 
 def split_files(config: Data, split: str, suffix: str) -> list[str]:
     """Files of a split, by name: in DIR/<split>/, else DIR/<split>.<suffix> and DIR/<split>-<any>.<suffix>."""
-    name, base = _split_name(config, split), data_dir(config)
+    name, base = split_name(config, split), data_dir(config)
     layout = f"DIR/{name}/<any>{suffix}, DIR/{name}{suffix} or DIR/{name}-<any>{suffix}"
     check(bool(base), f"{config.source}: set data.dir or JAXMPI_DATA to a folder DIR with {layout}")
     folder, starts = os.path.join(base, name), ("",)

@@ -28,7 +28,7 @@ from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import sync_file
 from jaxmpi.data.sampler import Sampler
-from jaxmpi.data.sources.base import Source, _split_name, pair, place_in_parts
+from jaxmpi.data.sources.base import Source, pair, place_in_parts, split_name
 from jaxmpi.data.sources.numpy_files import Expected, load_array, read_header
 from jaxmpi.data.sources.open_files import SPAN_BYTES, LastUsed, OpenFiles, open_spans
 from jaxmpi.data.sources.packed import check_record
@@ -154,7 +154,7 @@ def batchfiles(config: Data, split: str) -> Source:
     base = data_dir(config)
     check(bool(base), f"batchfiles: set data.dir or JAXMPI_DATA to a folder DIR with {LAYOUT}")
     train = _labels_path(base, config.train_split)
-    source = BatchFileSource(base, _split_name(config, split))
+    source = BatchFileSource(base, split_name(config, split))
     in_training = int(_load_labels(train).max(initial=-1)) + 1 if os.path.isfile(train) else 0
     source.classes = max(source.classes, in_training)
     return source

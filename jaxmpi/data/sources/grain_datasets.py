@@ -151,13 +151,13 @@ class StreamSource(PythonSource):
         for worker in mine:
             dataset, name = (
                 self.examples(worker, workers) if self.is_own else self.examples,
-                self.name_of(worker, workers),
+                self.stream_name(worker, workers),
             )
             is_stream = isinstance(dataset, grain.IterDataset)
             check(is_stream, f"{name}: got {type(dataset).__name__}; expected a grain.IterDataset")
             self.readers = (*self.readers, StreamReader(dataset, name, per_step))
 
-    def name_of(self, worker: int, workers: int) -> str:
+    def stream_name(self, worker: int, workers: int) -> str:
         return f"{self.name}({worker}, {workers})" if self.is_own else self.name
 
     def count(self, limit_s: float) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.decode import CorruptExample
-from jaxmpi.data.sources.base import Source, _check_channels, _decoded, _split_name
+from jaxmpi.data.sources.base import Source, check_channels, decode_image, split_name
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -71,7 +71,7 @@ class FolderSource:
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         blob, label = self.encoded(index)
-        return _decoded(blob, self.where(index), index, self.channels, self.resize), label
+        return decode_image(blob, self.where(index), index, self.channels, self.resize), label
 
 
 _LAYOUT = "DIR/<split>/<class>/<image>.jpg, .jpeg or .png"
@@ -113,10 +113,10 @@ def imagefolder(config: Data, split: str) -> Source:
 
     Classes are the class folders of the training split, sorted by name; those of this split if there is no other.
     """
-    _check_channels(config)
+    check_channels(config)
     base = data_dir(config)
     check(bool(base), f"imagefolder: set data.dir or JAXMPI_DATA to a folder DIR with {_LAYOUT}")
-    root = os.path.join(base, _split_name(config, split))
+    root = os.path.join(base, split_name(config, split))
     if not os.path.isdir(root):
         folders = _folders(base) if os.path.isdir(base) else []
         there = ", ".join(folders[:8]) or ("none" if os.path.isdir(base) else "it does not exist")

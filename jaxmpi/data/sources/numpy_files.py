@@ -26,7 +26,7 @@ from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import open_plain
 from jaxmpi.core.shared_memory import available_bytes
-from jaxmpi.data.sources.base import Source, TableSource, _split_name, chosen, place_in_parts, split_files
+from jaxmpi.data.sources.base import Source, TableSource, chosen, place_in_parts, split_files, split_name
 from jaxmpi.data.sources.open_files import OpenFiles
 
 MOST_HEAD_BYTES = 12 + 10_000  # NumPy itself takes no longer one
@@ -276,7 +276,7 @@ def numpy_files(config: Data, split: str) -> Source:
     """NumPy files in DIR/<split>/, or DIR/<split>.npz; classes are counted, training's too."""
 
     def files(split: str) -> list[str]:
-        folder = os.path.join(data_dir(config), _split_name(config, split))
+        folder = os.path.join(data_dir(config), split_name(config, split))
         is_npy = os.path.isdir(folder) and not any(name.endswith(".npz") for name in os.listdir(folder))
         return split_files(config, split, ".npy" if is_npy else ".npz")
 

@@ -27,7 +27,7 @@ from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import open_plain
 from jaxmpi.core.json_tree import read_json
 from jaxmpi.data.decode import CorruptExample
-from jaxmpi.data.sources.base import Source, _check_channels, _decoded, _split_name
+from jaxmpi.data.sources.base import Source, check_channels, decode_image, split_name
 from jaxmpi.data.sources.open_files import Descriptor, LastUsed
 
 FORMAT = "jaxmpi packed 1"
@@ -207,7 +207,7 @@ class PackedSource:
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         blob, label = self.encoded(index)
-        return _decoded(blob, self.where(index), index, self.channels, self.resize), label
+        return decode_image(blob, self.where(index), index, self.channels, self.resize), label
 
     def unchecked(self, index: int) -> bytes:
         """A record's bytes as they are on disk; raise `OSError` if its shard cannot be opened or became shorter."""
@@ -232,7 +232,7 @@ def _open_shard(folder: Path, shard: int) -> Descriptor:
 
 def packed(config: Data, split: str) -> Source:
     """Source of shards that `jaxmpi data pack` made in DIR/<split>/."""
-    _check_channels(config)
+    check_channels(config)
     base = data_dir(config)
     check(bool(base), "packed: set data.dir or JAXMPI_DATA to a folder that jaxmpi data pack has made")
-    return PackedSource(os.path.join(base, _split_name(config, split)), config.channels, config.resize)
+    return PackedSource(os.path.join(base, split_name(config, split)), config.channels, config.resize)

@@ -19,7 +19,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.shared_memory import available_bytes
-from jaxmpi.data.sources.base import _split_name, check_plain_files, place_in_parts
+from jaxmpi.data.sources.base import check_plain_files, place_in_parts, split_name
 
 BYTES = 256  # classes
 SEPARATOR = b"\0"  # between files; no text holds it
@@ -139,7 +139,7 @@ def list_files(root: Path, suffix: str = "") -> list[str]:
 def text(config: Data, split: str) -> TextSource:
     """All files below DIR/<split>/ in alphabetical order; DIR is `data.dir`."""
     check(bool(config.dir), "text: set data.dir to a folder DIR with files in DIR/train/ and DIR/validation/")
-    folder = Path(config.dir) / _split_name(config, split)
+    folder = Path(config.dir) / split_name(config, split)
     check(folder.is_dir(), f"text: no folder {folder}; name the right one with --data.{split}-split")
     return TextSource(folder, list_files(folder), config.window, "text", open_tokenizer(config.tokenizer))
 

@@ -20,7 +20,7 @@ import numpy as np
 from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.data.sources.base import Source, _check_channels, _decoded, _split_name, check_plain_files
+from jaxmpi.data.sources.base import Source, check_channels, check_plain_files, decode_image, split_name
 
 
 class TfdsSource:
@@ -72,7 +72,7 @@ class TfdsSource:
     def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
         image, label = self._encoded(index)
         if isinstance(image, bytes):
-            image = _decoded(image, self.where(index), index, self.channels, self.resize)
+            image = decode_image(image, self.where(index), index, self.channels, self.resize)
         return image, label
 
 
@@ -119,9 +119,9 @@ _TFDS_PREPARE = (
 
 def tfds(config: Data, split: str) -> Source:
     """The data set `data.name`, prepared in `data.dir` or TFDS's default folder."""
-    _check_channels(config)
+    check_channels(config)
     check(bool(config.name), "tfds: set data.name to a data set, such as imagenet2012 or mnist:3.0.1")
-    folder, name = data_dir(config), _split_name(config, split)
+    folder, name = data_dir(config), split_name(config, split)
     if folder:
         places = os.walk(os.path.join(folder, config.name.partition(":")[0]))
         check_plain_files((os.path.join(place, file) for place, _, files in places for file in files), "a file of TFDS")

@@ -25,25 +25,8 @@
 
   // ---------------------------------------------------------------- data
 
-  const numbers = (text) => {
-    const bytes = Uint8Array.from(atob(text.slice(1)), (letter) => letter.charCodeAt(0));
-    return new { u: Uint32Array, f: Float32Array, d: Float64Array }[text[0]](bytes.buffer);
-  };
-
-  /** Six significant digits, which a record has: not 0.10000000149, the float32 next to 0.1. */
+  /** Six significant digits, as a record has them. */
   const tidy = (value) => Number(value.toPrecision(6));
-  const tidied = (values) => (values instanceof Float32Array ? Float64Array.from(values, tidy) : values);
-  const mapValues = (object, change) => Object.fromEntries(Object.entries(object).map(([k, v]) => [k, change(v)]));
-
-  for (const run of report.runs)
-    run.tables = mapValues(run.tables, ({ x, y }) => ({
-      x: mapValues(x, numbers),
-      y: mapValues(y, ({ at, v, mean }) => ({
-        at: at && numbers(at),
-        v: tidied(numbers(v)),
-        mean: mean && tidied(numbers(mean)),
-      })),
-    }));
 
   /**
    * A series by ascending x, null where a line of the record has no value; empty if it is not there. In a long record
@@ -53,11 +36,10 @@
     const xs = run.tables[table]?.x[x];
     const series = run.tables[table]?.y[field];
     if (!xs || !series) return { x: [], y: [], mean: [] };
-    const scaled = (value) => (Number.isNaN(value) ? null : tidy(factor * value));
+    const scaled = (value) => (value === null ? null : tidy(factor * value));
     const points = [];
-    series.v.forEach((value, i) => {
-      const at = xs[series.at ? series.at[i] : i];
-      if (!Number.isNaN(at)) points.push([at, scaled(value), scaled((series.mean ?? series.v)[i])]);
+    series.at.forEach((line, i) => {
+      if (xs[line] !== null) points.push([xs[line], scaled(series.v[i]), scaled((series.mean ?? series.v)[i])]);
     });
     points.sort((a, b) => a[0] - b[0]);
     const [columnX, y, mean] = [0, 1, 2].map((i) => points.map((point) => point[i]));
@@ -146,23 +128,13 @@
   const some = (test) => report.runs.some(test);
   const has = (x) => some((run) => Object.values(run.tables).some((table) => table.x[x]));
 
-  /** The theme that the reader chose before; a browser may keep nothing of a page that is a file. */
-  const storedTheme = (chosen) => {
-    try {
-      if (chosen) localStorage.setItem("jaxmpi-report-theme", chosen);
-      return localStorage.getItem("jaxmpi-report-theme") ?? "auto";
-    } catch {
-      return chosen ?? "auto";
-    }
-  };
-
   const state = {
     x: Object.keys(XS).find(has) ?? "step",
     isMean: report.groups.length > 0,
     smoothing: 0,
     hidden: new Set(), // names of runs or groups
     run: 0, // of the figures of one run
-    theme: storedTheme(),
+    theme: "auto",
   };
 
   const make = (tag, properties = {}, ...children) => {
@@ -426,36 +398,15 @@
     return axis;
   };
 
-  const yAxis = (unit, isLog = false) => ({
+  const yAxis = (unit) => ({
     stroke: themed("soft"),
     grid: { stroke: themed("grid"), width: 1 },
     ticks: { show: false },
     font: FONT,
     size: (u, values) => 14 + 7 * Math.max(3, ...(values ?? []).map((text) => (text ?? "").length)),
-    values: (u, splits) => (isLog ? logWords(u, splits, unit) : splits.map((y) => tick(y, unit))),
+    values: (u, splits) => splits.map((y) => (y === null ? null : tick(y, unit))), // null: no room on a log axis
     space: 34,
-    ...(isLog ? { splits: logSplits, filter: (u, splits) => splits } : {}),
   });
-
-  /** Lines at 1, 2, ..., 9 of every power of ten; those with a number are as many as there is room for. */
-  const logSplits = (u, axis, min, max) => {
-    const made = [];
-    for (let power = Math.floor(Math.log10(min)); power <= Math.log10(max); power++)
-      for (let k = 1; k < 10; k++) made.push(Number((k * 10 ** power).toPrecision(1)));
-    return made.filter((y) => y >= min && y <= max);
-  };
-
-  const logWords = (u, splits, unit) => {
-    const { min, max } = u.scales.y;
-    const decades = Math.log10(max / min);
-    const room = (u.height - 40) / 22;
-    const digits = decades > room / 2.5 ? "1" : decades > room / 6 ? "125" : decades > 0.6 ? "1235" : "123456789";
-    const every = Math.ceil(decades / room);
-    return splits.map((y) => {
-      const [digit, power] = y.toExponential().split("e");
-      return digits.includes(digit) && (digits !== "1" || Number(power) % every === 0) ? tick(y, unit) : null;
-    });
-  };
 
   const CURSOR = {
     y: false,
@@ -485,7 +436,7 @@
       for (const run of report.runs)
         for (const { table, field } of this.description.series)
           for (const value of run.tables[table]?.y[field]?.v ?? [])
-            if (!Number.isNaN(value)) [low, high] = [Math.min(low, value), Math.max(high, value)];
+            if (value !== null) [low, high] = [Math.min(low, value), Math.max(high, value)];
       return low > 0 && high >= 10 * low;
     }
 
@@ -561,7 +512,7 @@
         {
           cursor: { points: { size: 7 }, dataIdx: (u, i, at) => this.nearest(u, i, at) },
           scales: { x: { time: false, range: wide }, y },
-          axes: [xAxis(), yAxis(this.description.unit, this.isLog)],
+          axes: [xAxis(), yAxis(this.description.unit)],
           series,
           bands,
         },
@@ -721,7 +672,7 @@
       const { map, name } = report.runs[state.run];
       this.element.hidden = !map;
       if (!map) return;
-      const values = numbers(map.relative);
+      const values = map.relative;
       const columns = values.length / map.ranks;
       const { width, height } = this.size();
       const [left, bottom, ratio] = [44, 26, devicePixelRatio || 1];
@@ -729,7 +680,7 @@
       Object.assign(this.canvas, { width: width * ratio, height: height * ratio });
       Object.assign(this.canvas.style, { width: `${width}px`, height: `${height}px` });
       const pen = this.canvas.getContext("2d");
-      const most = Math.max(1.1, ...values.filter((value) => !Number.isNaN(value)));
+      const most = Math.max(1.1, ...values);
       const [slow, fast] = [themed("slow"), themed("fast")];
       const cell = [inner[0] / columns, inner[1] / map.ranks];
       const gap = cell[1] > 6 ? 1 : 0;
@@ -737,7 +688,7 @@
       pen.fillStyle = themed("grid");
       pen.fillRect(left, 0, ...inner);
       values.forEach((value, i) => {
-        if (Number.isNaN(value) || value === 1) return;
+        if (value === null || value === 1) return;
         pen.fillStyle = value > 1 ? slow : fast;
         pen.globalAlpha = Math.min(1, value > 1 ? (value - 1) / (Math.min(most, 2) - 1) : (1 - value) / 0.5);
         const corner = [left + (i % columns) * cell[0], Math.floor(i / columns) * cell[1]];
@@ -769,7 +720,7 @@
       const ranks = `slowest of ranks ${row * map.each} to ${row * map.each + map.each - 1}`;
       const line = {
         name: map.each > 1 ? ranks : `rank ${row}`,
-        value: Number.isNaN(value) ? "unknown" : `${Number(value.toPrecision(3))} × median`,
+        value: value === null ? "unknown" : `${Number(value.toPrecision(3))} × median`,
         colour: themed(value > 1 ? "slow" : "fast"),
         kind: "filled",
       };
@@ -900,7 +851,6 @@
     };
     const chooseTheme = (theme) => {
       state.theme = theme;
-      storedTheme(theme);
       applyTheme();
     };
     const range = { type: "range", min: 0, max: 0.99, step: 0.01, value: 0 };

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmpi.core.files import write_whole
-from jaxmpi.core.json_tree import read_json
-from jaxmpi.runtime.spared_threads import spare_threads
+from jaxmpi.runtime.failures import spare_threads
 
 Row = dict[str, Any]
 # Takes a line of the record, on rank 0. `close()`, if any, is called last, or `fail()`, if any, of a run that failed.
@@ -26,40 +25,41 @@ Sink = Callable[[Row], None]
 MOST_WAITING = 10_000  # lines; a sink that is further behind gets no more
 GATHER_S = 5.0  # in which lines come together for one `flush`; eight lines take MLflow less than twice as long as two
 CLOSE_S = 60.0  # for the last lines, of all sinks together
-IDS = "sinks.json"  # in the run directory: a run's identity at each service
-MOST_IDS_BYTES = 1 << 16
-
-
-def numbers(row: Row) -> dict[str, Any]:
-    """Numbers of a line as `train/loss`, medians of parts as `train/anatomy/compute`."""
-    found = {name: v for name, v in row.items() if name not in ("kind", "step") and isinstance(v, (int, float))}
-    return {f"{row['kind']}/{name}": v for name, v in (found | medians(row)).items() if v is not None}
-
-
-def medians(row: Row) -> dict[str, Any]:
-    """Medians over ranks, as `anatomy/compute`, of the trainer's own lines only."""
-    parts = row.get("anatomy", {}) if row["kind"] == "train" else {}
-    return {f"anatomy/{part}": spread[1] for part, spread in parts.items()}
-
-
-def read_state(run_dir: Path) -> dict[str, Any]:
-    """Identities of this run at services, by sink; empty at first."""
-    if not (run_dir / IDS).exists():
-        return {}
-    found = read_json(run_dir / IDS, MOST_IDS_BYTES, "a run's identities, no link; remove it")
-    return found if isinstance(found, dict) else {}
-
-
-_keeping = threading.Lock()  # two sinks may begin at once
 # Packages change Python's filter of warnings while they are imported; threads that import undo each other's changes.
 # Later imports of a package are not covered. An import that hangs holds up the other background sinks, not the run.
 importing = threading.Lock()
+_writing_state = threading.Lock()  # two sinks may open at once
+_reported: set[tuple[str, str]] = set()  # a library may start a thread for every line
 
 
-def write_state(run_dir: Path, name: str, identity: Any) -> None:
-    """Write this run's identity at a service, for a resumed run."""
-    with _keeping:
-        write_whole(run_dir / IDS, (json.dumps(read_state(run_dir) | {name: identity}, indent=2) + "\n").encode())
+def send(sinks: list[Sink], row: Row) -> None:
+    """Send a line to each sink; drop and report one that fails."""
+    for sink in list(sinks):
+        try:
+            with name_threads(sink_name(sink)):
+                sink(dict(row))
+        except (Exception, SystemExit) as error:  # the user's code: the run is worth more than a sink
+            sinks.remove(sink)
+            report_failure(sink_name(sink), f"failed at a line of kind {row.get('kind')} and gets no more lines", error)
+
+
+def close(sinks: list[Sink], has_failed: bool) -> None:
+    """End the sinks; those in the background all at once."""
+    for sink in sinks:
+        if isinstance(sink, Background):
+            sink.begin_to_close(has_failed)
+    for sink in sinks:
+        try:
+            with name_threads(sink_name(sink)):
+                end(sink, has_failed)
+        except (Exception, SystemExit) as error:
+            report_failure(sink_name(sink), "failed while it was closed, and may lack its last lines", error)
+
+
+def end(sink: Sink, has_failed: bool) -> None:
+    """Call what a sink has for the end of a run."""
+    close = getattr(sink, "close", lambda: None)
+    (getattr(sink, "fail", close) if has_failed else close)()
 
 
 class Background:
@@ -125,34 +125,15 @@ class Background:
             self._error = error
 
 
-def send(sinks: list[Sink], row: Row) -> None:
-    """Send a line to each sink; drop and report one that fails."""
-    for sink in list(sinks):
-        try:
-            with name_threads(sink_name(sink)):
-                sink(dict(row))
-        except (Exception, SystemExit) as error:  # the user's code: the run is worth more than a sink
-            sinks.remove(sink)
-            say_failed(sink_name(sink), f"failed at a line of kind {row.get('kind')} and gets no more lines", error)
+def name_threads(name: str) -> AbstractContextManager[None]:
+    """Let threads that start in the block fail; report each error once."""
 
+    def report(error: BaseException) -> None:
+        if (name, repr(error)) not in _reported:
+            _reported.add((name, repr(error)))
+            report_failure(name, "failed in a thread of its own, and may lack lines", error)
 
-def end(sink: Sink, has_failed: bool) -> None:
-    """Call what a sink has for the end of a run."""
-    close = getattr(sink, "close", lambda: None)
-    (getattr(sink, "fail", close) if has_failed else close)()
-
-
-def close(sinks: list[Sink], has_failed: bool) -> None:
-    """End the sinks; those in the background all at once."""
-    for sink in sinks:
-        if isinstance(sink, Background):
-            sink.begin_to_close(has_failed)
-    for sink in sinks:
-        try:
-            with name_threads(sink_name(sink)):
-                end(sink, has_failed)
-        except (Exception, SystemExit) as error:
-            say_failed(sink_name(sink), "failed while it was closed, and may lack its last lines", error)
+    return spare_threads(report)
 
 
 def sink_name(sink: Sink) -> str:
@@ -160,24 +141,38 @@ def sink_name(sink: Sink) -> str:
     return getattr(sink, "__name__", type(sink).__name__)
 
 
-_told: set[tuple[str, str]] = set()  # a library may start a thread for every line
-
-
-def name_threads(name: str) -> AbstractContextManager[None]:
-    """Let threads that start in the block fail; report each error once."""
-
-    def report(error: BaseException) -> None:
-        if (name, repr(error)) not in _told:
-            _told.add((name, repr(error)))
-            say_failed(name, "failed in a thread of its own, and may lack lines", error)
-
-    return spare_threads(report)
-
-
-def say_failed(name: str, what: str, error: BaseException) -> None:
+def report_failure(name: str, what: str, error: BaseException) -> None:
     """Report on standard error that a sink failed."""
     print(
         f"jaxmpi: sink {name} {what}; the run goes on, and its record has all of them: {type(error).__name__}: {error}",
         file=sys.stderr,
         flush=True,
     )
+
+
+# ---------------------------------------------------------------- what sinks share
+
+
+def numbers(row: Row) -> dict[str, Any]:
+    """Numbers of a line as `train/loss`, medians of parts as `train/anatomy/compute`."""
+    found = {name: v for name, v in row.items() if name not in ("kind", "step") and isinstance(v, (int, float))}
+    return {f"{row['kind']}/{name}": v for name, v in (found | medians(row)).items() if v is not None}
+
+
+def medians(row: Row) -> dict[str, Any]:
+    """Medians over ranks, as `anatomy/compute`, of the trainer's own lines only."""
+    parts = row.get("anatomy", {}) if row["kind"] == "train" else {}
+    return {f"anatomy/{part}": spread[1] for part, spread in parts.items()}
+
+
+def read_state(run_dir: Path) -> dict[str, Any]:
+    """Identities of this run at services, by sink; empty at first."""
+    file = run_dir / "sinks.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def write_state(run_dir: Path, name: str, identity: Any) -> None:
+    """Write this run's identity at a service, for a resumed run."""
+    with _writing_state:
+        state = read_state(run_dir) | {name: identity}
+        write_whole(run_dir / "sinks.json", (json.dumps(state, indent=2) + "\n").encode())

@@ -10,7 +10,7 @@ from PIL import Image
 
 from jaxmpi.observe.sinks.base import Row, importing, medians, numbers
 
-CUTS = ("rollback", "lost")  # kinds of lines before which the record has dropped others
+CUTTING = ("rollback", "lost")  # kinds of lines before which the record has dropped others
 
 
 class TensorBoard:
@@ -62,7 +62,7 @@ class Csv:
     def __call__(self, row: Row) -> None:
         """Append a line to the table of its kind."""
         kind, cells = row["kind"], flatten_row(row)
-        if kind in CUTS or cells.keys() - {*self.columns.get(kind, ())}:
+        if kind in CUTTING or cells.keys() - {*self.columns.get(kind, ())}:
             self._from_record()  # which has this line by now
         elif cells:
             with (self.folder / f"{kind}.csv").open("a", newline="") as file:

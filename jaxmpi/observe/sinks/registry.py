@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, lookup
-from jaxmpi.observe.sinks.base import Background, Sink, name_threads, say_failed
+from jaxmpi.observe.sinks.base import Background, Sink, name_threads, report_failure
 from jaxmpi.observe.sinks.files import Csv, TensorBoard
 from jaxmpi.observe.sinks.services import Mlflow, Wandb
 
@@ -25,25 +25,21 @@ class SinkSpec(NamedTuple):
 
 SINKS: dict[str, SinkSpec] = {
     "csv": SinkSpec(Csv, "tables in csv/, one for each kind of line"),
-    "mlflow": SinkSpec(
-        Mlflow, "a run of MLflow, by MLFLOW_TRACKING_URI", "mlflow", "jaxmpi[mlflow]", in_background=True
-    ),
-    "tensorboard": SinkSpec(
-        TensorBoard, "events in tensorboard/", "tensorboardX", "jaxmpi[tensorboard]", in_background=True
-    ),
+    "mlflow": SinkSpec(Mlflow, "a run of MLflow, by MLFLOW_TRACKING_URI", "mlflow", "jaxmpi[mlflow]", True),
+    "tensorboard": SinkSpec(TensorBoard, "events in tensorboard/", "tensorboardX", "jaxmpi[tensorboard]", True),
     "wandb": SinkSpec(
         Wandb, "a run of Weights & Biases, offline without an API key", "wandb", "jaxmpi[wandb]", in_background=True
     ),
 }
 
 
-def check_sinks(asked: Sequence[str | Sink]) -> None:
+def check_sinks(sinks: Sequence[str | Sink]) -> None:
     """Check that words have a row and its package is installed.
 
     Raises:
         UsageError: one has not: got, expected, way out.
     """
-    for name in asked:
+    for name in sinks:
         if not isinstance(name, str):
             continue
         spec = lookup(SINKS, name, "sink")
@@ -55,19 +51,17 @@ def check_sinks(asked: Sequence[str | Sink]) -> None:
             )
 
 
-def open_sinks(asked: Sequence[str | Sink], run_dir: Path) -> list[Sink]:
+def open_sinks(sinks: Sequence[str | Sink], run_dir: Path) -> list[Sink]:
     """Open the sinks of a run; report and skip any that fails."""
     opened: list[Sink] = []
-    for sink in asked:
+    for sink in sinks:
         if not isinstance(sink, str):
             opened.append(sink)
             continue
-        spec = SINKS[sink]
+        make = partial(SINKS[sink].open, run_dir)
         try:
             with name_threads(sink):
-                opened.append(
-                    Background(sink, partial(spec.open, run_dir)) if spec.in_background else spec.open(run_dir)
-                )
+                opened.append(Background(sink, make) if SINKS[sink].in_background else make())
         except (Exception, SystemExit) as error:  # other people's code: the run is worth more than a sink
-            say_failed(sink, "could not be opened and gets no lines", error)
+            report_failure(sink, "could not be opened and gets no lines", error)
     return opened

@@ -21,7 +21,7 @@ from jaxmpi.observe.sinks.base import Row, importing, numbers, read_state, write
 
 PROJECT = "jaxmpi"  # unless the service's own variable names another
 MOST_TEXT = 500  # characters of a parameter
-MOST_METRICS = 1000  # metrics that MLflow takes in one call
+MOST_PARAMS, MOST_METRICS = 100, 1000  # that MLflow takes in one call
 
 
 class Wandb:
@@ -116,8 +116,8 @@ class Mlflow:
             known = self.client.get_run(self.run_id).data.params  # MLflow changes none
             named = {allowed_key(path): str(value) for path, value in flatten_json(row).items() if path != "kind"}
             new = [self.param(name, text[:MOST_TEXT]) for name, text in named.items() if name not in known]
-            for begin in range(0, len(new), 100):
-                self.client.log_batch(self.run_id, params=new[begin : begin + 100])
+            for begin in range(0, len(new), MOST_PARAMS):
+                self.client.log_batch(self.run_id, params=new[begin : begin + MOST_PARAMS])
         elif row["kind"] == "sample" and "text" in row:
             self.client.log_text(self.run_id, row["text"], f"samples/{row['name']}_{row['step']:08d}.txt")
         elif row["kind"] == "sample":

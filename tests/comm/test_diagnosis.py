@@ -204,8 +204,8 @@ def test_two_functions_of_one_line_differ_in_their_columns():
 
 AFTER_A_FAILURE = """
 import time
-from jaxmpi.comm import exchange_watch
-exchange_watch.SAID_AFTER_S = 1.0
+from jaxmpi.comm import diagnosis
+diagnosis.SAID_AFTER_S = 1.0
 
 def fails(value):
     raise ValueError("of the user")

@@ -1,0 +1,324 @@
+"""This process: its rank by the launcher's variables, its cores and devices, and the set-up before JAX starts.
+
+XLA sizes its thread pool, and takes a GPU, when its device starts; MPI reads its settings when it starts. So `prepare`
+comes before both, and everything here goes by the environment, without MPI.
+"""
+
+import contextlib
+import ctypes
+import itertools
+import os
+import pwd
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxmpi.core.errors import UsageError
+from jaxmpi.runtime.allocator import keep_freed_memory, use_main_arena
+from jaxmpi.runtime.caches import use_compilation_cache
+from jaxmpi.runtime.job_folder import BEGAN, OWN, SEGMENTS, lock_folder, mark, remove_stale_folders
+
+# Launcher: its variables for rank, size, local rank, local size.
+LAUNCHERS = {
+    "Open MPI's mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "MVAPICH's mpirun": tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "Hydra's mpiexec (MPICH, Intel MPI)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+MARKS = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK")  # other launchers' ranks, without a size
+VARIABLES = {name for names in LAUNCHERS.values() for name in names} | {*MARKS}
+
+
+class Launch(NamedTuple):
+    """This process's place in the job, from the launcher's environment."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def launched() -> Launch | None:
+    """This process's launcher, rank and size; None without a launcher."""
+    for launcher, names in LAUNCHERS.items():
+        rank, size, local_rank, local_size = (os.environ.get(name) for name in names)
+        if rank is None or size is None:
+            continue
+        if local_rank is None and os.environ.get("SLURM_STEP_NUM_TASKS") == size:  # srun --mpi=pmi2 speaks PMI, too
+            local_rank, local_size = (os.environ.get(name) for name in LAUNCHERS["srun"][2:])
+        first_host = (local_size or size).split("(")[0].split(",")[0]  # srun writes "4(x2)" or "4,3"
+        return Launch(launcher, int(rank), int(size), int(local_rank or rank), int(first_host))
+    return None
+
+
+def my_rank() -> int:
+    """This process's rank by the launcher's variables, without MPI; else 0."""
+    launch = launched()
+    return launch.rank if launch else 0
+
+
+def launched_workers() -> int:
+    """The job's size by the launcher's variables, before MPI starts; else 1."""
+    launch = launched()
+    return launch.size if launch else 1
+
+
+# ---------------------------------------------------------------- set-up
+
+_prepared = threading.Event()
+
+
+def prepare() -> None:
+    """Set allocator, cores and device once, before JAX's first device call."""
+    if _prepared.is_set():
+        return
+    _prepared.set()
+    keep_freed_memory()
+    launch = launched()
+    lines = []
+    if launch is not None and launch.size > 1:
+        lines.append(use_main_arena())
+        # Ranks compile at the same time: what one finds half written by another it compiles for itself.
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry", UserWarning)
+        tune_mpi(launch)
+        lines.append(idle_cores(len(core_mask()), os.cpu_count() or 1, launch.local_size))
+        pin_cores(launch.local_rank, launch.local_size)
+        pin_gpu(launch.local_rank, launch.local_size)
+    lines.append(use_compilation_cache())
+    os.environ.setdefault("MPI4JAX_USE_CUDA_MPI", "0")  # else each process with a GPU warns that it is not set
+    for line in filter(None, lines if my_rank() == 0 else []):
+        print(f"jaxmpi: {line}", file=sys.stderr, flush=True)
+
+
+def tune_mpi(launch: Launch) -> None:
+    """Set Open MPI's defaults before it starts; the user's settings stay."""
+    if launch.local_size < launch.size:  # else ranks of other hosts abort, and are blamed, before a death is reported
+        os.environ.setdefault("OMPI_MCA_opal_abort_delay", "1")  # seconds
+    if launch.local_size > cores():  # a rank that spins while it waits takes the core that another needs
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    folder = Path(os.environ.get(SEGMENTS, ""))
+    if folder.name.startswith(OWN):
+        with contextlib.suppress(OSError):  # without such memory Open MPI takes other
+            remove_stale_folders(folder.parent)
+            lock_folder(folder)
+        mark(BEGAN)
+    os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # prints an error a process if there is no such network
+
+
+def set_home() -> None:
+    """Set HOME if the environment lacks it, as in a container or a service: Open MPI does not start without it."""
+    if not os.environ.get("HOME"):
+        try:
+            os.environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:  # a user without an entry
+            os.environ["HOME"] = "/nonexistent"
+
+
+# ---------------------------------------------------------------- cores
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_before_sharing: set[int] = set()  # cores that this process had before it took its share
+
+
+def core_mask() -> list[int]:
+    """The cores that this process may use; none if they are unknown."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def cores() -> int:
+    """Number of cores that affinity and a container's quota allow this process."""
+    allowed = len(core_mask()) or os.cpu_count() or 1
+    return min(allowed, quota_cores(QUOTA, allowed))
+
+
+def quota_cores(file: Path, default: int) -> int:
+    """Whole cores, at least 1, of a control group's quota; else `default`."""
+    try:
+        quota, period = file.read_text().split()
+        return default if quota == "max" else max(1, int(quota) // int(period))
+    except (OSError, ValueError):  # no such control group, or not its format: no quota
+        return default
+
+
+def pin_cores(local_rank: int, local_size: int) -> None:
+    """Bind this rank to its share of the host's cores; one that was given a part of the cores keeps that part."""
+    mask = core_mask()
+    if len(mask) == (os.cpu_count() or 1) and local_rank < local_size:
+        bind_to_share(mask, local_rank, local_size)
+
+
+def divide_mask(masks: Sequence[Sequence[int]], local_rank: int) -> None:
+    """Take a share of cores that several ranks have, as in containers."""
+    mask = masks[local_rank]
+    sharing = [rank for rank, other in enumerate(masks) if other == mask]
+    if mask and len(sharing) > 1:
+        bind_to_share(mask, sharing.index(local_rank), len(sharing))
+
+
+def bind_to_share(mask: Sequence[int], rank: int, size: int) -> None:
+    """Bind to one of `size` shares of these cores; to all of them if neither number divides the other."""
+    _before_sharing.update(mask)
+    if len(mask) % size == 0:
+        share = len(mask) // size
+        os.sched_setaffinity(0, mask[rank * share : (rank + 1) * share])
+    elif size % len(mask) == 0:
+        os.sched_setaffinity(0, {mask[rank % len(mask)]})
+
+
+def unbind() -> None:
+    """Let threads use all cores again if this rank's share is one core.
+
+    This is for ranks that do not keep step: bound ones that share a core with others, or with a server, would have less
+    of the machine than those on a core of their own.
+    """
+    if not _before_sharing or len(os.sched_getaffinity(0)) > 1:
+        return
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended
+            os.sched_setaffinity(int(thread), _before_sharing)
+
+
+def idle_cores(allowed: int, all_cores: int, local_size: int) -> str:
+    """Advice if ranks of one core each leave cores idle, as Open MPI binds one or two ranks of a host; else empty."""
+    if allowed != 1 or all_cores <= local_size:
+        return ""
+    return (
+        f"each rank may use 1 of the {all_cores} cores of its host, which has {local_size} of the ranks; if the "
+        "launcher has bound them: mpirun --bind-to none, or srun --cpus-per-task"
+    )
+
+
+# ---------------------------------------------------------------- devices
+
+MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # share of a GPU's memory that JAX takes when its device starts
+_share = ""  # value that `share_gpu` has set, to distinguish it from the user's
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, by CUDA's numbers or names."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+    names = (name.strip() for name in visible.split(","))
+    return list(itertools.takewhile(lambda name: name and name != "-1", names))  # CUDA reads no further
+
+
+def pin_gpu(local_rank: int, local_size: int, devices: int = 1) -> None:
+    """Take this rank's GPUs, and its part of their memory.
+
+    This assumes that all ranks of the host see the same GPUs. A launcher may give each rank its own; `share_gpu`
+    corrects that once ranks can communicate.
+
+    Raises:
+        UsageError: a GPU has started already, and there are several.
+    """
+    gpus = visible_gpus()
+    if len(gpus) > 1:
+        import jax
+        from jax._src import xla_bridge  # nothing public shows whether a device has started
+
+        if xla_bridge.backends_are_initialized() and jax.default_backend() == "gpu":
+            raise UsageError(
+                "JAX's device has started before jaxmpi could give this rank a GPU of its own: all ranks of the host "
+                "would be on the first; call jaxmpi.world() before the first JAX array"
+            )
+        chosen = {(local_rank * devices + i) % len(gpus) for i in range(devices)}
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, sorted(chosen))))
+    if gpus:
+        share_gpu(-(-local_size * devices // len(gpus)))
+
+
+def my_gpu() -> str:
+    """Name of this rank's GPU within its host; empty if none."""
+    launch, gpus = launched(), visible_gpus()
+    if launch is None or not gpus:
+        return ""
+    gpu = gpus[launch.local_rank % len(gpus)]
+    in_step = int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) if launch.launcher == "srun" else 0
+    is_by_task = in_step >= launch.local_size * len(gpus)  # then every rank may call its own "0"
+    return f"{gpu} of local rank {launch.local_rank}" if is_by_task else gpu
+
+
+def share_gpu(ranks: int) -> None:
+    """Give each of `ranks` processes on a GPU an equal memory share; a share that the user has set stays.
+
+    It counts only before the device starts.
+    """
+    global _share
+    if os.environ.get(MEMORY_SHARE, _share) != _share:
+        return
+    _share = f"{0.9 / ranks:.3f}" if ranks > 1 else ""
+    os.environ.pop(MEMORY_SHARE, None)
+    if _share:
+        os.environ[MEMORY_SHARE] = _share
+
+
+def take_devices(devices: int) -> None:
+    """Before MPI starts, take `devices` GPUs or CPU devices for this rank."""
+    launch = launched()
+    if devices > 1 and launch is not None and launch.size > 1:
+        pin_gpu(launch.local_rank, launch.local_size, devices)
+    make_cpu_devices(devices)
+
+
+def make_cpu_devices(devices: int) -> None:
+    """Let the CPU backend offer `devices` devices; GPUs stay as they are."""
+    if devices == 1:
+        return
+    import jax
+
+    try:
+        jax.config.update("jax_num_cpu_devices", devices)
+    except RuntimeError:  # the backend has started: what it has must do
+        if (have := jax.local_device_count()) < devices:
+            raise UsageError(
+                f"asked for {devices} devices after the device started with {have}; set it first: before the first "
+                "JAX array, in a notebook after a restart; or train in processes, jaxmpi.Trainer(experiment, workers=N)"
+            ) from None
+
+
+# ---------------------------------------------------------------- other processes (Linux)
+
+
+def ranks_under(pid: int) -> dict[int, int]:
+    """A launcher's processes on this host by rank, except spawned ones."""
+    variables = tuple(f"{names[0]}=".encode() for names in LAUNCHERS.values())
+    jobs = b"PMIX_NAMESPACE="  # Open MPI's job: the launcher's own ends with @1, of spawned processes with @2, ...
+    found: dict[int, int] = {}
+    waiting = [pid]
+    while waiting:
+        for child in children_of(waiting.pop()):
+            with contextlib.suppress(OSError):  # it has ended
+                environ = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+                ranks = [int(line.partition(b"=")[2]) for line in environ if line.startswith(variables)]
+                is_spawned = any(line.startswith(jobs) and not line.endswith(b"@1") for line in environ)
+                if not ranks:
+                    waiting.append(child)
+                elif not is_spawned:
+                    found[ranks[0]] = child
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that any thread of a process has started."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # the process has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # the thread has
+                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return found
+
+
+def end_with_parent(parent: int) -> None:
+    """Have Linux send this process SIGTERM when its parent ends."""
+    pr_set_pdeathsig = 1
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() != parent:  # it ended before
+        os._exit(128 + signal.SIGTERM)

@@ -1,0 +1,216 @@
+"""What a process is doing: phases without a step, spans of time, and the terminal that shows them.
+
+A job imports, waits for other ranks, traces and compiles before its first step. Whoever does such a thing opens a
+`phase`, and rank 0 prints its name whenever it has been silent for SILENCE_S. A `span` is time that recorder, trace and
+watchdog read later. This module imports next to nothing, so that phases can begin before JAX is imported.
+"""
+
+import os
+import threading
+import time
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, TextIO
+
+from jaxmpi.core.process_stat import stat_of
+from jaxmpi.runtime.process import launched
+
+SILENCE_S = 4.0
+
+
+class Phase(NamedTuple):
+    """Something that takes time before or between steps."""
+
+    name: str
+    begin_s: float  # seconds of time.monotonic
+
+    def __str__(self) -> str:
+        return f"{self.name}: {time.monotonic() - self.begin_s:.0f} s so far"
+
+
+_phases: list[Phase] = []  # open ones; each is inside of those before
+_shown_s = time.monotonic()  # when something was last shown
+_narrators: list[threading.Event] = []  # at most one, with what ends it
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Open a phase for the block; inside another it shows in brackets."""
+    entered = Phase(name, time.monotonic())
+    _phases.append(entered)
+    try:
+        yield
+    finally:
+        _phases.remove(entered)
+
+
+def current() -> Phase | None:
+    """This process's phase, with the innermost in brackets; None outside phases."""
+    entered = [*_phases]  # another thread may change it meanwhile
+    if len(entered) < 2:
+        return entered[0] if entered else None
+    return entered[0]._replace(name=f"{entered[0].name} ({entered[-1].name})")
+
+
+def note_output() -> None:
+    """Note that something was shown, so that the next line can wait."""
+    global _shown_s
+    _shown_s = time.monotonic()
+
+
+def start_progress(out: TextIO | None = None, silence_s: float = SILENCE_S) -> None:
+    """Print the phase whenever `silence_s` have passed without output, until `stop_progress`."""
+    if _narrators:
+        return
+    over = threading.Event()
+    _narrators.append(over)
+
+    def narrate() -> None:
+        while not over.wait(silence_s / 8):
+            at, now_s = current(), time.monotonic()
+            if at and now_s - _shown_s >= silence_s and now_s - at.begin_s >= silence_s / 8:
+                with suppress(OSError, ValueError):  # nobody reads it, or it is closed
+                    print(f"{at}\n", end="", file=out, flush=True)  # one write, since other threads print lines too
+                note_output()
+
+    # A thread, since the one that works blocks while it imports or compiles.
+    threading.Thread(target=narrate, name="jaxmpi phases", daemon=True).start()
+
+
+def stop_progress() -> None:
+    """Stop `start_progress`: phases are shown elsewhere, or are not wanted."""
+    while _narrators:
+        _narrators.pop().set()
+
+
+# ---------------------------------------------------------------- spans, in seconds of time.perf_counter
+
+# Tracks, and the activity that each one's spans record.
+TRACKS = {
+    "data": "the loop waits for a batch",
+    "transfer": "a batch is handed to the device",
+    "compute": "the device works on a step",
+    "travel": "a bucket is on its way, from its start to its sum",
+    "wait": "the step waits for a bucket",
+    "other": "evaluation, checkpoint, log",
+    "shuffle": "records of data in memory move between workers",
+}
+MOST = 1 << 15  # spans kept if nobody reads them
+
+
+class Span(NamedTuple):
+    """Something that took time."""
+
+    track: str  # a key of TRACKS
+    name: str
+    begin_s: float
+    end_s: float
+
+
+_spans: deque[Span] = deque(maxlen=MOST)
+_running: dict[int, Span] = {}  # by thread
+
+
+def record_span(track: str, name: str, begin_s: float, end_s: float) -> None:
+    """Keep a span, from any thread."""
+    _spans.append(Span(track, name, begin_s, end_s))
+
+
+@contextmanager
+def span(track: str, name: str) -> Iterator[None]:
+    """Record the block as a span; while it lasts, it is among `open_spans`."""
+    begin_s, thread = time.perf_counter(), threading.get_ident()
+    outer = _running.get(thread)
+    _running[thread] = Span(track, name, begin_s, begin_s)
+    try:
+        yield
+    finally:
+        if outer is None:
+            del _running[thread]
+        else:
+            _running[thread] = outer
+        record_span(track, name, begin_s, time.perf_counter())
+
+
+def open_spans() -> list[Span]:
+    """Spans under way, by thread; their ends are not known yet."""
+    return list(_running.values())
+
+
+def is_crowded() -> bool:
+    """Return True if the oldest spans will soon be dropped."""
+    return len(_spans) > MOST // 2
+
+
+def drain() -> list[Span]:
+    """Return and forget all spans since the last call."""
+    return [_spans.popleft() for _ in range(len(_spans))]
+
+
+Intervals = list[tuple[float, float]]
+
+
+def union(spans: Intervals) -> Intervals:
+    """Intervals that cover what the given ones cover, in order, without overlap."""
+    merged: Intervals = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        elif end > begin:
+            merged.append((begin, end))
+    return merged
+
+
+def clipped(spans: Intervals, begin: float, end: float) -> Intervals:
+    """The parts of intervals that lie in [begin, end]."""
+    return [(max(b, begin), min(e, end)) for b, e in spans if b < end and e > begin]
+
+
+def inside(merged: Intervals, begin: float, end: float) -> Intervals:
+    """`clipped`, in logarithmic time, for intervals that `union` has returned."""
+    first = bisect_right(merged, begin, key=lambda one: one[1])
+    return clipped(merged[first : bisect_left(merged, end, lo=first, key=lambda one: one[0])], begin, end)
+
+
+def length(spans: Intervals) -> float:
+    """Seconds that intervals cover, overlaps counted once."""
+    return sum(end - begin for begin, end in union(spans))
+
+
+def minus(spans: Intervals, holes: Intervals) -> Intervals:
+    """Intervals without the parts that holes cover."""
+    left, merged = [], union(holes)
+    for begin, end in union(spans):
+        for hole_begin, hole_end in inside(merged, begin, end):
+            left.append((begin, hole_begin))
+            begin = hole_end
+        left.append((begin, end))
+    return [(begin, end) for begin, end in left if end > begin]
+
+
+# ---------------------------------------------------------------- the terminal
+
+
+def terminal_columns(out: Any) -> int:
+    """Columns of the terminal that a stream leads to; else 0.
+
+    Open MPI gives every rank a terminal of its own and passes on what is written there to mpirun's own output. So under
+    a launcher the width is that of the first process above whose output goes elsewhere.
+    """
+    if not out.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        return 0
+    if launched() is None:
+        return os.get_terminal_size(out.fileno()).columns or 80
+    try:
+        pid, stdout = os.getppid(), os.readlink("/proc/self/fd/1")
+        above = stdout
+        while pid > 1 and above == stdout:
+            above, pid = os.readlink(f"/proc/{pid}/fd/1"), int(stat_of(pid)[1])
+        if above == stdout or not above.startswith(("/dev/pts/", "/dev/tty")):
+            return 0
+        with open(above, "rb") as terminal:
+            return os.get_terminal_size(terminal.fileno()).columns or 80
+    except (OSError, ValueError, IndexError):  # another user's process, or one that has ended
+        return 0
