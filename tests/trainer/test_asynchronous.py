@@ -26,7 +26,6 @@ from jaxmpi.checkpoint.write import Retention, UncoordinatedCheckpoint
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.solo import SoloProcesses
-from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import UsageError
@@ -55,7 +54,7 @@ from jaxmpi.trainer.async_worker import AsyncWorker
 from jaxmpi.trainer.asynchronous import AsynchronousWorker
 from jaxmpi.trainer.callbacks import Callback
 from jaxmpi.trainer.loop import RunProgress
-from jaxmpi.trainer.resolve_auto import to_center
+from jaxmpi.trainer.step_form import center_strategy
 from jaxmpi.trainer.timetable import DueEvents, Timetable
 from launching import ROOT, kill_session, mpirun_line, run, train, train_here
 from tolerances import USUAL_EMITTERS, U
@@ -270,7 +269,7 @@ class Saves(Callback):
 
 
 def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(async_chief, "extra_of", lambda *run: {})
+    monkeypatch.setattr(async_chief, "run_facts", lambda *run: {})
     saves = Saves()
     state = TrainState(*(np.zeros(2, np.float32) for _ in TrainState._fields))
     timetable = Timetable(compare_every=100, log_every=1, eval_every=100, save_every=1, total_steps=10)
@@ -676,7 +675,7 @@ def test_of_a_strategy_the_wire_counts():
         "asa:bf16": "root:bf16",
         "hier-ring": "root:32",
     }
-    assert {name: to_center(ExchangeConfig(name)) for name in asked} == asked
+    assert {name: center_strategy(name) for name in asked} == asked
 
 
 # ---------------------------------------------------------------- the local halves, and the synchronous form

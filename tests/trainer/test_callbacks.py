@@ -266,7 +266,7 @@ def test_settings_out_of_range_are_named():
 
 def test_a_second_run_begins_with_callbacks_as_they_were():
     stop = jaxmpi.EarlyStop()
-    [copied] = callbacks.checked((stop,))
+    [copied] = callbacks.copy_checked((stop,))
     copied.restore({"best": 1.0, "count": 7})
     assert stop.count == 0
 

@@ -34,9 +34,9 @@ from jaxmpi.models.googlenetbn import TINY_BLOCKS, GoogLeNetBN, googlenetbn_tiny
 from jaxmpi.models.resnet import BASIC, TINY_STAGES, WIDTH, ResNet, resnet18_tiny
 from jaxmpi.rules import base, gradients
 from jaxmpi.tools import cli
-from jaxmpi.trainer.build import initial_states
 from jaxmpi.trainer.main import train
-from jaxmpi.trainer.training_plan import job_of
+from jaxmpi.trainer.plan import make_plan
+from jaxmpi.trainer.state import initial_states
 from launching import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax's own
@@ -104,7 +104,7 @@ def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, proje
     again = dataclasses.replace(experiment, params="exported")
     rule = gradients.gradients(optax.sgd(0.1), base.Exchange(lambda tree: tree, lambda tree: tree))
     workers = gather_workers(1)
-    [state] = initial_states(job_of(again, workers), rule).values()  # another run begins with both
+    [state] = initial_states(make_plan(again, workers), rule).values()  # another run begins with both
     for name, leaf in pytrees.named_leaves({"params": params, "model_state": model_state}):
         np.testing.assert_array_equal(dict(pytrees.named_leaves(state._asdict()))[name], leaf)
 

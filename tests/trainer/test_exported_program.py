@@ -24,7 +24,7 @@ from jaxmpi.model import nnx_model
 from jaxmpi.models.gpt import gpt_tiny
 from jaxmpi.models.norm import BatchNorm
 from jaxmpi.tools import cli
-from jaxmpi.trainer import finished_runs
+from jaxmpi.trainer import finished
 from launching import ROOT, mpirun_line, run, small_disk, train_here
 from line_task import LINE, line, lines
 
@@ -83,7 +83,7 @@ def test_jax_alone_gives_the_trainers_outputs_bit_for_bit(name, tmp_path, no_lau
     trainer = jaxmpi.Trainer(dataclasses.replace(make(tmp_path), **SHORT, run_dir=str(tmp_path / "run")))
     trainer.fit()
     trainer.export(tmp_path / "model.jaxexport")
-    images = np.asarray(finished_runs.open_finished(trainer.experiment, trainer.run_dir).example()["image"])
+    images = np.asarray(finished.open_finished(trainer.experiment, trainer.run_dir).example()["image"])
     for n in (1, 7):
         np.save(tmp_path / f"image{n}.npy", images[:n])
     line = [sys.executable, "-c", JAX_ALONE]

@@ -27,7 +27,8 @@ from jaxmpi.rules import base, registry
 from jaxmpi.tasks import classes, inputs
 from jaxmpi.tasks.supervised import Supervised
 from jaxmpi.trainer import build, step
-from jaxmpi.trainer.training_plan import job_of
+from jaxmpi.trainer.plan import make_plan
+from jaxmpi.trainer.state import initial_states
 from tolerances import U
 
 KEY = jax.random.key_data(jax.random.key(0))
@@ -399,7 +400,7 @@ def test_params_are_updated_in_place_with_the_same_bits():
     leaf."""
     gradients, params, batch = tanh_layers([64, 512, 512, 512, 2])
     jitted = {}
-    for name, form in {"early": gradients, "waiting": step.in_place(gradients)}.items():
+    for name, form in {"early": gradients, "waiting": step.after_all_gradients(gradients)}.items():
 
         def update(params, form=form):
             grads, _, metrics = form(params, {}, batch, KEY, jnp.array(0))
@@ -418,23 +419,23 @@ def test_one_workers_step_is_made_so(monkeypatch):
     workers = gather_workers(1)
     data = Data("digits", channels=1)
     experiment = Experiment(model=digits_cnn_tiny(), data=data, effective_batch=20, exchange=ExchangeConfig("asa32"))
-    job = job_of(experiment, workers)
+    plan = make_plan(experiment, workers)
 
     def copies() -> int:
-        functions = build.build_functions(job)
-        state = put(build.initial_states(job, functions.rule), workers)
-        program = functions.train_step.lower(state, next(job.plan.feed.batches()))  # pyright: ignore[reportFunctionMemberAccess]
+        functions = build.build_functions(plan)
+        state = put(initial_states(plan, functions.rule), workers)
+        program = functions.train_step.lower(state, next(plan.feed.batches()))  # pyright: ignore[reportFunctionMemberAccess]
         return program.compile().as_text().count(" copy(%state_params")
 
     as_it_is = copies()
-    monkeypatch.setattr(step, "in_place", lambda gradients: gradients)
+    monkeypatch.setattr(step, "after_all_gradients", lambda gradients: gradients)
     assert as_it_is < copies()
 
 
 def test_waiting_gradients_that_are_not_finite_stay_so():
     gradients, params, batch = tanh_layers([4, 3, 2])
     bad = [params[0].at[0, 0].set(jnp.nan), params[1]]
-    grads, _, metrics = step.in_place(gradients)(bad, {}, batch, KEY, jnp.array(0))
+    grads, _, metrics = step.after_all_gradients(gradients)(bad, {}, batch, KEY, jnp.array(0))
     assert not np.asarray(metrics.finite).any()
     assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(grads))
 
@@ -445,7 +446,7 @@ def test_marked_gradients_tell_all_workers_what_is_not_finite_on_one(bad):
     grads = {"w": jnp.ones((2, 3)), "b": jnp.ones(3), "empty": jnp.zeros(0)}
     loss = jnp.inf if bad == "loss" else 1.0
     metrics = step.Metrics(jnp.asarray(loss), jnp.ones(()), jnp.array([True, True, bad != "a gradient"]))
-    told, _, _ = step.marked(lambda: (grads, {}, metrics))()
+    told, _, _ = step.poison_nonfinite(lambda: (grads, {}, metrics))()
     assert np.isnan(told["b"]).all() == (bad != "nothing")
     assert (told["w"] == 1).all()
 
@@ -460,8 +461,8 @@ def test_a_step_that_is_skipped_changes_nothing(bad):
         RuleConfig(), optax.sgd(0.1, 0.9), base.Exchange(lambda g: g, lambda g: g), optimizer="sgd", linear=True
     )
     before = create(params, {"mean": np.zeros(2, np.float32)}, rule.init(params), seed=0, worker=0)
-    made = step.marked(lambda *_: (grads, {"mean": jnp.ones(2)}, metrics))
-    one = functools.partial(step.train_step, gradients=made, rule=rule, guard=step.or_before)
+    made = step.poison_nonfinite(lambda *_: (grads, {"mean": jnp.ones(2)}, metrics))
+    one = functools.partial(step.train_step, gradients=made, rule=rule, guard=step.revert_if_nonfinite)
     after, told = jax.jit(one)(before, {})
     assert not told.applied
     assert after.step == before.step + 1
