@@ -13,22 +13,16 @@ from jax.sharding import Mesh
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.comm import topology
 from jaxmpi.comm.axis import AxisComm
-from jaxmpi.comm.topology import gather_workers, put
 from jaxmpi.config.data import Data
-from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.rule_config import RuleConfig
-from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.train_state import TrainState, create
 from jaxmpi.data import ArraySource, Augment, Loader, Sampler
 from jaxmpi.model.contract import Model
-from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.rules import base, registry
 from jaxmpi.tasks import classes, inputs
 from jaxmpi.tasks.supervised import Supervised
-from jaxmpi.trainer import build, step
-from jaxmpi.trainer.plan import make_plan
-from jaxmpi.trainer.state import initial_states
+from jaxmpi.trainer import step
 from tolerances import U
 
 KEY = jax.random.key_data(jax.random.key(0))
@@ -254,12 +248,6 @@ def test_normalise_per_channel():
     np.testing.assert_allclose(inputs.normalise(jnp.asarray(image), data), [[[[1.0, -0.25, 0.1]]]], rtol=4 * U)
 
 
-@pytest.mark.parametrize("data", [Data(), Data(mean=(0.0,)), Data(std=(1.0,))])
-def test_normalise_by_one_number_for_all_channels(data):
-    image = jnp.asarray(np.arange(24, dtype=np.uint8).reshape(1, 2, 4, 3))
-    np.testing.assert_allclose(inputs.normalise(image, data), np.asarray(image) / 255, rtol=2 * U)
-
-
 def test_prepared_images_are_not_normalised():
     image = jnp.ones((1, 2, 2, 3))
     assert inputs.normalise(image, Data()) is image
@@ -376,24 +364,6 @@ def temporary_bytes(compiled: jax.stages.Compiled) -> int:
     return memory.temp_size_in_bytes
 
 
-def test_looking_at_gradients_keeps_none_of_them_alive():
-    """Memory of a step that tells what it saw of gradients.
-
-    Such a step takes no more memory than one that tells nothing of them, but for what it tells.
-    """
-    gradients, params, batch = tanh_layers([64, 512, 512, 512, 2])
-
-    def update(params, sees: bool):
-        grads, _, metrics = gradients(params, {}, batch, KEY, jnp.array(0))
-        after = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-        return (after, metrics) if sees else (after, None)
-
-    jitted = jax.jit(update, static_argnums=1, donate_argnums=0)
-
-    of_one = [temporary_bytes(jitted.lower(params, sees).compile()) for sees in (False, True)]
-    assert of_one[1] - of_one[0] < 4 * 512 * 512
-
-
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="how XLA copies on CPUs")
 def test_params_are_updated_in_place_with_the_same_bits():
     """No leaf is copied before a step, for which all gradients are there at once instead: as much memory, but for a
@@ -412,24 +382,6 @@ def test_params_are_updated_in_place_with_the_same_bits():
     assert temporary_bytes(jitted["waiting"]) - temporary_bytes(jitted["early"]) < 4 * 512 * 512
     early, waiting = (compiled(jax.tree.map(jnp.copy, params)) for compiled in jitted.values())
     assert [leaf.tobytes() for leaf in jax.tree.leaves(early)] == [leaf.tobytes() for leaf in jax.tree.leaves(waiting)]
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="how XLA copies on CPUs")
-def test_one_workers_step_is_made_so(monkeypatch):
-    workers = gather_workers(1)
-    data = Data("digits", channels=1)
-    experiment = Experiment(model=digits_cnn_tiny(), data=data, effective_batch=20, exchange=ExchangeConfig("asa32"))
-    plan = make_plan(experiment, workers)
-
-    def copies() -> int:
-        functions = build.build_functions(plan)
-        state = put(initial_states(plan, functions.rule), workers)
-        program = functions.train_step.lower(state, next(plan.feed.batches()))  # pyright: ignore[reportFunctionMemberAccess]
-        return program.compile().as_text().count(" copy(%state_params")
-
-    as_it_is = copies()
-    monkeypatch.setattr(step, "after_all_gradients", lambda gradients: gradients)
-    assert as_it_is < copies()
 
 
 def test_waiting_gradients_that_are_not_finite_stay_so():
