@@ -182,11 +182,6 @@ def fit_in_processes(experiment: Experiment, workers: int) -> dict[str, float]:
     """Train in `workers` processes; return the last figures, empty without a step.
 
     Ctrl-C lets the run save and end, and is raised here then.
-
-    Raises:
-        UsageError: the experiment cannot go to other processes, or they refuse it.
-        TrainingError: they ended with an error.
-        decisions.Preempted: they were asked to leave, and have saved the run.
     """
     with run_folder.usable():
         Path(experiment.run_dir).mkdir(parents=True, exist_ok=True)
@@ -214,11 +209,7 @@ def fit_in_processes(experiment: Experiment, workers: int) -> dict[str, float]:
 
 
 def pickled(experiment: Experiment) -> bytes:
-    """The experiment by cloudpickle.
-
-    Raises:
-        UsageError: it holds what cannot be pickled.
-    """
+    """The experiment by cloudpickle."""
     try:
         return cloudpickle.dumps(experiment)
     except Exception as error:  # whatever an object of the user's raises

@@ -237,9 +237,6 @@ def call_each(callbacks: Sequence[Callback], method: str, *args: Any, is_asynchr
 
     Args:
         is_asynchronous: workers do not wait for each other.
-
-    Raises:
-        UsageError: one communicates when it may not.
     """
     for callback in callbacks:
         with message_guard(callback, method, is_asynchronous):
@@ -249,12 +246,7 @@ def call_each(callbacks: Sequence[Callback], method: str, *args: Any, is_asynchr
 def before_step(
     callbacks: Sequence[Callback], step: int, state: TrainState, batch: Batch, is_asynchronous: bool = False
 ) -> tuple[TrainState, Batch]:
-    """Call `before_step` of all, one after another.
-
-    Raises:
-        UsageError: one changes the structure, a shape or a dtype of the state or the batch; on rank 0 alone, anything;
-            or communicates.
-    """
+    """Call `before_step` of all, one after another."""
     leaves, structure = jax.tree.flatten((state, batch))  # kept, since a dict may be changed in place
     for callback in callbacks:
         before, structure_before, what = leaves, structure, f"callback {type(callback).__name__}: before_step"
@@ -310,11 +302,7 @@ def message_guard(callback: Callback, method: str, is_asynchronous: bool) -> con
 
 
 def copy_checked(callbacks: Any) -> tuple[Callback, ...]:
-    """Copies of an experiment's callbacks, so that a second run begins anew.
-
-    Raises:
-        UsageError: an object that is not a Callback, has a method of an unknown moment, or cannot be copied.
-    """
+    """Copies of an experiment's callbacks, so that a second run begins anew."""
     if not isinstance(callbacks, (tuple, list)):
         raise UsageError(f"callbacks: got {callbacks!r}; expected a tuple of jaxmpi.Callback objects")
     copies = []
@@ -348,9 +336,6 @@ def states(callbacks: Sequence[Callback], control: Processes) -> list[list[Any]]
     """[name, state] of each for a checkpoint, copied, since it is written while the run continues; all ranks call it.
 
     Communicates: errors, if there are callbacks.
-
-    Raises:
-        UsageError: a state of any rank's is not JSON.
     """
     rows: list[list[Any]] = []
 

@@ -268,11 +268,7 @@ REFUSALS = (*schema.REFUSALS, *exchange_config.REFUSALS, *data.REFUSALS, *AT_STA
 
 
 def check_compatible(experiment: Experiment) -> None:
-    """Refuse incompatible options, as far as the options alone show it.
-
-    Raises:
-        UsageError: a field, what it does not go with, and the way out.
-    """
+    """Refuse incompatible options, as far as the options alone show it."""
     cut = ", ".join(name for name, row in OPTIMIZERS.items() if row.cut)
     refuse_incompatible(AT_START, experiment, wires=", ".join(WIRES), cut=cut)
     if shrinks(experiment) and (backend := jax.default_backend()) != "cpu":

@@ -80,10 +80,6 @@ def call_callbacks(run: Run, step: int, figures: dict[str, float], subject: Subj
     """Call the user's callbacks; return the first reason to end, or empty.
 
     All ranks call it; any rank's callback may end the run.
-
-    Raises:
-        UsageError: a callback would end a run of workers that do not wait for each other, or makes calls on some ranks
-            only.
     """
     control = run.workers.processes
     reasons: list[str] = []
@@ -117,11 +113,7 @@ def call_callbacks(run: Run, step: int, figures: dict[str, float], subject: Subj
 
 
 def sum_over_ranks(run: Run, values: np.ndarray) -> np.ndarray:
-    """The sum of all ranks' arrays, f64; all ranks call it.
-
-    Raises:
-        UsageError: not all do, or their shapes differ.
-    """
+    """The sum of all ranks' arrays, f64; all ranks call it."""
     array = np.asarray(values, np.float64)
     if run.workers.asynchronous:  # worker 0's callbacks have all batches
         return array

@@ -99,11 +99,7 @@ class Finished:
         return jax.jit(partial(steps.predict, self.forward))
 
     def example(self) -> Batch:
-        """A validation batch for `predict`, this worker's share; all ranks call it.
-
-        Raises:
-            UsageError: there are none.
-        """
+        """A validation batch for `predict`, this worker's share; all ranks call it."""
         with self.feed.pool, contextlib.closing(self.feed.batches()) as batches:
             batch = next(batches, None)
         if batch is None:
@@ -111,11 +107,7 @@ class Finished:
         return {name: value for name, value in batch.items() if name != "weight"}
 
     def predict_all(self) -> dict[str, np.ndarray]:
-        """Outputs by name for all validation examples, in order, on all ranks.
-
-        Raises:
-            UsageError: an example is corrupt, so that outputs would not be in line with the data.
-        """
+        """Outputs by name for all validation examples, in order, on all ranks."""
         names: list[str] = []
         parts: list[list[np.ndarray]] = []
         with self.feed.pool:
@@ -147,11 +139,7 @@ def by_name(outputs: Any) -> dict[str, Any]:
 
 
 def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = None, best: bool = False) -> Finished:
-    """The model of a run's checkpoint, which rank 0 reads for all.
-
-    Raises:
-        UsageError: there is no such checkpoint, the data is missing, or the model is not the run's: what differs.
-    """
+    """The model of a run's checkpoint, which rank 0 reads for all."""
     workers = gather_workers(1)
     control = workers.processes
 
@@ -225,10 +213,6 @@ def experiment_of(run_dir: Path, argv: Sequence[str], named: str = "") -> Experi
 
     An experiment file is code. One that config.json names is executed only if it comes with jaxmpi, or if the
     signature shows that this user has begun the run with it.
-
-    Raises:
-        UsageError: it was not started by an experiment file, or that is missing; somebody else may have begun the run;
-            the named file sees other inputs than the run did.
     """
     file = config_file(run_dir)
     config = read_json(file, MOST_CONFIG_BYTES, "a run's configuration")
@@ -271,9 +255,6 @@ def refuse_other_inputs(named: str, saved: dict[str, Any], now: dict[str, Any]) 
     Args:
         saved: fields of the run's configuration, by path.
         now: of this experiment.
-
-    Raises:
-        UsageError: fields that differ: got, expected.
     """
     paths = [path for path in dict.fromkeys([*saved, *now]) if path.startswith(INPUTS)]
     lines = [
@@ -290,11 +271,7 @@ ZIP_END_BYTES = 22  # of the last record of a zip file without comment, which ha
 
 
 def with_inputs(experiment: Experiment, file: Path) -> Experiment:
-    """Set a NumPy file's arrays as validation data; images need no labels.
-
-    Raises:
-        UsageError: it cannot be read, or its arrays have different lengths.
-    """
+    """Set a NumPy file's arrays as validation data; images need no labels."""
     arrays = "arrays [n, ...] that np.savez has written"
     expected = f"expected {arrays}"
     try:
@@ -302,6 +279,7 @@ def with_inputs(experiment: Experiment, file: Path) -> Experiment:
             opened = np.load(raw, allow_pickle=False)
             if not isinstance(opened, np.lib.npyio.NpzFile):
                 raise UsageError(f"{file}: got one array; {expected}")
+            assert opened.zip is not None
             if damaged := opened.zip.testzip():  # NumPy compares no checksum of an array that ends before its entry
                 raise UsageError(f"{file}: {damaged}: damaged, its checksum does not match; {expected}")
             raw.seek(-ZIP_END_BYTES, os.SEEK_END)

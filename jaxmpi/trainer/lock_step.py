@@ -109,11 +109,7 @@ class LockStep:
         return state, RunProgress(step, due)
 
     def _read(self, step: int, metrics: Metrics | None) -> np.ndarray:
-        """Vote on a step; return its f64[SUMS], zeros if it was not made.
-
-        Raises:
-            TrainingError, decisions.RollBack: what all ranks agree to do about the step before.
-        """
+        """Vote on a step; return its f64[SUMS], zeros if it was not made."""
         is_made = self.run.guard.passes(step, metrics)
         return self.run.log.sums(step, metrics) if is_made and metrics is not None else np.zeros(SUMS)
 
@@ -150,11 +146,7 @@ class LockStep:
             run.shrinking.is_unsaved = False
 
     def leave(self, step: int, state: TrainState) -> None:
-        """End a run that was asked to.
-
-        Raises:
-            decisions.Preempted: once its checkpoint is on disk.
-        """
+        """End a run that was asked to."""
         self._wait_for_saver()
         self.run.notice.say_saved(self.run.recorder.say, step, self.run.folder)
         raise decisions.Preempted
@@ -246,11 +238,7 @@ def run_to_end(run: Run, states: States, start: int, overdue: DueEvents) -> dict
 
 
 def roll_back(run: Run, back: decisions.RollBack) -> tuple[LockStep, Position]:
-    """Restore the newest checkpoint; the record is cut there.
-
-    Raises:
-        TrainingError: the run directory is another's, or its checkpoints or its record are gone.
-    """
+    """Restore the newest checkpoint; the record is cut there."""
     run.guard.votes.count()  # on a step that does not count any more
     run.saver.wait()
     states, start = restore_newest(run, run.plan, run.functions, str(back))
@@ -266,9 +254,6 @@ def restore_newest(run: Run, plan: Plan, functions: Functions, why: str) -> tupl
     Args:
         plan: that continues, perhaps with fewer workers than `run` had.
         why: it goes back, for the error.
-
-    Raises:
-        TrainingError: the run directory is another's, or its checkpoints or its record are gone.
     """
     control = plan.workers.processes
     if fate := next(filter(None, control.allgather_object(run.saver.home.fate())), ""):
@@ -335,11 +320,7 @@ def continue_after_shrink(run: Run, ends: contextlib.ExitStack) -> tuple[LockSte
 
 
 def memory_of_fewer(run: Run, plan: Plan, functions: Functions) -> memory.WorkerMemory:
-    """The memory of each remaining rank, which is larger if updates are sharded.
-
-    Raises:
-        AgreedError: one host has no room for it: bytes needed and free. The run's checkpoints are whole.
-    """
+    """The memory of each remaining rank, which is larger if updates are sharded."""
     needed, control = memory.estimate_memory(plan, functions.rule, is_fused=functions.is_fused), plan.workers.processes
     give_back_freed_memory()
     control.barrier()  # all have given theirs back
@@ -361,9 +342,6 @@ def take_over_record(run: Run, control: Processes, step: int, ends: contextlib.E
     """The recorder of a remaining rank; entries after `step` are dropped.
 
     Whoever is rank 0 now has the record and the run directory.
-
-    Raises:
-        TrainingError: the run directory cannot be locked, or its record not be opened.
     """
     if control.rank != 0:
         return run.recorder

@@ -102,11 +102,7 @@ class Coordinator(Protocol):
 
 
 def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position: Position) -> dict[str, float]:
-    """Steps position.step + 1 to the last; the last evaluation.
-
-    Raises:
-        TrainingError, decisions.RollBack: as the coordinator. decisions.Preempted: asked to leave; its state is saved.
-    """
+    """Steps position.step + 1 to the last; the last evaluation."""
     timer, first = coordinator.timer, position.step + 1
     state = coordinator.begin(position)
     call = partial(call_each, callbacks, is_asynchronous=coordinator.is_asynchronous)

@@ -185,80 +185,42 @@ def is_short(memory: WorkerMemory, here: int, free_bytes: int) -> bool:
 
 
 def make_room(memory: WorkerMemory, plan: Plan, free_bytes: int) -> None:
-    """Keep freed memory or give it back; refuse what cannot fit. All ranks call it.
+    """Keep freed memory or give it back; refuse what cannot fit, on CPUs, on a host's first rank.
 
     Raises:
-        UsageError: bytes needed and free, and what would fit; on a host's first rank, on CPUs.
+        UsageError: bytes needed and free, and the way out.
     """
     here = workers_here(plan.workers)
     if is_short(memory, here, free_bytes):
         give_back_at_once()
     else:
         keep_freed_memory()  # again, if a run of this process before was short
-    # What would fit is found on all ranks, which agree on what the exchange can be.
-    is_over = memory.on_host(here) > free_bytes and jax.default_backend() == "cpu"
-    if any(plan.workers.processes.allgather_object(is_over)):
-        fixes = suggest_fixes(memory, plan, here, free_bytes)
-        if is_over and plan.workers.processes.local_rank == 0:
-            raise does_not_fit(memory, here, free_bytes, fixes)
+    if jax.default_backend() == "cpu" and plan.workers.processes.local_rank == 0:
+        check_fits(memory, plan, here, free_bytes)
 
 
-def does_not_fit(memory: WorkerMemory, here: int, free_bytes: int, fixes: list[str]) -> UsageError:
-    """The error of a host's workers that do not fit, with what would."""
-    return UsageError(
+def check_fits(memory: WorkerMemory, plan: Plan, here: int, free_bytes: int) -> None:
+    """Raise `UsageError` if the workers of a host do not fit, with the options by which a worker needs less."""
+    if memory.on_host(here) <= free_bytes:
+        return
+    fitting = next((n for n in range(here - 1, 0, -1) if memory.on_host(n) <= free_bytes), 0)
+    ways = [f"start {count_workers(fitting)} on this host"] if fitting and not memory.shards else []
+    if not memory.shards:  # shards of fewer workers are larger
+        ways.append("shard updates, --exchange.shard-update on")
+    if not plan.experiment.resume:  # which keeps its batches
+        ways.append("take a smaller --local-batch" + " or --micro-batch" * (not memory.is_fused))
+    raise UsageError(
         f"memory: got {count_workers(here)} on this host, {mb(memory.at_once)} MB each "
         f"({memory.described()}), {mb(memory.on_host(here))} in all; expected at most the {mb(free_bytes)} "
-        f"that are free: {', or '.join(fixes or ['take a smaller model, or a host of more memory'])}"
+        f"that are free: {', or '.join([*ways, 'take a smaller model'])}"
     )
-
-
-def suggest_fixes(memory: WorkerMemory, plan: Plan, here: int, free_bytes: int) -> list[str]:
-    """Options with which the workers of a host fit, each with what a worker then needs."""
-    found: list[str] = []
-    experiment, strategy = plan.experiment, plan.experiment.exchange.strategy
-    batch = plan.micro_batch or plan.local_batch
-
-    def add(option: str, other: WorkerMemory, workers: int = here) -> bool:
-        fits = other.on_host(workers) <= free_bytes
-        if fits:
-            found.append(f"{option} (about {mb(other.at_once)} each)")
-        return fits
-
-    for name in (strategy,) if strategy.startswith("shm") else (strategy, "shm"):
-        on = with_sharding(plan, "on").with_exchange(strategy=name)
-        if memory.shards if name == strategy else not shares_params(on):
-            continue
-        if experiment.optim.transform is None and not sharding_obstacle(on):  # a user's transform is not tried out
-            other = estimate_memory(on, rule_in_program(on), is_fused=memory.is_fused)
-            other = replace(other, activations=memory.activations, batch=memory.batch)
-            add("--exchange.shard-update on" + " --exchange.strategy shm" * (name != strategy), other)
-    if experiment.resume:  # which keeps its batches
-        return found
-    flags = {"--local-batch": 0} if batch == plan.local_batch else {}
-    if not (memory.is_fused or (memory.shards and memory.shards.early)):
-        flags["--micro-batch"] = memory.gradients * (batch == plan.local_batch)  # of one slice, beside their sum
-    fixed = memory.gradients * memory.is_fused  # part of the activations for any number of examples
-    for flag, more in flags.items():
-        for size in (size for size in range(batch - 1, 0, -1) if batch % size == 0):
-            activations = fixed + (memory.activations - fixed) * size // batch + more
-            if add(f"{flag} {size}", replace(memory, activations=activations)):
-                break
-    each = experiment.devices
-    for workers in range(here - each, 0, -each) if not memory.shards else ():  # shards of fewer are larger
-        if add(f"{count_workers(workers)} on this host", memory, workers):
-            break
-    return found
 
 
 # ---------------------------------------------------------------- jaxmpi forecast
 
 
 def main(options: argparse.Namespace) -> None:
-    """`jaxmpi forecast`: print the table, with sharded updates and without.
-
-    Raises:
-        UsageError: the workers of one host do not fit into the memory of this one.
-    """
+    """`jaxmpi forecast`: print the table, with sharded updates and without."""
     process.prepare()
     experiment, _ = experiment_file.parse(options.fields)
     if registry.is_asynchronous(experiment.rule):
@@ -292,8 +254,7 @@ def main(options: argparse.Namespace) -> None:
     if obstacle or settled.notes != plan.notes:
         print(f"no sharded updates: {obstacle}" if obstacle else settled.notes[-1], flush=True)
     word = settled.experiment.exchange.shard_update if "on" in found else "off"
-    if found[word].on_host(here) > free_bytes:
-        raise does_not_fit(found[word], here, free_bytes, suggest_fixes(found[word], columns[word], here, free_bytes))
+    check_fits(found[word], columns[word], here, free_bytes)
 
 
 def forecast(plan: Plan, batch: PyTree) -> WorkerMemory:

@@ -32,11 +32,7 @@ def forecast_parser() -> argparse.ArgumentParser:
 
 
 def forecast(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse options of `jaxmpi forecast`; `fields` are the experiment and its flags.
-
-    Raises:
-        UsageError: no such experiment, an unknown field, or a number out of range.
-    """
+    """Parse options of `jaxmpi forecast`; `fields` are the experiment and its flags."""
     options, options.fields = forecast_parser().parse_known_args(list(argv))
     experiment_file.refuse_early(options.fields)
     if options.n < 1:
@@ -66,11 +62,7 @@ def run_parser(name: str, description: str, example: str) -> argparse.ArgumentPa
 
 
 def parse_run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse a command on a finished run; `fields` are the experiment's flags.
-
-    Raises:
-        UsageError: an unknown field; or `-n`, which is the launcher's.
-    """
+    """Parse a command on a finished run; `fields` are the experiment's flags."""
     options, options.fields = parser.parse_known_args(list(argv))
     if several := next((field for field in options.fields if re.fullmatch(r"-n\d*", field)), ""):
         raise UsageError(f"got {several}; several workers are started by a launcher: mpirun -n 8 {parser.prog} RUN ...")
@@ -79,11 +71,7 @@ def parse_run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.
 
 
 def config_file(run_dir: Path) -> Path:
-    """The file of a run's configuration.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The file of a run's configuration."""
     file = run_dir / "config.json"
     if not file.is_file():
         raise UsageError(f"{file}: no such file; name a run directory")
@@ -170,11 +158,7 @@ def export(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def check_program_file(file: Path, platforms: Sequence[str]) -> None:
-    """Refuse an existing or misnamed file, and unknown platforms, before an export.
-
-    Raises:
-        UsageError: got, expected.
-    """
+    """Refuse an existing or misnamed file, and unknown platforms, before an export."""
     if file.suffix != PROGRAM:
         raise UsageError(f"{file}: expected a name that ends in {PROGRAM}")
     refuse_existing(file)

@@ -84,9 +84,6 @@ class ProgressLog:
         Args:
             distance: of this process's workers from their last mean or center, summed, if the rule keeps it.
             rate_factor: by which callbacks have multiplied the learning rate.
-
-        Raises:
-            TrainingError: more data is skipped than may be.
         """
         plan, feed, workers = self.plan, self.plan.feed, self.plan.workers
         mine = np.array([*sums, feed.skipped, feed.wait_s, distance or 0.0])
@@ -115,11 +112,7 @@ class ProgressLog:
             self.recorder.say(text)
 
     def write(self, step: int, done: Done, times: Summary | None, rate_factor: float = 1.0, **more: Any) -> None:
-        """A line to the record and the terminal; asynchronous runs write theirs by it, too.
-
-        Raises:
-            TrainingError: more data is skipped than may be.
-        """
+        """A line to the record and the terminal; asynchronous runs write theirs by it, too."""
         plan, work = self.plan, None
         if self.flops.per_worker is not None:  # of a worker's step: model FLOPs of all workers' step
             batch = plan.clock.effective_batch

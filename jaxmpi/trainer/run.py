@@ -50,11 +50,7 @@ class Guard:
     recorder: Recorder
 
     def passes(self, step: int, metrics: Metrics | None) -> bool:
-        """Vote on a step, even on one that was left out; True if it was made.
-
-        Raises:
-            TrainingError, RollBack: what all ranks agree to do about the step before.
-        """
+        """Vote on a step, even on one that was left out; True if it was made."""
         if metrics is None:
             self._react(self.votes.cast(step, None, 0, True))
             return False
@@ -68,11 +64,7 @@ class Guard:
         return applied and bool(np.isfinite(losses).all())
 
     def settle(self) -> None:
-        """Count the open vote, and do what is agreed.
-
-        Raises:
-            TrainingError, RollBack: as agreed.
-        """
+        """Count the open vote, and do what is agreed."""
         self._react(self.votes.count())
 
     def _react(self, failure: decisions.NonFiniteStep | None) -> None:
@@ -84,11 +76,7 @@ class Guard:
             self.recorder.write("skipped", step=failure.step, why=str(failure))
 
     def compare(self, state: TrainState, step: int) -> None:
-        """Compare what is to be equal on all workers by its fingerprints.
-
-        Raises:
-            TrainingError, RollBack: a worker's differs.
-        """
+        """Compare what is to be equal on all workers by its fingerprints."""
         rule, workers = self.functions.rule, self.plan.workers
         replicated = {"params": state.params} if rule.params_are_replicated else {}
         replicated |= {"rule": state.rule_state} if rule.state_is_replicated else {}
@@ -148,11 +136,7 @@ def open_run(
     memory: WorkerMemory | None,
     is_measured: bool = False,
 ) -> Run:
-    """All that the loop needs for these workers; all ranks call it.
-
-    Raises:
-        UsageError: the disk has no room for two checkpoints.
-    """
+    """All that the loop needs for these workers; all ranks call it."""
     experiment, workers, rule, control = plan.experiment, plan.workers, functions.rule, plan.workers.processes
     equal = {"replicated": rule.state_is_replicated, "same_params": rule.params_are_replicated}
     if control.rank == 0 and plan.exchanges:

@@ -96,11 +96,7 @@ def initial_states(plan: Plan, rule: Rule) -> States:
 
 
 def load_params(path: str, params: PyTree, model_state: PyTree) -> tuple[PyTree, PyTree]:
-    """Params and model state of a .safetensors file or an Orbax folder, structured as those given.
-
-    Raises:
-        UsageError: it cannot be read, or is not of this model.
-    """
+    """Params and model state of a .safetensors file or an Orbax folder, structured as those given."""
     try:
         if Path(path).suffix == SUFFIX:
             model = load(Path(path))
@@ -146,9 +142,6 @@ def restore_run(
         states: of this process's workers, in the place of which it is read.
         now: `identity` of the run that continues with it.
         may_differ: fields of `now`.
-
-    Raises:
-        UsageError: it is of another run.
     """
     workers, control = plan.workers, plan.workers.processes
     shared = rule.sharding and rule.sharding.shards.shared_params
@@ -188,9 +181,6 @@ def continue_run(source: Path, states: States, plan: Plan, rule: Rule, now: dict
 
     Weights, moments and model state stay as they are. The step, and the optimizer's own step by which its learning rate
     goes, count steps of this run's effective batch.
-
-    Raises:
-        UsageError: more than the effective batch and the micro-batch differ, or no checkpoint is whole.
     """
     saved = restore_run(source, states, plan, rule, now, run_directory.BATCHES)
     if saved is None:
@@ -261,10 +251,6 @@ def save(run: Run, state: TrainState, step: int, score: float | None, *, is_last
 
     Args:
         is_last: no step follows before it is written.
-
-    Raises:
-        TrainingError: the checkpoint before could not be written, params or other state were not finite, or the run
-            directory is gone, moved or replaced.
     """
     failures.set_phase(f"checkpoint of step {step}", failures.LONG)
     if fate := run.saver.fate():  # once the checkpoint before is written
@@ -339,11 +325,7 @@ def extra_to_save(run: Run, step: int) -> dict[str, Any]:
 
 
 def end_elsewhere(run: Run, state: TrainState, step: int, fate: str) -> NoReturn:
-    """Save a run that has lost its directory elsewhere, and end it.
-
-    Raises:
-        AgreedError: what has become of the directory, and where the run is saved.
-    """
+    """Save a run that has lost its directory elsewhere, and end it."""
     text = f"run directory {str(run.folder)!r} {fate}"
     if not run.plan.exchanges:
         raise AgreedError(f"{text}; strategy none saves nothing")

@@ -64,11 +64,7 @@ class StepForm(NamedTuple):
 
 
 def choose_form(plan: Plan) -> StepForm:
-    """The form that suits these workers.
-
-    Raises:
-        UsageError: `exchange.overlap` on, where that cannot be.
-    """
+    """The form that suits these workers."""
     is_early, why_early = scatters_early(plan)
     overlaps, why = choose_overlap(plan)
     return StepForm(is_split(plan) and not overlaps, overlaps, is_early, why_early if shares_params(plan) else why)
@@ -83,11 +79,7 @@ def is_split(plan: Plan) -> bool:
 
 
 def choose_overlap(plan: Plan) -> tuple[bool, str]:
-    """Return True if buckets are sent while the step computes, and why.
-
-    Raises:
-        UsageError: `exchange.overlap` on, where that cannot be.
-    """
+    """Return True if buckets are sent while the step computes, and why."""
     if shares_params(plan):
         return False, ""
     return overlap.chosen(plan.experiment.exchange.overlap, plan.strategy, plan.workers.comm, overlap_obstacle(plan))
@@ -113,11 +105,7 @@ def shares_params(plan: Plan, strategy: str = "") -> bool:
 
 
 def scatters_early(plan: Plan) -> tuple[bool, str]:
-    """Return True if gradients are summed in shared memory as they come, and why.
-
-    Raises:
-        UsageError: `exchange.overlap` on, where that cannot be.
-    """
+    """Return True if gradients are summed in shared memory as they come, and why."""
     if not shares_params(plan):
         return False, ""
     word, obstacle = plan.experiment.exchange.overlap, overlap_obstacle(plan)
@@ -170,11 +158,7 @@ def shards_obstacle(plan: Plan, strategy: str) -> str:
 
 
 def deal_of(plan: Plan) -> Deal | None:
-    """Which worker updates which whole leaves; None if the optimizer takes slices.
-
-    Raises:
-        UsageError: it can do neither, or params are not float32.
-    """
+    """Which worker updates which whole leaves; None if the optimizer takes slices."""
     optim, params = plan.experiment.optim, plan.param_shapes
     check_floats(params)
     if optim.transform is None:

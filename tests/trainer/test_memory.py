@@ -24,7 +24,7 @@ from jaxmpi.experiments.digits import experiment as DIGITS
 from jaxmpi.rules import base
 from jaxmpi.tools import cli
 from jaxmpi.trainer import build, step_form
-from jaxmpi.trainer.memory import WorkerMemory, allocated, estimate_memory, is_short, suggest_fixes
+from jaxmpi.trainer.memory import WorkerMemory, allocated, check_fits, estimate_memory, is_short
 from jaxmpi.trainer.plan import Plan, make_plan
 from jaxmpi.trainer.step_form import UnfitForOverlap
 from launching import mpirun, run, train_here
@@ -261,24 +261,31 @@ def planned(size: int, **change: object) -> tuple[Plan, WorkerMemory]:
     return plan, estimate_memory(plan, build.rule_in_program(plan), is_fused=False)
 
 
-def fixes(plan: Plan, estimate: WorkerMemory, free_mb: float) -> list[str]:
-    """Options that a refusal names, of a host of 4 workers."""
-    assert estimate.on_host(4) > free_mb * MB
-    return [re.sub(r" \(about.*", "", fix) for fix in suggest_fixes(estimate, plan, 4, round(free_mb * MB))]
-
-
 @pytest.mark.usefixtures("standard_promotion")
-def test_what_does_not_fit_is_refused_with_what_would():
-    plan, small = planned(4, exchange=ExchangeConfig("asa:32"))
-    estimate = dataclasses.replace(HELD, batch=small.batch)
-    sharded = ["--exchange.shard-update on", "--exchange.shard-update on --exchange.strategy shm"]
-    smaller = ["--local-batch 16", "--micro-batch 16"]
-    assert fixes(plan, estimate, 4799) == [*sharded, *smaller, "3 workers on this host"]
-    # Micro-batches have the gradients of one beside their sum; digits, sharded, need the 800 MB of activations.
-    assert fixes(plan, estimate, 3300) == [*sharded, "--local-batch 16", "--micro-batch 8", "2 workers on this host"]
-    assert fixes(plan, estimate, 3100)[0] == "--local-batch 8"
-    assert fixes(plan, estimate, 100) == []
-    assert not any("batch" in fix for fix in fixes(plan.with_fields(resume=True), HELD, 4799))  # it keeps its batches
+@pytest.mark.parametrize(
+    ("free_mb", "fields", "expected"),
+    [
+        (
+            4799,
+            {},
+            "start 3 workers on this host, or shard updates, --exchange.shard-update on, or take a smaller --loc",
+        ),
+        (
+            4799,
+            {"resume": True},
+            "start 3 workers on this host, or shard updates, --exchange.shard-update on, or take a",
+        ),
+        (100, {}, "shard updates"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_way_out(free_mb, fields, expected):
+    plan, _ = planned(4, exchange=ExchangeConfig("asa:32"))
+    check_fits(HELD, plan, 4, 4800 * MB)
+    with pytest.raises(UsageError, match=r"^memory: got 4 workers on this host") as error:
+        check_fits(HELD, plan.with_fields(**fields), 4, free_mb * MB)
+    said = str(error.value).partition("are free: ")[2]
+    assert said.startswith(expected)
+    assert ("-batch" in said) != bool(fields)
 
 
 def rule_of(word: str, optim: Optim) -> base.Rule:
