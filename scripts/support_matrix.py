@@ -394,41 +394,6 @@ def filled(text: str, tables: str) -> str:
     return f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}"
 
 
-OFFLINE = r"dns error|client error \(Connect\)|error sending request|network was disabled|Network is unreachable"
-
-
-def newest_python() -> str:
-    """The newest Python above the oldest that uv finds; empty without one."""
-    for python in sorted({cell.python for cell in CELLS} - {CELLS[0].python}, reverse=True):
-        find = [UV, "python", "find", "--no-config", "--no-python-downloads", "--no-project", python]
-        if subprocess.run(find, capture_output=True, env=environ(Place(ROOT)), timeout=60).returncode == 0:
-            return python
-    return ""
-
-
-def short_tier() -> int:
-    """Run `own_loop` with the newest Python and the newest versions.
-
-    CI's environment is the oldest. A machine without such a Python or without a network does without it, and a line
-    says so.
-    """
-    python = newest_python()
-    if not python:
-        print("support: this machine has no Python above 3.11, so the newest versions are not tested")
-        return 0
-    found = run_cell(Cell(python, "newest of CI", "openmpi"), ["own loop"])
-    cpu_s = sum(step["cpu_s"] for step in found["steps"])
-    failed = [step for step in found["steps"] if step["code"]]
-    if not failed:
-        said = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-        print(f"support: own loop passed with Python {python}, {said}; {cpu_s:.0f} CPU seconds")
-        return 0
-    is_offline = failed[0]["name"] == "install" and re.search(OFFLINE, failed[0]["reason"])
-    end = "no network, so the newest versions are not tested" if is_offline else "failed"
-    print(f"support: Python {python}: {end}: {failed[0]['line']}: {failed[0]['reason']}")
-    return int(not is_offline)
-
-
 def main() -> int:
     """Run the cells that are asked for."""
     parser = harness.parser(__doc__)
@@ -436,10 +401,7 @@ def main() -> int:
     parser.add_argument("--steps", nargs="*", default=[], help="of the tier; default: all")
     parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
     parser.add_argument("--page", type=Path, nargs="+", help="files of figures: write docs/support.md, without a run")
-    parser.add_argument("--ci", action="store_true", help="the newest Python and jax for a short tier")
     options = parser.parse_args()
-    if options.ci:
-        return short_tier()
     if options.page:
         by_cell = {
             tuple(cell[k] for k in ("python", "jax", "mpi")): cell

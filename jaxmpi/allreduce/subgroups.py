@@ -8,13 +8,12 @@ import numpy as np
 
 from jaxmpi.allreduce.building_blocks import allgather_by_rotation, alltoall_by_rotation, take
 from jaxmpi.comm.agreement import Fingerprint
-from jaxmpi.comm.axis import CommDefaults, add_rows
-from jaxmpi.comm.base import Comm, Pairs, Turn
+from jaxmpi.comm.base import Comm, Pairs, Turn, add_rows
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 
 
-class SubComm(CommDefaults):
+class SubComm(Comm):
     """Every group of ranks as a Comm of its own, at once."""
 
     def __init__(self, comm: Comm, groups: Sequence[Sequence[int]], hosts: tuple[int, ...]) -> None:

@@ -1,21 +1,20 @@
-"""The protocol of communicators inside jit, and a single worker's communicator.
+"""The interface of communicators inside jit, and a single worker's communicator.
 
-Strategies are written against `Comm` alone: its collectives, rank, size, and which host each worker is on. So the same
-sum runs over MPI (`mpi`) and along an axis of `vmap` or `shard_map` (`axis`). It also runs among ranks that may die
-(`mpi_fault_tolerant`), and in one worker, for which all is the identity.
+Strategies are written against `Comm` alone, so the same sum runs over MPI (`mpi`), along an axis of `vmap` or
+`shard_map` (`axis`), over groups of ranks, and in one worker, for which every collective is the identity.
 """
 
 import contextlib
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxmpi.comm.agreement import Fingerprint
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.runtime.process import my_rank
 
@@ -23,60 +22,45 @@ Pairs = Sequence[tuple[int, int]]  # (source, destination), static
 Turn = Callable[[jax.Array, PyTree], PyTree]  # turn of a loop: (number of the turn, carry) -> carry
 
 
-class Comm(Protocol):
+class Comm:
     """Collectives over `size` workers. A strategy sees nothing else of the world.
 
-    `rank` may be a traced value, so no Python branch may depend on it. All workers call the same
-    collectives in the same order.
+    All workers call the same collectives in the same order. A subclass has `allreduce`, `alltoall`, `allgather`,
+    `permute`, `bcast` and `assert_same`; the rest follows from these.
     """
 
-    @property
-    def size(self) -> int:
-        """Number of workers."""
-        ...
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """Ranks by host, then local rank: neighbours in a ring."""
-        ...
-
-    @property
-    def hosts(self) -> tuple[int, ...]:
-        """The host of every rank, numbered in order of first appearance."""
-        ...
-
-    @property
-    def rank(self) -> int | jax.Array:
-        """This worker's number, in [0, size)."""
-        ...
+    size: int  # number of workers
+    rank: int | jax.Array  # this worker's number, in [0, size); possibly traced, so no Python branch may depend on it
+    order: tuple[int, ...]  # ranks by host, then local rank: neighbours in a ring
+    hosts: tuple[int, ...]  # the host of every rank, numbered in order of first appearance
 
     def allreduce(self, x: jax.Array) -> jax.Array:
         """Sum over workers; f32 in, f32 out."""
-        ...
-
-    def reduce_scatter(self, x: jax.Array) -> jax.Array:
-        """f32[size m] -> f32[m]: the sum over workers of slice `rank`."""
-        ...
+        raise NotImplementedError
 
     def alltoall(self, x: PyTree) -> PyTree:
         """Exchange rows of leaves [size, ...], row i with worker i."""
-        ...
+        raise NotImplementedError
 
     def allgather(self, x: PyTree) -> PyTree:
         """Leaves [...] to [size, ...], row j from worker j."""
-        ...
+        raise NotImplementedError
 
     def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
         """Send along static pairs; a worker that receives nothing gets zeros."""
-        ...
+        raise NotImplementedError
 
     def bcast(self, x: PyTree, root: int = 0) -> PyTree:
         """The value of worker `root`."""
-        ...
+        raise NotImplementedError
 
-    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
-        """`lax.fori_loop` from 0 over turns that communicate."""
-        ...
+    def assert_same(self, mine: Fingerprint) -> None:
+        """Refuse fingerprints that differ between ranks; all ranks must call it."""
+        raise NotImplementedError
+
+    def reduce_scatter(self, x: jax.Array) -> jax.Array:
+        """f32[size m] -> f32[m]: the sum over workers of chunk `rank`, added in rank order."""
+        return add_rows(self.alltoall(x.reshape(self.size, -1)))
 
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """Sum f32 arrays over one host's workers in rank order, then divide.
@@ -84,88 +68,64 @@ class Comm(Protocol):
         Raises:
             UsageError: there are several hosts.
         """
-        ...
+        check_one_host(self.hosts)
+        return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
 
     def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """f32[size m] -> f32[m]: this worker's slice of `sum_on_host`, bit for bit."""
-        ...
+        """f32[size m] -> f32[m]: this worker's chunk of `sum_on_host`, bit for bit."""
+        check_one_host(self.hosts)
+        return [add_rows(self.alltoall(x.reshape(self.size, -1))) / divisor for x in vectors]
 
     def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-        """f32[m] -> f32[size m] each: the slices of one host's workers."""
-        ...
+        """f32[m] -> f32[size m] each: the chunks of one host's workers."""
+        check_one_host(self.hosts)
+        return [self.allgather(x).reshape(-1) for x in vectors]
 
-    def assert_same(self, mine: Fingerprint) -> None:
-        """Refuse fingerprints that differ between ranks; all ranks must call it."""
-        ...
+    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
+        """`lax.fori_loop` from 0 over turns that communicate."""
+        return lax.fori_loop(0, turns, turn, carry)
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
         """`jax.jit` of a program that does not communicate, compiled once a host."""
-        ...
+        return jax.jit(function, donate_argnums=donate_argnums)
 
 
-class NullComm:
-    """The communicator of a rank that took no part in a split.
+def add_rows(rows: jax.Array) -> jax.Array:
+    """Sum f32[w, n] over its first axis, row after row.
 
-    It is false, has size 0, and every call refuses it. None would be the world.
+    XLA:CPU walks `rows.sum(0)` column by column, a hundred times slower.
     """
-
-    size = 0
-
-    def __bool__(self) -> Literal[False]:
-        """False: `if part:` is true on the ranks that take part."""
-        return False
+    return lax.scan(lambda total, row: (total + row, None), rows[0], rows[1:], unroll=8)[0]
 
 
-def check_member(comm: Any) -> None:
-    """Refuse a communicator, also mpi4py's, in which this rank has no part."""
-    check(
-        comm is None or bool(comm),
-        f"comm: rank {my_rank()}: got a communicator in which this rank has no part, as of "
-        "split(None); expected the call on the ranks that have one: if part: ...",
-    )
-    check(
-        not getattr(comm, "is_freed", False),
-        f"comm: rank {my_rank()}: got a communicator that was freed; expected one before its free()",
-    )
+ONE_HOST = "strategy shm sums in the memory of one host; got workers on {hosts} hosts: use hier-ring or asa"
 
 
-def color_of(color: Any) -> int | str | None:
-    """Convert a color of `split` to an int, "host" or None.
-
-    Raises:
-        UsageError: it is none of these.
-    """
-    found = color
-    if not (color is None or isinstance(color, str)):
-        with contextlib.suppress(TypeError):
-            found = operator.index(color)
-    check(
-        found is None or found == "host" or (isinstance(found, int) and found >= 0),
-        f"split: color: rank {my_rank()}: got {color!r}; expected a number from 0 on, 'host', or None to take no part",
-    )
-    return found
+def check_one_host(hosts: Sequence[int]) -> None:
+    """Refuse what only the workers of one host can do."""
+    if (count := len(set(hosts))) > 1:
+        raise UsageError(ONE_HOST.format(hosts=count))
 
 
-class SoloComm:
+def ring_order(hosts: Sequence[int]) -> tuple[int, ...]:
+    """Ranks by host, then rank, so that rings leave each host once."""
+    return tuple(sorted(range(len(hosts)), key=lambda rank: (hosts[rank], rank)))
+
+
+class SoloComm(Comm):
     """One worker: every collective is the identity. Needs no MPI."""
 
-    size = 1
-    rank = 0
-    order = (0,)
-    hosts = (0,)
+    size, rank, order, hosts = 1, 0, (0,), (0,)
 
     def split(self, color: SupportsIndex | str | None, key: int = 0) -> "SoloComm | NullComm":
-        """The one worker again, or `NullComm` if it takes none."""
+        """The one worker again, or `NullComm` if its color is None."""
         del key
-        return NullComm() if color_of(color) is None else self
+        return NullComm() if parse_color(color) is None else self
 
     def free(self) -> None:
         """Nothing: one worker has nothing to free."""
 
     def allreduce(self, x: jax.Array) -> jax.Array:
-        return x
-
-    def reduce_scatter(self, x: jax.Array) -> jax.Array:
         return x
 
     def alltoall(self, x: PyTree) -> PyTree:
@@ -180,8 +140,11 @@ class SoloComm:
     def bcast(self, x: PyTree, root: int = 0) -> PyTree:
         return x
 
-    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
-        return lax.fori_loop(0, turns, turn, carry)
+    def assert_same(self, mine: Fingerprint) -> None:
+        """One rank agrees with itself."""
+
+    def reduce_scatter(self, x: jax.Array) -> jax.Array:
+        return x
 
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         return [vector / divisor for vector in vectors]
@@ -192,21 +155,46 @@ class SoloComm:
     def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
         return [*vectors]
 
-    def assert_same(self, mine: Fingerprint) -> None:
-        """One rank agrees with itself."""
 
-    def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
-        return jax.jit(function, donate_argnums=donate_argnums)
+# ---------------------------------------------------------------- ranks without a part
 
 
-ONE_HOST = "strategy shm sums in the memory of one host; got workers on {hosts} hosts: use hier-ring or asa"
+class NullComm:
+    """The communicator of a rank that took no part in a split (MPI_COMM_NULL).
+
+    It is false, has size 0, and every call refuses it. None would be the world.
+    """
+
+    size = 0
+
+    def __bool__(self) -> Literal[False]:
+        """False: `if part:` is true on the ranks that take part."""
+        return False
 
 
-def check_one_host(hosts: Sequence[int]) -> None:
-    """Refuse what only the workers of one host can do."""
-    check(len(set(hosts)) == 1, ONE_HOST.format(hosts=len(set(hosts))))
+def check_member(comm: Any) -> None:
+    """Refuse a communicator, also mpi4py's, in which this rank has no part."""
+    if comm is not None and not comm:
+        raise UsageError(
+            f"comm: rank {my_rank()}: got a communicator in which this rank has no part, as of split(None); expected "
+            "the call on the ranks that have one: if part: ..."
+        )
+    if getattr(comm, "is_freed", False):
+        raise UsageError(f"comm: rank {my_rank()}: got a communicator that was freed; expected one before its free()")
 
 
-def ring_order(hosts: Sequence[int]) -> tuple[int, ...]:
-    """Ranks by host, then rank, so that rings leave each host once."""
-    return tuple(sorted(range(len(hosts)), key=lambda rank: (hosts[rank], rank)))
+def parse_color(color: Any) -> int | str | None:
+    """Convert a color of `split` to an int, "host" or None.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    parsed = color
+    if not (color is None or isinstance(color, str)):
+        with contextlib.suppress(TypeError):
+            parsed = operator.index(color)
+    if parsed is None or parsed == "host" or (isinstance(parsed, int) and parsed >= 0):
+        return parsed
+    raise UsageError(
+        f"split: color: rank {my_rank()}: got {color!r}; expected a number from 0 on, 'host', or None to take no part"
+    )

@@ -1,10 +1,13 @@
-"""The control plane: small messages, agreement, and errors that name late ranks.
+"""The control plane over MPI: the ranks, their small messages outside programs, and who is late or dead.
 
 Before ranks exchange arrays they agree on what they are about to do: configurations, data, shapes, calls. These
-messages are MPI's non-blocking operations on communicators of their own, and waits poll and sleep. A blocking call
-would spin on a core. It could not be given up, and could not say who has not come. When a wait has run out, ranks that
-are there say so (`late`), and the error names the others. `Membership` knows the ranks, also after a
-death; `SoloProcesses` is the same for one process without MPI.
+messages are MPI's non-blocking operations on communicators of their own, and waits poll and sleep: a blocking call
+would spin on a core, could not be given up, and could not say who has not come. When a wait has run out, ranks that are
+there say so (`late`), and the error names the others. `SoloProcesses` is the same for one process without MPI.
+
+A rank that dies ends the job, unless the launcher goes on without it (ULFM, Bland et al. 2013; `outlive`). Then the
+first rank with an error revokes all communicators, so that no rank blocks. All vote, and the vote gives every living
+rank the same answer. `shrink` makes a smaller communicator, and tries again if another rank dies meanwhile.
 
 Importing mpi4py starts MPI, so it happens inside functions.
 """
@@ -25,49 +28,78 @@ import jax
 import numpy as np
 
 from jaxmpi.comm.agreement import Fingerprint, check_may_send, different_calls, fingerprint
-from jaxmpi.comm.diagnosis import CONTROL, WaitRegistry, watch
+from jaxmpi.comm.diagnosis import CONTROL, MEETING, WaitRegistry, watch
 from jaxmpi.comm.mpi_info import check_launcher, thread_level
 from jaxmpi.comm.polling import is_loss, is_mpi_error, lost_ranks_left_out, survives_losses, wait
-from jaxmpi.comm.solo import Mailbox, MpiMailbox
+from jaxmpi.comm.solo import Mailbox
 from jaxmpi.core.env import seconds_from
-from jaxmpi.core.errors import AgreedError, TrainingError, UsageError, check
+from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
 from jaxmpi.core.json_tree import differences
 from jaxmpi.core.pytrees import PyTree, check_arrays, describe_leaf, named_leaves
-from jaxmpi.runtime import failures, job_folder, process
+from jaxmpi.runtime import failures, job_folder
+from jaxmpi.runtime.process import core_mask, divide_mask, launched, my_gpu, share_gpu
+
+LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
+LIST_S = 5.0  # beyond that, for rank 0 to say who did not
+ECHO_S = 1.0  # for the message that a rank has ended the job to come, once it is seen to be gone
+AGREE_TIMEOUT_S = seconds_from("JAXMPI_AGREE_TIMEOUT_S", 300)
+MAX_BYTES = 1 << 30  # bytes of one MPI message; counts are C ints
+HERE, LATE, CALL, LEADER = 1, 2, 5, 6  # tags: I am here; who is late; who is here?; this host's first rank is ready
 
 
-class Membership:
-    """Ranks of a job, some of which may die, and their communicators.
-
-    A subclass has the messages, and finds which hosts the ranks are on.
-    """
+class MpiProcesses:
+    """The ranks of a job, or of a part of it, and messages between them."""
 
     hosts: tuple[int, ...]  # hosts of all ranks, numbered in order of first appearance
 
     def __init__(self) -> None:
-        """Begin with all ranks of the job; MPI runs."""
+        """Start MPI, check it against the launcher, install the hooks; all ranks of the job come here."""
         from mpi4py import MPI
 
+        self.library = MPI.Get_library_version().split(",")[0].strip()
+        check_launcher(launched(), MPI.COMM_WORLD.size, self.library)
+        self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
         self._own: list[Any] = []  # communicators, which `revoke` ends
-        self._made: list[Any] = []  # those that were made for `world`, which `MpiProcesses.free` frees
-        self._others: dict[int, int] = {}  # if ranks are outlived: handles of the others' processes
-        self._on_host = MPI.COMM_TYPE_SHARED
+        self._made: list[Any] = []  # those that were made for `world`, which `free` frees
+        self._others: dict[int, int] = {}  # after `outlive`: handles of the others' processes
+        self._sent: list[Any] = []  # requests of messages that nobody waits for, kept until the end
+        self._rolls: list[WaitRegistry] = []
         self._votes = self.clone(MPI.COMM_WORLD)
         self._number, self.numbers = self._votes.rank, tuple(range(self._votes.size))  # the launcher's, of all ranks
-        self._meet()
+        self._make_communicators()
+        self.roll = self._new_roll()
+        self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
+        # MPI_Finalize deletes this before it does anything else; then other ranks and threads must be done with MPI.
+        MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: failures.run_hooks()), True)
+        failures.call_before_finalize(watch().stop)  # runs when all ranks have come to their end, or time is up
+        failures.install_hooks(failures.JobControl(self.rank, self.size, self._abort, self._wait_at_exit, self._echoes))
+        divide_mask(self._local.allgather(core_mask()), self.local_rank)
+        # One host is one name and one memory, as MPI sees it: clones of a machine have one name.
+        facts = self.allgather_object([socket.gethostname(), self._local.allgather(self.rank)[0], my_gpu()])
+        names = [(host, first) for host, first, _ in facts]
+        self.hosts = tuple(sorted(set(names), key=names.index).index(name) for name in names)
+        shared = collections.Counter((host, gpu) for host, _, gpu in facts if gpu)
+        share_gpu(max(shared.values(), default=1))
 
-    def allgather_object(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, on every rank."""
-        raise NotImplementedError
+    # ------------------------------------------------------------ communicators
 
-    def _meet(self) -> None:
+    def _make_communicators(self) -> None:
         """Make communicators of the ranks that vote; all these call it together."""
         self.world = self.clone(self._votes)
         self.rank, self.size = self.world.rank, self.world.size
-        self._exit = self.clone()  # a communicator of its own: a rank may be at its end while others still talk
-        self._local = self.world.Split_type(self._on_host, key=self.rank)
-        self._keep(self._local)
+        self._exit = self.clone()  # apart, since a rank may be at its end while others still talk
+        self._local = self._split_host()
         self.local_rank, self.local_size = self._local.rank, self._local.size
+
+    def _keep(self, made: Any) -> Any:
+        self._own.append(made)
+        self._made.append(made)
+        return made
+
+    def _split_host(self) -> Any:
+        from mpi4py import MPI
+
+        return self._keep(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank))
 
     def clone(self, of: Any = None) -> Any:
         """Clone a communicator for one thread alone, on all ranks together."""
@@ -77,153 +109,10 @@ class Membership:
         """Split the communicator for one thread alone, on all ranks together."""
         return self._keep(self.world.Split(color, key))
 
-    def _keep(self, made: Any) -> Any:
-        self._own.append(made)
-        self._made.append(made)
-        return made
-
-    def outlive(self) -> None:
-        """Let a rank that fails by itself end alone; others can `shrink`.
-
-        Raises:
-            UsageError: on all ranks alike: they are on several hosts, or do not see each other's processes.
-        """
-        pids = self.allgather_object([os.getpid(), job_folder.pid_space()])
-        is_one = len(set(self.hosts)) == 1 and len({space for _, space in pids}) == 1 and job_folder.pid_space() != 0
-        check(
-            is_one,
-            "on_rank_loss: got shrink with ranks on several hosts, or in several containers; take --on-rank-loss end",
-        )
-        self._know([pid for pid, _ in pids])
-        failures.survive_losses(self._kill)
-
-    def _know(self, pids: list[int]) -> None:
-        """The other ranks' processes, by handles that never stand for another process."""
-        for handle in self._others.values():
-            os.close(handle)
-        self._others = {}
-        for rank in set(range(self.size)) - {self.rank}:
-            with contextlib.suppress(ProcessLookupError):  # it has died meanwhile
-                self._others[rank] = os.pidfd_open(pids[rank])
-
-    def _kill(self, ranks: Sequence[int]) -> bool:
-        """Kill these ranks, if `outlive` was called; False if one had ended."""
-        handles = [self._others[rank] for rank in set(ranks) & set(self._others)]
-        ended = select.select(handles, [], [], 0)[0]
-        for handle in set(handles) - set(ended):
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-        return not ended
-
-    def vote(self, holds: bool) -> bool:
-        """Return True if all ranks are alive and give True (ULFM's agree).
-
-        All that live get the same answer, whoever dies. After False all of them must `shrink`. The launcher must go on
-        without ranks that die.
-        """
-        try:
-            return bool(self._votes.Agree(int(holds)))
-        except Exception as error:
-            if not is_mpi_error(error):
-                raise
-            return False
-
-    def revoke(self) -> None:
-        """Make all messages fail, so that nobody waits for a lost rank."""
-        for comm in list(self._own):
-            if not comm.Is_revoked():
-                comm.Revoke()
-
-    def can_shrink(self) -> bool:
-        """Return True if this MPI and mpi4py have what that takes."""
-        return all(hasattr(self.world, name) for name in ("Agree", "Shrink", "Revoke", "Is_revoked"))
-
-    def shrink(self, why: str) -> list[int]:
-        """Renumber the ranks left; return the launcher's numbers of those gone.
-
-        All that live come here together, once a vote has failed, with no message under way. Copies of before, for other
-        threads, are of no more use.
-
-        Args:
-            why: the error after which this is done; empty on ranks that have seen none.
-
-        Raises:
-            AgreedError: nobody is gone, so something else was wrong.
-        """
-        self.revoke()
-        before = self.numbers
-        while True:
-            self._votes = self._votes.Shrink()
-            self._own, self._made = [self._votes], []
-            if self._has_met():
-                break
-        gone = sorted(set(before) - set(self.numbers))
-        if not gone:
-            why = next(filter(None, self.allgather_object(why)), "no rank knows why")  # reason of a rank that knows it
-            raise AgreedError(f"a message between ranks has failed though none of them is gone: {why}")
-        self.hosts = tuple(self.hosts[before.index(rank)] for rank in self.numbers)
-        return gone
-
-    def _has_met(self) -> bool:
-        """Make communicators of the ranks left; False if another has died meanwhile.
-
-        All that live return the same.
-        """
-        met = False
-        try:
-            self._meet()
-            rows = np.empty((self.size, 2), np.int64)
-            self.world.Allgather(np.array([self._number, os.getpid()], np.int64), rows)
-            self.numbers, met = tuple(rows[:, 0].tolist()), True
-            self._know(rows[:, 1].tolist())
-        except Exception as error:
-            if not is_mpi_error(error):
-                raise
-            self.revoke()
-        return self.vote(met)
-
-
-LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
-WORD_S = 5.0  # beyond that, for rank 0 to say who did not
-ECHO_S = 1.0  # for the word that a rank has ended the job to come, once it is seen to be gone
-AGREE_TIMEOUT_S = seconds_from("JAXMPI_AGREE_TIMEOUT_S", 300)
-MAX_BYTES = 1 << 30  # bytes of one MPI message; counts are C ints
-
-
-class MpiProcesses(Membership):
-    """The control plane over MPI, whose time limits name late ranks."""
-
-    def __init__(self) -> None:
-        """Start MPI, check it against the launcher, install the hooks."""
-        from mpi4py import MPI
-
-        self.library = MPI.Get_library_version().split(",")[0].strip()
-        check_launcher(process.launched(), MPI.COMM_WORLD.size, self.library)
-        self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
-        super().__init__()
-        self._words: list[Any] = []  # requests of messages that nobody waits for, kept until the end
-        self._max, self._in_place = MPI.MAX, MPI.IN_PLACE
-        self._rolls: list[WaitRegistry] = []
-        self.roll = self._new_roll()
-        self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
-        # MPI_Finalize deletes this before it does anything else; then other ranks and threads must be done with MPI.
-        MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *of: failures.run_hooks()), True)
-        failures.call_before_finalize(watch().stop)  # runs when all ranks have come to their end, or time is up
-        failures.install_hooks(failures.JobControl(self.rank, self.size, self._abort, self._wait_at_exit, self._echoes))
-        process.divide_mask(self._local.allgather(process.core_mask()), self.local_rank)
-        # One host is one name and one memory, as MPI sees it: clones of a machine have one name.
-        first = self._local.allgather(self.rank)[0]
-        here = self.allgather_object([socket.gethostname(), first, process.my_gpu()])
-        names = [(host, first) for host, first, _ in here]
-        self.hosts = tuple(sorted(set(names), key=names.index).index(name) for name in names)
-        places = collections.Counter((host, gpu) for host, _, gpu in here if gpu)
-        process.share_gpu(max(places.values(), default=1))
-
     def _new_roll(self) -> WaitRegistry:
         """Make the record of this communicator's waits, on all its ranks together."""
-        self._rolls.append(
-            WaitRegistry(self.clone(), self.numbers, may_watch=self.may_overlap and not survives_losses())
-        )
+        may_watch = self.may_overlap and not survives_losses()
+        self._rolls.append(WaitRegistry(self.clone(), self.numbers, may_watch))
         return self._rolls[-1]
 
     def on_own_communicator(self) -> "MpiProcesses":
@@ -234,9 +123,9 @@ class MpiProcesses(Membership):
         return other
 
     def over(self, world: Any, is_ours: bool = False) -> "MpiProcesses":
-        """A copy among the ranks of an mpi4py communicator.
+        """A copy among the ranks of an mpi4py communicator, numbered as there.
 
-        All these ranks call it together. They are numbered as in that communicator.
+        All these ranks call it together.
 
         Args:
             world: the communicator.
@@ -244,46 +133,21 @@ class MpiProcesses(Membership):
         """
         from mpi4py import MPI
 
-        places = MPI.Group.Translate_ranks(world.group, range(world.size), self.world.group)
-        check(
-            MPI.UNDEFINED not in places,
-            f"communicator: got {world.size} ranks, of which {places.count(MPI.UNDEFINED)} are not of this job",
-        )
-        self._meet_on(world, places)
+        ranks = MPI.Group.Translate_ranks(world.group, range(world.size), self.world.group)
+        if MPI.UNDEFINED in ranks:
+            strangers = list(ranks).count(MPI.UNDEFINED)
+            raise UsageError(f"communicator: got {world.size} ranks, of which {strangers} are not of this job")
+        self._meet_on(world, ranks)
         other = copy.copy(self)
         other._made, other._rolls = [], []
         other.world = other._keep(world) if is_ours else other.clone(world)
         other.rank, other.size = world.rank, world.size
-        other.numbers = tuple(self.numbers[place] for place in places)
-        other.hosts = tuple(self.hosts[place] for place in places)
-        is_one_host = len(set(other.hosts)) == 1
-        other._local = (
-            other.world if is_one_host else other._keep(other.world.Split_type(self._on_host, key=other.rank))
-        )
+        other.numbers = tuple(self.numbers[rank] for rank in ranks)
+        other.hosts = tuple(self.hosts[rank] for rank in ranks)
+        other._local = other.world if len(set(other.hosts)) == 1 else other._split_host()
         other.local_rank, other.local_size = other._local.rank, other._local.size
         other.roll = other._new_roll()
         return other
-
-    def free(self) -> None:
-        """Free the communicators that `over` has made; all its ranks come here together, with no message under way.
-
-        What the watching threads have sent must be received first: MPI may give the number of a freed communicator to a
-        new one, which would then receive it. They send synchronously, so a rank knows when its own messages have
-        arrived, and a barrier says that all ranks know (Hoefler et al. 2010, NBX).
-        """
-        for roll in self._rolls:
-            watch().remove(roll)
-        self._arrive_draining(lambda: all([roll.drain() for roll in self._rolls]))
-        here = self.world.Ibarrier()
-        self._arrive_draining(lambda: all([roll.drain() for roll in self._rolls]) and here.Test())
-        for comm in reversed(self._made):
-            self._own.remove(comm)
-            comm.Free()
-        self._made = []
-
-    def _arrive_draining(self, is_done: Callable[[], bool]) -> None:
-        if not wait(is_done, AGREE_TIMEOUT_S):
-            raise TrainingError(f"free: the other ranks did not come within {AGREE_TIMEOUT_S:g} s; all must call it")
 
     def _meet_on(self, world: Any, ranks: Sequence[int]) -> None:
         """Wait without spinning for a communicator's ranks, by their numbers here.
@@ -293,7 +157,7 @@ class MpiProcesses(Membership):
         """
         self._let_exchanges_end()
         what = f"the first call on a communicator of {world.size} ranks"
-        with self.roll.meeting(ranks, what, AGREE_TIMEOUT_S) as meeting:
+        with self.roll.waiting(MEETING, what, AGREE_TIMEOUT_S, ranks=ranks) as meeting:
             if wait(world.Ibarrier().Test, AGREE_TIMEOUT_S):
                 return
             absent = self.roll.absent(meeting)
@@ -304,6 +168,245 @@ class MpiProcesses(Membership):
             f"call on it together, also those that a message does not concern (JAXMPI_AGREE_TIMEOUT_S sets the time)"
             f"{self.roll.where(absent)}"
         )
+
+    def free(self) -> None:
+        """Free the communicators that `over` has made; all its ranks come here together, with no message under way.
+
+        What the monitors have sent must be received first: MPI may give the number of a freed communicator to a new
+        one, which would then receive it. They send synchronously, so a rank knows when its own messages have arrived,
+        and a barrier says that all ranks know (Hoefler et al. 2010, NBX).
+        """
+        for roll in self._rolls:
+            watch().remove(roll)
+        barrier: list[Any] = []
+
+        def is_done() -> bool:
+            are_drained = all([roll.drain() for roll in self._rolls])
+            if are_drained and not barrier:
+                barrier.append(self.world.Ibarrier())
+            return are_drained and bool(barrier) and barrier[0].Test()
+
+        if not wait(is_done, AGREE_TIMEOUT_S):
+            raise TrainingError(f"free: the other ranks did not come within {AGREE_TIMEOUT_S:g} s; all must call it")
+        for comm in reversed(self._made):
+            self._own.remove(comm)
+            comm.Free()
+        self._made = []
+
+    # ------------------------------------------------------------ agreement
+
+    def in_job(self, ranks: Sequence[int]) -> list[int]:
+        """The launcher's numbers of these ranks, as error messages give them."""
+        return [self.numbers[rank] for rank in ranks]
+
+    def assert_same(self, what: str, value: Any, timeout_s: float | None = None) -> None:
+        """Compare a JSON value over all ranks.
+
+        Raises:
+            UsageError: ranks differ: rank, path, got, expected; on all ranks alike.
+            TrainingError: who is absent when time is up.
+        """
+        self.compare(fingerprint(what, value), timeout_s)
+
+    def compare(self, mine: Fingerprint, timeout_s: float | None = None) -> None:
+        """`assert_same` for a fingerprint made before; cheap enough for every step.
+
+        A digest is 32 bytes a rank. The value itself is sent only if digests differ.
+        """
+        self._let_exchanges_end()
+        digests = np.empty((self.size, len(mine.digest)), np.uint8)
+        self._arrive(self.world.Iallgather(np.frombuffer(mine.digest, np.uint8), digests), mine.what, timeout_s)
+        differing = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
+        if differing:
+            calls, numbers = self.allgather_object(mine.what), self.numbers
+            if len(set(calls)) > 1:
+                raise UsageError(different_calls(dict(zip(numbers, calls, strict=True))))
+            values = [json.dumps(value) for value in self.allgather_object(mine.value)]
+            pairs = [(numbers[rank], values[rank], numbers[0], values[0]) for rank in differing[:8]]
+            lines = [line for pair in pairs for line in differences(*pair)]
+            raise UsageError(f"{mine.what} differs between ranks:\n" + "\n".join(lines[:24]))
+
+    # ------------------------------------------------------------ messages
+
+    def barrier(self) -> None:
+        """Wait without spinning for all ranks; raise an error after AGREE_TIMEOUT_S."""
+        self._let_exchanges_end()
+        self._arrive(self.world.Ibarrier(), "a barrier")
+
+    def host_barrier(self) -> None:
+        """Wait for all ranks of this host; one may compile meanwhile.
+
+        Raises:
+            TrainingError: not all have come within 6 AGREE_TIMEOUT_S; those absent are named if all ranks are here.
+        """
+        self._let_exchanges_end()
+        request, limit_s = self._local.Ibarrier(), failures.LONG * AGREE_TIMEOUT_S
+        if self.local_size == self.size:
+            self._arrive(request, "a barrier of this host", limit_s)
+        elif not wait(request.Test, limit_s):
+            ranks = self.in_job([rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]])
+            raise TrainingError(f"a barrier of this host: one of ranks {ranks} did not come within {limit_s:g} s")
+
+    def leader_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
+        """Call `make` on this host's first rank, then on the others, which find its cache.
+
+        The leader does not block; followers wait for the leader, and stop waiting if it dies.
+
+        Raises:
+            TrainingError: the leader has not made its own in time.
+        """
+        message = np.zeros(1, np.uint8)
+        if self.local_rank == 0:
+            made = make()
+            for rank in range(1, self.local_size):
+                with lost_ranks_left_out():
+                    self._sent.append(self._local.Isend(message, rank, tag=LEADER))  # so short that it leaves at once
+            return made
+        with lost_ranks_left_out():
+            if not wait(self._local.Irecv(message, 0, tag=LEADER).Test, timeout_s):
+                leader = self.numbers[self.hosts.index(self.hosts[self.rank])]
+                raise TrainingError(
+                    f"late: rank {leader}, the first of this host: {timeout_s:g} s, and it has not compiled what "
+                    "others take from the cache then; its process is stuck, or --stall-timeout-s too short"
+                )
+        return make()
+
+    def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
+        """Give all ranks of this host the value that its first makes.
+
+        Ranks wait without spinning. The value is pickled, for ranks of one job only.
+        """
+        value = make() if self.local_rank == 0 else None
+        self.host_barrier()
+        return self._local.bcast(value)
+
+    def allreduce_sum(self, values: np.ndarray) -> np.ndarray:
+        """Sum f64[n] over ranks; raises as `barrier`."""
+        self._let_exchanges_end()
+        total = np.empty_like(values, np.float64)
+        self._arrive(self.world.Iallreduce(np.ascontiguousarray(values, np.float64), total), "a sum over ranks")
+        return total
+
+    def iallreduce_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
+        """Begin the maximum of i64[n] over ranks.
+
+        The function returned waits for it, and raises `TrainingError` if a rank does not come within AGREE_TIMEOUT_S.
+        """
+        from mpi4py import MPI
+
+        self._let_exchanges_end()
+        largest = np.array(values, np.int64)
+        request = self.world.Iallreduce(MPI.IN_PLACE, largest, MPI.MAX)
+
+        def result() -> np.ndarray:
+            self._let_exchanges_end()
+            self._arrive(request, "the vote of all ranks on a step")
+            return largest
+
+        return result
+
+    def allgather_array(self, values: np.ndarray) -> np.ndarray:
+        """Allgather f64[n], n equal on all, as f64[size, n]; raises as `barrier`."""
+        self._let_exchanges_end()
+        sent = np.ascontiguousarray(values, np.float64)
+        received = np.empty((self.size, sent.size), np.float64)
+        self._arrive(self.world.Iallgather(sent, received), "what every rank has seen")
+        return received
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, on every rank; tuples arrive as lists."""
+        self.barrier()
+        # Polled as well: a blocking MPI_Allgatherv may give garbage when ranks fail.
+        sent, sizes = np.frombuffer(json.dumps(value).encode(), np.uint8), np.empty(self.size, np.int64)
+        wait(self.world.Iallgather(np.array([sent.size], np.int64), sizes).Test, float("inf"))
+        received = np.empty(sizes.sum(), np.uint8)
+        wait(self.world.Iallgatherv(sent, (received, sizes.tolist())).Test, float("inf"))
+        return [json.loads(part.tobytes()) for part in np.split(received, np.cumsum(sizes)[:-1])]
+
+    def bcast_object(self, value: Any) -> Any:
+        """Rank 0's JSON value, on every rank; no other value is sent."""
+        return self.allgather_object(value if self.rank == 0 else None)[0]
+
+    def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
+        """The arrays of rank `root`; structure, shapes and dtypes must be equal."""
+        if not 0 <= root < self.size:
+            raise UsageError(f"broadcast: root: got {root}; expected a rank in [0, {self.size})")
+        described = {name: describe_leaf(leaf) for name, leaf in named_leaves(tree)}
+        self.assert_same(f"the tree to broadcast from rank {root}", described)
+        check_arrays("broadcast", tree)  # after the comparison, so that it raises on all ranks or on none
+        arrays = jax.tree.map(lambda leaf: np.array(leaf, order="C"), tree)  # copies: JAX's own buffers are read-only
+        self.barrier()  # polled: MPI_Bcast would spin until the root is there
+        for array in jax.tree.leaves(arrays):
+            raw = array.reshape(-1).view(np.uint8)
+            for start in range(0, raw.size, MAX_BYTES):
+                self.world.Bcast(raw[start : start + MAX_BYTES], root)
+        return arrays
+
+    def mailbox(self) -> Mailbox:
+        """Over a communicator of its own; all ranks come here together."""
+        return MpiMailbox(self.clone())
+
+    def _let_exchanges_end(self) -> None:
+        """Wait for XLA's exchanges if MPI allows one thread at a time.
+
+        Raises:
+            UsageError: messages are refused here.
+        """
+        check_may_send("a message between ranks")
+        if not self.may_overlap:
+            jax.effects_barrier()
+
+    # ------------------------------------------------------------ late ranks
+
+    def _arrive(self, request: Any, what: str, timeout_s: float | None = None) -> None:
+        """Wait for a message of all ranks.
+
+        After `outlive` those that are late are killed, and the message fails.
+
+        Raises:
+            TrainingError: who did not come within AGREE_TIMEOUT_S.
+        """
+        limit_s = timeout_s or AGREE_TIMEOUT_S
+        with self.roll.waiting(CONTROL, what, limit_s):
+            if wait(request.Test, limit_s, self.is_asked):
+                return
+            late = self.late()
+        if not (failures.kill_ranks(late) and wait(request.Test, 4 * LATE_S)):
+            absent = self.in_job(late)
+            where = self.roll.where(absent)
+            raise TrainingError(f"{what}: rank {absent} did not answer in time; all ranks must call it{where}")
+
+    def late(self) -> list[int]:
+        """Late ranks: the others report to rank 0, which sends the list."""
+        byte = np.zeros(1, np.uint8)  # so short that it leaves at once, whoever is late
+        if self.rank == 0:
+            others = range(1, self.size)
+            requests = {r: [self.world.Isend(byte, r, tag=CALL), self.world.Irecv(byte, r, tag=HERE)] for r in others}
+
+            def silent() -> list[int]:
+                return [rank for rank, both in requests.items() if not all([each.Test() for each in both])]
+
+            wait(lambda: not silent(), LATE_S)
+            late = silent()
+            message = np.frombuffer(json.dumps(late[:200]).encode().ljust(4096), np.uint8)
+            for rank in set(others) - set(late):
+                self.world.Send(message, rank, tag=LATE)
+            return late
+        self.world.Send(byte, 0, tag=HERE)
+        message = np.empty(4096, np.uint8)
+        if not wait(self.world.Irecv(message, 0, tag=LATE).Test, LATE_S + LIST_S):
+            return [0]
+        self.world.Recv(byte, 0, tag=CALL)  # it came before the answer
+        return json.loads(message.tobytes())
+
+    def is_asked(self) -> bool:
+        """Return True if another rank has waited in vain.
+
+        A rank that waits as well must answer at once, or it counts as late.
+        """
+        return self.world.Iprobe(tag=HERE if self.rank == 0 else CALL)
+
+    # ------------------------------------------------------------ the end of the job
 
     def leave(self, code: int = 0) -> None:
         """Wait for all ranks at the end of the job.
@@ -320,6 +423,10 @@ class MpiProcesses(Membership):
         failures.wait_for_ending_thread()
         sys.stdout.flush()
         os._exit(code)
+
+    def _wait_at_exit(self, timeout_s: float) -> bool:
+        watch().has_ended = True
+        return wait(self._exit.Ibarrier().Test, timeout_s)
 
     def _abort(self, code: int) -> NoReturn:
         """End every rank of the job.
@@ -346,230 +453,119 @@ class MpiProcesses(Membership):
         has_spoken = wait(lambda: any(comm.Is_revoked() for comm in self._own), ECHO_S)
         return "" if has_spoken else "ends, since a rank that it needs is gone"
 
-    def mailbox(self) -> Mailbox:
-        """Over a communicator of its own; all ranks come here together."""
-        return MpiMailbox(self.clone())
+    # ------------------------------------------------------------ going on without ranks that die
 
-    def _let_exchanges_end(self) -> None:
-        """Wait for XLA's exchanges if MPI allows one thread at a time.
+    def outlive(self) -> None:
+        """Let a rank that fails by itself end alone; others can `shrink`.
 
         Raises:
-            UsageError: messages are refused here.
+            UsageError: on all ranks alike: they are on several hosts, or do not see each other's processes.
         """
-        check_may_send("a message between ranks")
-        if not self.may_overlap:
-            jax.effects_barrier()
+        space = job_folder.pid_space()
+        pids = self.allgather_object([os.getpid(), space])
+        if len(set(self.hosts)) > 1 or len({other for _, other in pids}) > 1 or space == 0:
+            raise UsageError(
+                "on_rank_loss: got shrink with ranks on several hosts, or in several containers; take "
+                "--on-rank-loss end"
+            )
+        self._open_processes([pid for pid, _ in pids])
+        failures.survive_losses(self._kill)
 
-    def _wait_at_exit(self, timeout_s: float) -> bool:
-        watch().has_ended = True
-        return wait(self._exit.Ibarrier().Test, timeout_s)
+    def _open_processes(self, pids: list[int]) -> None:
+        """Hold the other ranks' processes by handles, which never stand for another process."""
+        for handle in self._others.values():
+            os.close(handle)
+        self._others = {}
+        for rank in set(range(self.size)) - {self.rank}:
+            with contextlib.suppress(ProcessLookupError):  # it has died meanwhile
+                self._others[rank] = os.pidfd_open(pids[rank])
 
-    def barrier(self) -> None:
-        """Wait without spinning for all ranks; raise an error after AGREE_TIMEOUT_S."""
-        self._let_exchanges_end()
-        self._arrive(self.world.Ibarrier(), "a barrier")
+    def _kill(self, ranks: Sequence[int]) -> bool:
+        """Kill these ranks, if `outlive` was called; False if one had ended."""
+        handles = [self._others[rank] for rank in set(ranks) & set(self._others)]
+        ended = select.select(handles, [], [], 0)[0]
+        for handle in set(handles) - set(ended):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        return not ended
 
-    def host_barrier(self) -> None:
-        """Wait for all ranks of this host; one may compile meanwhile.
+    def vote(self, holds: bool) -> bool:
+        """Return True if all ranks are alive and give True (ULFM's agree).
+
+        All that live get the same answer, whoever dies. After False all of them must `shrink`.
+        """
+        try:
+            return bool(self._votes.Agree(int(holds)))
+        except Exception as error:
+            if not is_mpi_error(error):
+                raise
+            return False
+
+    def revoke(self) -> None:
+        """Make all messages fail, so that nobody waits for a lost rank."""
+        for comm in list(self._own):
+            if not comm.Is_revoked():
+                comm.Revoke()
+
+    def can_shrink(self) -> bool:
+        """Return True if this MPI and mpi4py have what that takes."""
+        return all(hasattr(self.world, name) for name in ("Agree", "Shrink", "Revoke", "Is_revoked"))
+
+    def shrink(self, why: str) -> list[int]:
+        """Renumber the ranks left; return the launcher's numbers of those gone.
+
+        All that live come here together, once a vote has failed, with no message under way. Copies made before, for
+        other threads, are of no more use.
+
+        Args:
+            why: the error after which this is done; empty on ranks that have seen none.
 
         Raises:
-            TrainingError: not all have come within 6 AGREE_TIMEOUT_S; those absent are named if all ranks are here.
+            AgreedError: nobody is gone, so something else was wrong.
         """
-        self._let_exchanges_end()
-        here, limit_s = self._local.Ibarrier(), failures.LONG * AGREE_TIMEOUT_S
-        if self.local_size == self.size:
-            self._arrive(here, "a barrier of this host", limit_s)
-        elif not wait(here.Test, limit_s):
-            ranks = self.in_job([rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]])
-            raise TrainingError(f"a barrier of this host: one of ranks {ranks} did not come within {limit_s:g} s")
+        self.revoke()
+        before, is_agreed = self.numbers, False
+        while not is_agreed:
+            self._votes = self._votes.Shrink()
+            self._own, self._made, has_met = [self._votes], [], False
+            try:
+                self._make_communicators()
+                rows = np.empty((self.size, 2), np.int64)
+                self.world.Allgather(np.array([self._number, os.getpid()], np.int64), rows)
+                self.numbers, has_met = tuple(rows[:, 0].tolist()), True
+                self._open_processes(rows[:, 1].tolist())
+            except Exception as error:
+                if not is_mpi_error(error):
+                    raise
+                self.revoke()
+            is_agreed = self.vote(has_met)  # False if another has died meanwhile
+        gone = sorted(set(before) - set(self.numbers))
+        if not gone:
+            why = next(filter(None, self.allgather_object(why)), "no rank knows why")  # reason of a rank that knows it
+            raise AgreedError(f"a message between ranks has failed though none of them is gone: {why}")
+        self.hosts = tuple(self.hosts[before.index(rank)] for rank in self.numbers)
+        return gone
 
-    def leader_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
-        """Call `make` on this host's first rank, then on the others.
 
-        The others find the first one's cache. It waits for nobody; they wait for it alone, and no longer if it dies.
+class MpiMailbox(Mailbox):
+    """Pickled messages over its own communicator, between ranks of one job only."""
 
-        Raises:
-            TrainingError: the first has not made its own in time.
-        """
-        word = np.zeros(1, np.uint8)
-        if self.local_rank == 0:
-            made = make()
-            for rank in range(1, self.local_size):
-                with lost_ranks_left_out():
-                    self._words.append(self._local.Isend(word, rank, tag=6))  # so short that it is sent at once
-            return made
-        with lost_ranks_left_out():
-            if not wait(self._local.Irecv(word, 0, tag=6).Test, timeout_s):
-                first = self.numbers[self.hosts.index(self.hosts[self.rank])]
-                raise TrainingError(
-                    f"late: rank {first}, the first of this host: {timeout_s:g} s, and it has not compiled what others "
-                    "take from the cache then; its process is stuck, or --stall-timeout-s too short"
-                )
-        return make()
+    MOST = 4  # messages under way to a rank: one that is stopped takes none
 
-    def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
-        """Give all ranks of this host the value that its first makes.
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+        self._sent: dict[int, list[Any]] = collections.defaultdict(list)
 
-        Ranks wait without spinning. The value travels pickled, between ranks of one job only.
-        """
-        value = make() if self.local_rank == 0 else None
-        self.host_barrier()
-        return self._local.bcast(value)
+    def send(self, to: int, message: dict[str, Any]) -> None:
+        self._sent[to] = [request for request in self._sent[to] if not request.Test()]
+        if len(self._sent[to]) < self.MOST:
+            self._sent[to].append(self.comm.isend(message, to))
 
-    def allreduce_sum(self, values: np.ndarray) -> np.ndarray:
-        """Sum f64[n] over ranks; raises as `barrier`."""
-        self._let_exchanges_end()
-        total = np.empty_like(values, np.float64)
-        self._arrive(self.world.Iallreduce(np.ascontiguousarray(values, np.float64), total), "a sum over ranks")
-        return total
-
-    def allgather_array(self, values: np.ndarray) -> np.ndarray:
-        """Allgather f64[n], n equal on all, as f64[size, n]; raises as `barrier`."""
-        self._let_exchanges_end()
-        mine = np.ascontiguousarray(values, np.float64)
-        out = np.empty((self.size, mine.size), np.float64)
-        self._arrive(self.world.Iallgather(mine, out), "what every rank has seen")
-        return out
-
-    def _arrive(self, request: Any, what: str, timeout_s: float | None = None) -> None:
-        """Wait for a message of all ranks.
-
-        After `outlive` those that are late are killed, and the message fails.
-
-        Raises:
-            TrainingError: who did not come within AGREE_TIMEOUT_S.
-        """
-        limit_s = timeout_s or AGREE_TIMEOUT_S
-        with self.roll.waiting(CONTROL, what, limit_s):
-            if wait(request.Test, limit_s, self.is_asked):
-                return
-            late = self.late()
-        if not (failures.kill_ranks(late) and wait(request.Test, 4 * LATE_S)):
-            absent = self.in_job(late)
-            where = self.roll.where(absent)
-            raise TrainingError(f"{what}: rank {absent} did not answer in time; all ranks must call it{where}")
-
-    def iallreduce_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
-        """Begin the maximum of i64[n] over ranks.
-
-        The function returned waits for it, and raises `TrainingError` if a rank does not come within AGREE_TIMEOUT_S.
-        """
-        self._let_exchanges_end()
-        largest = np.array(values, np.int64)
-        request = self.world.Iallreduce(self._in_place, largest, self._max)
-
-        def result() -> np.ndarray:
-            self._let_exchanges_end()
-            self._arrive(request, "the vote of all ranks on a step")
-            return largest
-
-        return result
-
-    def _gather_ints(self, value: int) -> list[int]:
-        out = np.empty(self.size, np.int64)
-        self._gathered(self.world.Iallgather(np.array([value], np.int64), out))
-        return out.tolist()
-
-    def _gathered(self, request: Any) -> None:
-        """Wait by polling: a blocking MPI_Allgatherv may give garbage when ranks fail."""
-        wait(request.Test, float("inf"))
-
-    def allgather_object(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, on every rank; tuples arrive as lists."""
-        self.barrier()
-        mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        sizes = self._gather_ints(mine.size)
-        out = np.empty(sum(sizes), np.uint8)
-        self._gathered(self.world.Iallgatherv(mine, (out, sizes)))
-        ends = np.cumsum(sizes)
-        return [json.loads(out[end - n : end].tobytes()) for end, n in zip(ends, sizes, strict=True)]
-
-    def bcast_object(self, value: Any) -> Any:
-        """Rank 0's JSON value, on every rank; no other value travels."""
-        return self.allgather_object(value if self.rank == 0 else None)[0]
-
-    def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
-        """The arrays of rank `root`; structure, shapes and dtypes must be equal."""
-        check(0 <= root < self.size, f"broadcast: root: got {root}; expected a rank in [0, {self.size})")
-        sent = {name: describe_leaf(leaf) for name, leaf in named_leaves(tree)}
-        self.assert_same(f"the tree to broadcast from rank {root}", sent)
-        check_arrays("broadcast", tree)  # after the comparison, so that it raises on all ranks or on none
-        arrays = jax.tree.map(lambda leaf: np.array(leaf, order="C"), tree)  # copies: JAX's own buffers are read-only
-        self.barrier()  # polled: MPI_Bcast would spin until the root is there
-
-        def one(array: np.ndarray) -> np.ndarray:
-            raw = array.reshape(-1).view(np.uint8)
-            for start in range(0, raw.size, MAX_BYTES):
-                self.world.Bcast(raw[start : start + MAX_BYTES], root)
-            return array
-
-        return jax.tree.map(one, arrays)
-
-    def assert_same(self, what: str, value: Any, timeout_s: float | None = None) -> None:
-        """Compare a JSON value over all ranks.
-
-        Raises:
-            UsageError: ranks differ: rank, path, got, expected; on all ranks alike.
-            TrainingError: who is absent when time is up.
-        """
-        self.compare(fingerprint(what, value), timeout_s)
-
-    def compare(self, mine: "Fingerprint", timeout_s: float | None = None) -> None:
-        """`assert_same` for a fingerprint made before; cheap enough for every step.
-
-        A digest is 32 bytes a rank. The value itself travels only if digests differ.
-        """
-        self._let_exchanges_end()
-        digests = np.empty((self.size, len(mine.digest)), np.uint8)
-        self._arrive(self.world.Iallgather(np.frombuffer(mine.digest, np.uint8), digests), mine.what, timeout_s)
-        odd = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
-        if odd:
-            places = self.allgather_object(mine.what)
-            numbers = self.numbers
-            check(len(set(places)) == 1, different_calls(dict(zip(numbers, places, strict=True))))
-            values = [json.dumps(value) for value in self.allgather_object(mine.value)]
-            pairs = [(numbers[rank], values[rank], numbers[0], values[0]) for rank in odd[:8]]
-            lines = [line for pair in pairs for line in differences(*pair)]
-            raise UsageError(f"{mine.what} differs between ranks:\n" + "\n".join(lines[:24]))
-
-    def in_job(self, ranks: Sequence[int]) -> list[int]:
-        """The launcher's numbers of these ranks, as error messages give them."""
-        return [self.numbers[rank] for rank in ranks]
-
-    def late(self) -> list[int]:
-        """Late ranks: the others report to rank 0, which sends the list."""
-        if self.rank == 0:
-            late = self._collect()
-            data = np.frombuffer(json.dumps(late[:200]).encode().ljust(4096), np.uint8)
-            for rank in set(range(1, self.size)) - set(late):
-                self.world.Send(data, rank, tag=2)
-            return late
-        self.world.Send(np.zeros(1, np.uint8), 0, tag=1)  # one byte: sent at once, whoever is late
-        data = np.empty(4096, np.uint8)
-        if not wait(self.world.Irecv(data, 0, tag=2).Test, LATE_S + WORD_S):
-            return [0]
-        self.world.Recv(np.empty(1, np.uint8), 0, tag=5)  # it came before the answer
-        return json.loads(data.tobytes())
-
-    def is_asked(self) -> bool:
-        """Return True if another rank has waited in vain.
-
-        A rank that waits as well must answer at once, or it counts as late.
-        """
-        return self.world.Iprobe(tag=1 if self.rank == 0 else 5)
-
-    def _collect(self) -> list[int]:
-        def ask(rank: int) -> list[Any]:
-            question, answer = np.zeros(1, np.uint8), np.empty(1, np.uint8)
-            return [self.world.Isend(question, rank, tag=5), self.world.Irecv(answer, rank, tag=1)]
-
-        requests = {rank: ask(rank) for rank in range(1, self.size)}
-
-        def silent() -> list[int]:
-            return [rank for rank, both in requests.items() if not all([each.Test() for each in both])]
-
-        wait(lambda: not silent(), LATE_S)
-        return silent()
+    def received(self) -> list[dict[str, Any]]:
+        taken = []
+        while (message := self.comm.improbe()) is not None:
+            taken.append(message.recv())
+        return taken
 
 
 def abort(code: int) -> NoReturn:

@@ -1,7 +1,7 @@
 """This job's control plane, made at first use; MPI starts then.
 
-The calls for users that need no more than it are here too: `same_on_all_ranks` and `broadcast`.
-Importing mpi4py starts MPI, so it happens inside functions.
+The calls for users that need no more than it are here too: `same_on_all_ranks` and `broadcast`. Importing mpi4py starts
+MPI, so it happens inside functions.
 """
 
 import atexit
@@ -18,7 +18,7 @@ from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi_info import library_of
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.env import building_for_mpicc, getting_mpi
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, as_given, has_ranks_own
 from jaxmpi.core.random_keys import packed, unpacked
 from jaxmpi.runtime import failures, job_folder, process
@@ -26,57 +26,6 @@ from jaxmpi.runtime import failures, job_folder, process
 START_S = 60.0  # for MPI to start in one process
 
 Processes = SoloProcesses | MpiProcesses
-
-
-def finalize() -> None:
-    """End MPI, unless the script has done so."""
-    from mpi4py import MPI
-
-    if not MPI.Is_finalized():
-        MPI.Finalize()
-
-
-def start_mpi() -> None:
-    """Import mpi4py and mpi4jax, which starts MPI; `finalize` ends it.
-
-    Raises:
-        UsageError: one is missing, or they were built for two MPIs.
-    """
-    process.set_home()
-    try:
-        import mpi4py
-
-        if "mpi4py.MPI" not in sys.modules:  # else it ends MPI in C code, in a child of `os.fork` too, which then hangs
-            mpi4py.rc.finalize = False
-            with failures.start_limit():
-                import mpi4py.MPI
-
-            atexit.register(finalize)  # runs after mpi4jax's hook, which waits for programs that still communicate
-    except (ImportError, RuntimeError) as error:  # the second from a wheel that finds no library
-        raise UsageError(f"mpi4py cannot be imported ({str(error).splitlines()[0]}); {getting_mpi()}") from error
-    try:
-        import mpi4jax  # noqa: F401
-    except ImportError as error:
-        raise UsageError(f"{error.name} cannot be imported ({error}); {getting_mpi()}") from error
-    except RuntimeError as error:
-        if not (built := re.search(r"Build-time MPI: *(.*)", str(error))):
-            raise
-        raise UsageError(
-            f"mpi4jax was built for {library_of(built[1])}, and mpi4py runs with "
-            f"{library_of(mpi4py.MPI.Get_library_version())}; build both for the MPI whose mpicc is on PATH: "
-            f"{building_for_mpicc()}"
-        ) from error
-
-
-def start_trouble() -> str:
-    """Return why a child process cannot start MPI; empty if it can."""
-    child = [sys.executable, "-c", f"from {__name__} import start_mpi; start_mpi()"]
-    try:
-        ended = subprocess.run(child, capture_output=True, text=True, errors="replace", timeout=START_S)
-    except subprocess.TimeoutExpired:
-        return f"MPI has not started within {START_S:.0f} s"
-    last = (ended.stderr.splitlines() or [f"exit code {ended.returncode}"])[-1]
-    return last.removeprefix(f"{UsageError.__module__}.{UsageError.__name__}: ") if ended.returncode else ""
 
 
 @functools.cache
@@ -107,16 +56,62 @@ def processes() -> Processes:
     return MpiProcesses()
 
 
+def start_mpi() -> None:
+    """Import mpi4py and mpi4jax, which starts MPI; an exit hook ends it, unless the script has done so.
+
+    Raises:
+        UsageError: one is missing, or they were built for two MPIs.
+    """
+    process.set_home()
+    try:
+        import mpi4py
+
+        if "mpi4py.MPI" not in sys.modules:  # else it ends MPI in C code, in a child of `os.fork` too, which then hangs
+            mpi4py.rc.finalize = False
+            with failures.start_limit():
+                import mpi4py.MPI
+            # Registered before mpi4jax's hook, so that it runs after that, which waits for programs that communicate.
+            atexit.register(lambda: mpi4py.MPI.Is_finalized() or mpi4py.MPI.Finalize())
+    except (ImportError, RuntimeError) as error:  # the second from a wheel that finds no library
+        raise UsageError(f"mpi4py cannot be imported ({str(error).splitlines()[0]}); {getting_mpi()}") from error
+    try:
+        import mpi4jax  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"{error.name} cannot be imported ({error}); {getting_mpi()}") from error
+    except RuntimeError as error:
+        if not (built := re.search(r"Build-time MPI: *(.*)", str(error))):
+            raise
+        raise UsageError(
+            f"mpi4jax was built for {library_of(built[1])}, and mpi4py runs with "
+            f"{library_of(mpi4py.MPI.Get_library_version())}; build both for the MPI whose mpicc is on PATH: "
+            f"{building_for_mpicc()}"
+        ) from error
+
+
+def start_trouble() -> str:
+    """Return why a child process cannot start MPI; empty if it can."""
+    child = [sys.executable, "-c", f"from {__name__} import start_mpi; start_mpi()"]
+    try:
+        ended = subprocess.run(child, capture_output=True, text=True, errors="replace", timeout=START_S)
+    except subprocess.TimeoutExpired:
+        return f"MPI has not started within {START_S:.0f} s"
+    last = (ended.stderr.splitlines() or [f"exit code {ended.returncode}"])[-1]
+    return last.removeprefix(f"{UsageError.__module__}.{UsageError.__name__}: ") if ended.returncode else ""
+
+
 def _check_alone() -> None:
     """Refuse MPI ranks of an unknown launcher, which would each work alone."""
     mpi = sys.modules.get("mpi4py.MPI")
     ranks = mpi.COMM_WORLD.size if mpi and mpi.Is_initialized() and not mpi.Is_finalized() else 1
     known = ", or ".join(f"{rank} and {size}" for rank, size, *_ in process.LAUNCHERS.values())
     way_out = f"expected {known}: set a pair of them for each rank, as in a script that the launcher starts"
-    check(ranks == 1, f"MPI has {ranks} ranks, but their launcher sets no variable by which they are known; {way_out}")
+    if ranks > 1:
+        raise UsageError(
+            f"MPI has {ranks} ranks, but their launcher sets no variable by which they are known; {way_out}"
+        )
     if marks := [name for name in process.MARKS if name in os.environ]:
-        said = f"got {marks[0]}, as of a rank, but not the size of its job, so this process works alone; {way_out}"
-        warnings.warn(said, stacklevel=4)  # the caller of `world`
+        line = f"got {marks[0]}, as of a rank, but not the size of its job, so this process works alone; {way_out}"
+        warnings.warn(line, stacklevel=4)  # the caller of `world`
 
 
 def same_on_all_ranks(what: str, value: Any) -> None:
@@ -143,7 +138,10 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
         UsageError: ranks gave trees of different structure; rank, path, got, expected. A state of `jaxmpi.sharded`.
     """
     check_may_send("jaxmpi.broadcast")
-    way_out = "leave it out; its init makes it alike from equal params, and jaxmpi.Checkpoints restores it"
-    check(not has_ranks_own(tree), f"broadcast: got a state of jaxmpi.sharded, which is each rank's own; {way_out}")
+    if has_ranks_own(tree):
+        raise UsageError(
+            "broadcast: got a state of jaxmpi.sharded, which is each rank's own; leave it out; its init makes it alike "
+            "from equal params, and jaxmpi.Checkpoints restores it"
+        )
     sent = packed(tree)
     return unpacked(as_given(processes().bcast(sent, root), sent))

@@ -1,4 +1,4 @@
-"""Times of messages between ranks, and offsets of their clocks."""
+"""Times of messages between ranks, and offsets of their clocks. All ranks call these functions together."""
 
 import time
 
@@ -12,6 +12,7 @@ from jaxmpi.comm.solo import SoloProcesses
 PINGS = 20  # round trips between two clocks
 TRIPS = 2  # round trips between two ranks whose link is timed
 TURNS = 15  # in which pairs of ranks meet; of more than 16 ranks not all pairs do
+CLOCK, LINK = 3, 4  # tags
 
 
 def clock_offsets(control: Processes) -> list[float]:
@@ -20,20 +21,31 @@ def clock_offsets(control: Processes) -> list[float]:
 
 
 def pings(control: Processes) -> list[tuple[float, float]]:
-    """Quickest round trip from rank 0 and clock offset of each rank.
+    """Quickest round trip from rank 0 and clock offset of each rank, in seconds; zeros on other ranks.
 
-    Both are in seconds of `time.perf_counter`, and zeros on ranks other than 0. All ranks call it together. The offset
-    is o_r = t_r - (t_send + t_recv) / 2 of the quickest of PINGS trips. So it is off by half of that trip at most.
+    The offset is o_r = t_r - (t_send + t_recv) / 2 of the quickest of PINGS trips, by `time.perf_counter`, so it is off
+    by half of that trip at most.
     """
     if isinstance(control, SoloProcesses):
         return [(0.0, 0.0)]
     control.barrier()
-    found = [(0.0, 0.0)] * control.size
+    found, clock = [(0.0, 0.0)] * control.size, np.zeros(1)
     for rank in range(1, control.size):
         if control.rank == 0:
-            found[rank] = _ping(control, rank)
+            times = []
+            for _ in range(PINGS):
+                begin_s = time.perf_counter()
+                control.world.Send(clock, rank, tag=CLOCK)
+                control.world.Recv(clock, rank, tag=CLOCK)
+                end_s = time.perf_counter()
+                times.append((end_s - begin_s, float(clock[0]) - (begin_s + end_s) / 2))
+            found[rank] = min(times)
         elif control.rank == rank:
-            _pong(control)
+            wait(control.world.Irecv(clock, 0, tag=CLOCK).Test, float("inf"))  # this rank's turn may be long in coming
+            for ping in range(PINGS):
+                if ping:
+                    control.world.Recv(clock, 0, tag=CLOCK)
+                control.world.Send(np.array([time.perf_counter()]), 0, tag=CLOCK)
     return found
 
 
@@ -41,57 +53,36 @@ def trips(control: Processes, floats: int) -> np.ndarray:
     """f64[size, size]: quickest round trips of f64[floats], s; NaN if none.
 
     Pairs exchange in turns, as in a round-robin tournament, so a rank has one partner a turn. Turns are not kept in
-    step. All ranks call it together, and all get all.
+    step.
     """
     if isinstance(control, SoloProcesses):
         return np.full((1, 1), np.nan)
     found, even = np.full(control.size, np.nan), control.size + control.size % 2
     for turn in range(min(even - 1, TURNS)):
-        other = met(control.rank, turn, even)
-        if other < control.size:
-            found[other] = _trip(control, other, np.zeros(floats))
+        partner = met(control.rank, turn, even)
+        if partner < control.size:
+            found[partner] = _trip(control, partner, np.zeros(floats))
     return control.allgather_array(found)
 
 
 def met(rank: int, turn: int, ranks: int) -> int:
-    """The partner of a rank in a turn of a round-robin tournament.
+    """The partner of a rank in a turn of a round-robin tournament of an even number of ranks.
 
-    `ranks` is even. In `ranks - 1` turns each rank has every other once as its partner.
+    In `ranks - 1` turns each rank has every other once as its partner.
     """
     others = ranks - 1
     if rank == others:
         return turn * (others + 1) // 2 % others
-    found = (turn - rank) % others
-    return found if found != rank else others
+    partner = (turn - rank) % others
+    return partner if partner != rank else others
 
 
-def _trip(control: MpiProcesses, other: int, message: np.ndarray) -> float:
+def _trip(control: MpiProcesses, partner: int, message: np.ndarray) -> float:
     ways = (control.world.Isend, control.world.Irecv)
-    took = []
+    times = []
     for _ in range(1 + TRIPS):
         begin_s = time.perf_counter()
-        for begin in ways if control.rank < other else reversed(ways):
-            wait(begin(message, other, tag=4).Test, float("inf"))
-        took.append(time.perf_counter() - begin_s)
-    return min(took[1:])  # the other may come late to the first
-
-
-def _ping(control: MpiProcesses, rank: int) -> tuple[float, float]:
-    found = []
-    for _ in range(PINGS):
-        theirs, begin = np.zeros(1), time.perf_counter()
-        control.world.Send(theirs, rank, tag=3)
-        control.world.Recv(theirs, rank, tag=3)
-        end = time.perf_counter()
-        found.append((end - begin, float(theirs[0]) - (begin + end) / 2))
-    return min(found)
-
-
-def _pong(control: MpiProcesses) -> None:
-    for i in range(PINGS):
-        asked = np.zeros(1)
-        if i == 0:  # the turn may be long in coming
-            wait(control.world.Irecv(asked, 0, tag=3).Test, float("inf"))
-        else:
-            control.world.Recv(asked, 0, tag=3)
-        control.world.Send(np.array([time.perf_counter()]), 0, tag=3)
+        for begin in ways if control.rank < partner else reversed(ways):
+            wait(begin(message, partner, tag=LINK).Test, float("inf"))
+        times.append(time.perf_counter() - begin_s)
+    return min(times[1:])  # the other may come late to the first

@@ -1,12 +1,12 @@
-"""Facts about the MPI library at hand: version, threads, CUDA."""
+"""Facts about the MPI library at hand: version, threads, CUDA; and whether it fits the launcher."""
 
 import ctypes
 from pathlib import Path
 from typing import Any
 
 from jaxmpi.core.env import building_for_mpicc
-from jaxmpi.core.errors import check
-from jaxmpi.runtime import process
+from jaxmpi.core.errors import UsageError
+from jaxmpi.runtime.process import Launch, launched_workers
 
 
 def mpi_facts() -> dict[str, str]:
@@ -14,23 +14,24 @@ def mpi_facts() -> dict[str, str]:
 
     A single process does not start MPI for it. Unknown facts are left out; without an MPI there are none.
     """
-    alone = process.launched_workers() == 1
+    is_alone = launched_workers() == 1
     try:
         import mpi4py
 
-        if alone:
+        if is_alone:
             mpi4py.rc.initialize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError):
         return {}
-    names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
-    levels = {getattr(MPI, f"THREAD_{name}"): f"MPI_THREAD_{name}" for name in names}
     facts = {
         "library": library_of(MPI.Get_library_version()),
         "vendor": f"{MPI.get_vendor()[0]} {'.'.join(map(str, MPI.get_vendor()[1]))}",
         "standard": ".".join(map(str, MPI.Get_version())),
     }
-    return facts if alone else {**facts, "threads": levels[MPI.Query_thread()], "cuda": cuda_support()}
+    if is_alone:
+        return facts
+    levels = {getattr(MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
+    return {**facts, "threads": f"MPI_THREAD_{levels[MPI.Query_thread()]}", "cuda": cuda_support()}
 
 
 def cuda_support() -> str:
@@ -49,12 +50,11 @@ def thread_level(mpi: Any) -> int:
     Raises:
         UsageError: less than THREAD_SERIALIZED.
     """
-    level = mpi.Query_thread()
-    check(
-        level >= mpi.THREAD_SERIALIZED,
-        "MPI lets the main thread alone call it (MPI_THREAD_FUNNELED or less), but XLA exchanges from threads of its "
-        "own; use an MPI built with thread support, and leave mpi4py.rc.thread_level as it is",
-    )
+    if (level := mpi.Query_thread()) < mpi.THREAD_SERIALIZED:
+        raise UsageError(
+            "MPI lets the main thread alone call it (MPI_THREAD_FUNNELED or less), but XLA exchanges from threads of "
+            "its own; use an MPI built with thread support, and leave mpi4py.rc.thread_level as it is"
+        )
     return level
 
 
@@ -66,14 +66,11 @@ def library_of(version: str) -> str:
     return " ".join(version.splitlines()[0].split(",")[0].split())
 
 
-def check_launcher(launch: process.Launch | None, mpi_size: int, library: str) -> None:
-    """Refuse an MPI whose size is not the launcher's.
-
-    This is the commonest failure on clusters.
-    """
-    check(
-        launch is None or launch.size == mpi_size,
-        f"the launcher ({launch.launcher if launch else ''}) started {launch.size if launch else 1} ranks, but MPI "
-        f"({library_of(library)}) sees {mpi_size}: they are of different families. Use this library's own "
-        f"mpirun, or build for the launcher's MPI, with its mpicc on PATH: {building_for_mpicc()}",
-    )
+def check_launcher(launch: Launch | None, mpi_size: int, library: str) -> None:
+    """Refuse an MPI whose size is not the launcher's, the commonest failure on clusters."""
+    if launch is not None and launch.size != mpi_size:
+        raise UsageError(
+            f"the launcher ({launch.launcher}) started {launch.size} ranks, but MPI ({library_of(library)}) sees "
+            f"{mpi_size}: they are of different families. Use this library's own mpirun, or build for the launcher's "
+            f"MPI, with its mpicc on PATH: {building_for_mpicc()}"
+        )

@@ -1,4 +1,4 @@
-"""A `jax.distributed` job that MPI sets up, and its devices' mesh.
+"""`--comm xla`: a `jax.distributed` job that MPI sets up, and the mesh of its devices.
 
 `jax.distributed` needs an address of rank 0 that every other rank can reach. Rank 0 offers its addresses over MPI, and
 the others try to connect before one is chosen. XLA then exchanges by NCCL between GPUs, and by gloo over TCP between
@@ -16,19 +16,18 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxmpi.comm.axis import AxisComm, GlooComm
+from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.control import AGREE_TIMEOUT_S, MpiProcesses
 from jaxmpi.comm.job import processes
-from jaxmpi.core.errors import UsageError, check
-from jaxmpi.runtime import process
+from jaxmpi.core.errors import UsageError
+from jaxmpi.runtime.process import make_cpu_devices
 
 CONNECT_S = 3.0  # for a rank to reach rank 0 at one of its addresses
-HEARTBEAT_S = 600  # a job may be stopped for minutes; that a rank has died the launcher says at once
-LOOPBACK = "127.0.0.1"
+HEARTBEAT_S = 600  # a job may be stopped for minutes; the launcher says at once that a rank has died
 
 
 def global_mesh(axis: str = "workers", devices: int = 1) -> tuple[Mesh, AxisComm]:
-    """All processes' devices along one axis, and a Comm for `shard_map`.
+    """All processes' devices along one axis, and a communicator for `shard_map`.
 
     Worker rank * devices + i is device i of process `rank`. Starts `jax.distributed`, so it must come before anything
     that starts a device; without a launcher it is a mesh of this process's devices.
@@ -44,19 +43,16 @@ def global_mesh(axis: str = "workers", devices: int = 1) -> tuple[Mesh, AxisComm
             not reach rank 0; a host's name that gloo cannot use.
     """
     control = processes()
-    process.make_cpu_devices(devices)
+    make_cpu_devices(devices)
     if isinstance(control, MpiProcesses):
         control.assert_same("the mesh of all devices", {"axis": axis, "devices": devices})
-        start(control)
-        check_gloo(control)
+        start_distributed(control)
     by_rank = [sorted(jax.local_devices(rank), key=lambda device: device.id) for rank in range(control.size)]
     check_devices([len(row) for row in by_rank], devices)
     chosen = np.array([row[:devices] for row in by_rank]).reshape(-1)
     hosts = tuple(host for host in control.hosts for _ in range(devices))
-    mesh = Mesh(chosen, (axis,))
-    if control.size == 1 or jax.default_backend() != "cpu":
-        return mesh, AxisComm(axis, len(chosen), hosts)
-    return mesh, GlooComm(axis, len(chosen), hosts)
+    uses_gloo = control.size > 1 and jax.default_backend() == "cpu"
+    return Mesh(chosen, (axis,)), AxisComm(axis, len(chosen), hosts, one_at_a_time=uses_gloo)
 
 
 def local_mesh(axis: str, devices: int) -> Mesh:
@@ -67,22 +63,23 @@ def local_mesh(axis: str, devices: int) -> Mesh:
     Raises:
         UsageError: on all ranks alike: a process has too few.
     """
-    process.make_cpu_devices(devices)
-    here = sorted(jax.local_devices(), key=lambda device: device.id)
-    check_devices([*map(int, processes().allgather_object(len(here)))], devices)
-    return Mesh(np.array(here[:devices]), (axis,))
+    make_cpu_devices(devices)
+    local = sorted(jax.local_devices(), key=lambda device: device.id)
+    check_devices(processes().allgather_object(len(local)), devices)
+    return Mesh(np.array(local[:devices]), (axis,))
 
 
-def check_devices(have: Sequence[int], devices: int) -> None:
+def check_devices(counts: Sequence[int], devices: int) -> None:
     """Raise `UsageError` if a rank has fewer devices than asked for."""
-    check(min(have) >= devices, f"got --devices {devices}; rank {np.argmin(have)} has {min(have)}")
+    if min(counts) < devices:
+        raise UsageError(f"got --devices {devices}; rank {np.argmin(counts)} has {min(counts)}")
 
 
-def start(control: MpiProcesses) -> None:
+def start_distributed(control: MpiProcesses) -> None:
     """`jax.distributed.initialize` with MPI's rank and size, unless already done.
 
     Raises:
-        UsageError: a rank does not reach rank 0, or has used its device already.
+        UsageError: a rank does not reach rank 0, or has used its device already; a host's name that gloo cannot use.
     """
     if not jax.distributed.is_initialized():
         address = coordinator(control)
@@ -102,12 +99,20 @@ def start(control: MpiProcesses) -> None:
             )
         except RuntimeError as error:
             raise UsageError(f"jax.distributed does not start at {address}: {error}") from error
-    got = f"process {jax.process_index()} of {jax.process_count()}"
-    check(
-        got == f"process {control.rank} of {control.size}",
-        f"jax.distributed calls rank {control.rank} of {control.size} {got}; start it with MPI's rank and size, or "
-        "leave it to jaxmpi",
-    )
+    if (jax.process_index(), jax.process_count()) != (control.rank, control.size):
+        raise UsageError(
+            f"jax.distributed calls rank {control.rank} of {control.size} process {jax.process_index()} of "
+            f"{jax.process_count()}; start it with MPI's rank and size, or leave it to jaxmpi"
+        )
+    if jax.default_backend() != "cpu" or len(set(control.hosts)) == 1:
+        return
+    every = control.allgather_object(named_address())  # where gloo listens
+    alone = {rank: address for rank, address in enumerate(every) if address.startswith("127.") or not address}
+    if alone:
+        raise UsageError(
+            f"the host names of ranks {list(alone)} stand for {sorted(set(alone.values()))}, where gloo would listen "
+            "and no other host comes; give them their network's address in /etc/hosts, or use --comm mpi"
+        )
 
 
 def coordinator(control: MpiProcesses) -> str:
@@ -116,20 +121,22 @@ def coordinator(control: MpiProcesses) -> str:
     Raises:
         UsageError: ranks that reach none of its addresses.
     """
-    one_host = len(set(control.hosts)) == 1
-    with socket.create_server(("", 0), backlog=control.size) if control.rank == 0 else contextlib.nullcontext() as here:
-        port = here.getsockname()[1] if here else 0
-        offered = [f"{address}:{port}" for address in ([LOOPBACK] if one_host else addresses())] if here else []
+    is_first, is_one_host = control.rank == 0, len(set(control.hosts)) == 1
+    with contextlib.ExitStack() as server:
+        offered = []
+        if is_first:
+            port = server.enter_context(socket.create_server(("", 0), backlog=control.size)).getsockname()[1]
+            offered = [f"{address}:{port}" for address in (["127.0.0.1"] if is_one_host else addresses())]
         offered = control.bcast_object(offered)
-        reached = [address for address in offered if here or reaches(address)]
-        every = control.allgather_object(reached)
-    common = [address for address in offered if all(address in reached for reached in every)]
-    cut_off = [rank for rank, reached in enumerate(every) if not set(reached) & set(offered[:1])]
-    check(
-        bool(common),
-        f"ranks {cut_off} do not reach rank 0, which listens on {', '.join(offered) or 'no address'} "
-        f"({socket.gethostname() if here else 'its host'}); open the network between the hosts, or use --comm mpi",
-    )
+        reached = control.allgather_object([address for address in offered if is_first or reaches(address)])
+    common = [address for address in offered if all(address in each for each in reached)]
+    if not common:
+        cut_off = [rank for rank, each in enumerate(reached) if not set(each) & set(offered[:1])]
+        raise UsageError(
+            f"ranks {cut_off} do not reach rank 0, which listens on {', '.join(offered) or 'no address'} "
+            f"({socket.gethostname() if is_first else 'its host'}); open the network between the hosts, or use "
+            "--comm mpi"
+        )
     return common[0]
 
 
@@ -146,31 +153,18 @@ def reaches(address: str) -> bool:
 def addresses() -> list[str]:
     """IPv4 addresses of this host, its name's first; no loopback ones."""
     siocgifaddr = 0x8915  # linux/sockios.h
-    found = [own_address()]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    found = [named_address()]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, interface in socket.if_nameindex():
             with contextlib.suppress(OSError):  # one without an IPv4 address
-                answer = fcntl.ioctl(asked, siocgifaddr, struct.pack("256s", interface.encode()[:15]))
+                answer = fcntl.ioctl(probe, siocgifaddr, struct.pack("256s", interface.encode()[:15]))
                 found.append(socket.inet_ntoa(answer[20:24]))
     return [address for address in dict.fromkeys(found) if address and not address.startswith("127.")]
 
 
-def own_address() -> str:
+def named_address() -> str:
     """The address of this host's name; empty if unknown."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return ""
-
-
-def check_gloo(control: MpiProcesses) -> None:
-    """Refuse hosts whose names have no network address, where gloo listens."""
-    if jax.default_backend() != "cpu" or len(set(control.hosts)) == 1:
-        return
-    every = control.allgather_object(own_address())
-    alone = {rank: address for rank, address in enumerate(every) if address.startswith("127.") or not address}
-    check(
-        not alone,
-        f"the host names of ranks {list(alone)} stand for {sorted(set(alone.values()))}, where gloo would listen and "
-        "no other host comes; give them their network's address in /etc/hosts, or use --comm mpi",
-    )

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmpi
-from jaxmpi.comm.axis import GlooComm
+from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import ring_order
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import processes
@@ -60,7 +60,7 @@ def same_bits_everywhere(x: np.ndarray) -> bool:
 
 def check_strategies() -> None:
     """The same bits on all ranks, those of the oracle; XLA's own allreduce within rounding."""
-    rows, across = vectors(N), GlooComm("w", SIZE, HOSTS)
+    rows, across = vectors(N), AxisComm("w", SIZE, HOSTS, one_at_a_time=True)
 
     def sums(x: jax.Array) -> dict[str, jax.Array]:
         comms = {name: OVER_XLA if name.startswith("shm") else across for name in [*NAMES, "none"]}

@@ -27,8 +27,8 @@ from jaxmpi.allreduce.prices import Link, Net, turn
 from jaxmpi.allreduce.wires import BLOCK, WIRES, Wire
 from jaxmpi.checkpoint import run_directory
 from jaxmpi.checkpoint.manifests import sealed
-from jaxmpi.comm.axis import AxisComm, add_rows
-from jaxmpi.comm.base import SoloComm
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.base import SoloComm, add_rows
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.exchange_config import ExchangeConfig

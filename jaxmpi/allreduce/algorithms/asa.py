@@ -10,8 +10,7 @@ from jaxmpi.allreduce.building_blocks import allgather, alltoall
 from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn
 from jaxmpi.allreduce.schedules import Group, Schedule, Span, gather_round_ring, in_columns
 from jaxmpi.allreduce.wires import Wire
-from jaxmpi.comm.axis import add_rows
-from jaxmpi.comm.base import Comm
+from jaxmpi.comm.base import Comm, add_rows
 
 
 def alltoall_sum_allgather(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:

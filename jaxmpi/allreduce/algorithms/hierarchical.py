@@ -10,8 +10,7 @@ from jaxmpi.allreduce.prices import Link, Net, add, turn
 from jaxmpi.allreduce.schedules import Group, Part, Parts, Schedule, Span, SumSchedule
 from jaxmpi.allreduce.subgroups import split_by_host
 from jaxmpi.allreduce.wires import Wire
-from jaxmpi.comm.axis import add_rows
-from jaxmpi.comm.base import Comm
+from jaxmpi.comm.base import Comm, add_rows
 
 
 def hierarchical(x: jax.Array, comm: Comm, wire: Wire, cross: Sum) -> jax.Array:
