@@ -70,12 +70,7 @@ class ShrinkCoordinator:
             raise Lost(why)
 
     def after(self, error: Exception, saver: Saver) -> None:
-        """Shrink to the remaining ranks after a loss; drop an unfinished checkpoint.
-
-        Raises:
-            Exception: the error itself, if it does not tell of a lost rank.
-            AgreedError: nobody is gone, or it was before the first step.
-        """
+        """Shrink to the remaining ranks after a loss; drop an unfinished checkpoint."""
         if not (isinstance(error, Lost) or is_mpi_error(error)):
             raise error
         self.control.revoke()
@@ -119,11 +114,7 @@ NEEDS = (
 
 
 def check_mpi(control: MpiProcesses) -> None:
-    """Refuse an MPI under which a job cannot outlive a rank.
-
-    Raises:
-        UsageError: what it takes.
-    """
+    """Refuse an MPI under which a job cannot outlive a rank."""
     for holds, words in zip((survives_losses() and control.can_shrink(), control.may_overlap), NEEDS, strict=True):
         if not holds:
             raise UsageError(words)

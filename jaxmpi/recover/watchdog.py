@@ -224,9 +224,6 @@ def watching(
 
     Args:
         is_fault_tolerant: those that live call it again when a rank has died; until then nobody watches.
-
-    Raises:
-        UsageError: `on_stall` is none of ON_STALL.
     """
     lookup(ON_STALL, on_stall, "on_stall")
     if not stall_timeout_s:

@@ -21,7 +21,6 @@ from jaxmpi.checkpoint import manifests
 from jaxmpi.checkpoint.restore import RULE_STATE, is_at
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.schema import Experiment
-from jaxmpi.core.errors import UsageError
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.flops import StepFlops
 from jaxmpi.observe.recorder import Recorder
@@ -41,13 +40,6 @@ DIGITS = str(ROOT / "experiments" / "digits.py")
 
 
 # ---------------------------------------------------------------- what is refused
-
-
-def test_an_unknown_way_is_named_with_those_there_are():
-    with pytest.raises(
-        UsageError, match=r"unknown on_rank_loss 'shrik'; did you mean 'shrink'\? there are: end, shrink"
-    ):
-        Experiment(on_rank_loss="shrik")
 
 
 @pytest.mark.slow

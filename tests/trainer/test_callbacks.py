@@ -151,6 +151,7 @@ def test_a_confusion_matrix_is_a_callback(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_pictures_of_a_segmentation_are_a_callback(tmp_path):
     experiment, _, [sample] = shown("segmentation", tmp_path, train_for="2st", eval_every="2st")
     image, label, found = picture(experiment, sample)[::4, ::4].reshape(3, 16, 6, 16, 3).swapaxes(1, 2)

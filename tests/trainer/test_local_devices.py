@@ -223,15 +223,6 @@ def assert_devices_hold(velocity_bytes: float, ended: Ended, devices: int) -> No
     assert all(velocity_bytes <= each <= 1.05 * velocity_bytes for each in held), held
 
 
-@pytest.mark.slow
-def test_slices_of_devices_are_those_of_a_process_each(over_devices, folder):
-    options = ("--exchange.overlap", "off", "--exchange.shard-update", "on", "--resume")
-    for name, run, strategy in (("sliced", of_devices, "ring32"), ("sliced-each", of_processes, "hier-ring32")):
-        from_step_10(over_devices, name)
-        run(folder, name, "--exchange.strategy", strategy, *options)
-    assert_same_run(folder / "sliced", folder / "sliced-each")
-
-
 RULES = {
     "gradients": (),
     "subgd": (),

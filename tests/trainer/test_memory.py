@@ -163,8 +163,7 @@ functions = build.build_functions(plan)
 estimate = memory.estimate_memory(plan, functions.rule, is_fused=False)
 start = now()
 states = initial_states(plan, functions.rule)
-own = sum(x.nbytes for x in jax.tree.leaves(states[workers.processes.rank].rule_state))
-print("GROWN", workers.processes.rank, (bytes_of("VmHWM") - start - own) / estimate.params)
+print("GROWN", workers.processes.rank, (bytes_of("VmHWM") - start) / estimate.params)
 average = jax.block_until_ready(jax.device_put(states.pop(workers.processes.rank).rule_state))
 params = plan.param_shapes
 for _ in range(2):  # what the first one compiles stays
@@ -181,9 +180,9 @@ def test_ranks_make_shared_params_once_and_gather_an_average_of_the_bytes_that_w
     ended = mpirun(2, "-c", WIDE + SHARED, timeout_s=120, env=SYSTEM)
     assert ended.code == 0, ended.out
     grown = {int(rank): float(times) for rank, times in re.findall(r"GROWN (\d) (\S+)", ended.out)}
-    # Those that all share, and on the first rank those that are made; a copy more would be 1.
+    # Those that all share, and on the first rank those that are made, before each holds half of an average.
     assert grown[0] == pytest.approx(2, abs=0.3), grown
-    assert grown[1] == pytest.approx(1, abs=0.3), grown
+    assert grown[1] == pytest.approx(1.5, abs=0.3), grown
     rows = re.findall(r"SEEN (\d+) (\d+)", ended.out)
     assert len(rows) == 2, ended.out
     for said, seen in rows:
