@@ -40,10 +40,8 @@ from jaxmpi.trainer.step_form import (
     SAVED_BYTES,
     StepForm,
     choose_form,
-    choose_overlap,
     deal_of,
     most_padding,
-    scatters_early,
     shards_obstacle,
     shares_params,
     with_sharding,
@@ -230,7 +228,7 @@ def exchange_for(plan: Plan, order: Order, overlaps: bool) -> base.Exchange:
             gather_wire=experiment.exchange.gather_wire,
             host=workers.processes if shares_params(plan) else None,
             beside=order if overlaps else None,
-            early=scatters_early(plan)[0],
+            early=shares_params(plan) and choose_form(plan).is_early,
         )
         if workers.devices > 1 and workers.mesh:
             shards = ShardsOfDevices(of=shards, mesh=workers.mesh, deal=deal)
@@ -333,7 +331,7 @@ def choose_sharding(plan: Plan) -> Plan:
         return plan
     on, off = with_sharding(plan, "on"), with_sharding(plan, "off")
     why = sharding_obstacle(on)
-    if not why and not shares_params(on) and choose_overlap(off)[0]:
+    if not why and not shares_params(on) and choose_form(off).overlaps:
         if unfit := shards_obstacle(on, on.experiment.exchange.strategy):
             why = f"the exchange runs during the backward pass, and sharded it could not: {unfit}"
     if not why:
@@ -366,7 +364,7 @@ def sharding_obstacle(on: Plan) -> str:
     try:
         check_compatible(on.experiment)
         rule_state_shapes(rule_in_program(on), on.param_shapes)
-        choose_overlap(on)
+        choose_form(on)
     except UsageError as error:
         return str(error)
     return ""

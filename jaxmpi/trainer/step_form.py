@@ -64,10 +64,20 @@ class StepForm(NamedTuple):
 
 
 def choose_form(plan: Plan) -> StepForm:
-    """The form that suits these workers."""
-    is_early, why_early = scatters_early(plan)
-    overlaps, why = choose_overlap(plan)
-    return StepForm(is_split(plan) and not overlaps, overlaps, is_early, why_early if shares_params(plan) else why)
+    """The form that suits these workers.
+
+    Raises:
+        UsageError: `exchange.overlap` on, where that cannot be.
+    """
+    word, obstacle = plan.experiment.exchange.overlap, overlap_obstacle(plan)
+    if shares_params(plan):
+        saved = size_bytes(plan.param_shapes) * (plan.workers.size - 1) // plan.workers.size
+        if word == "auto" and not obstacle and saved < SAVED_BYTES:
+            obstacle = f"{saved / 1e6:.3g} MB of gradients less are less than a bucket of {SAVED_BYTES / 1e6:.3g}"
+        is_early, why = overlap.chosen_in_memory(word, obstacle)
+        return StepForm(is_split=True, overlaps=False, is_early=is_early, why=why)
+    overlaps, why = overlap.chosen(word, plan.strategy, plan.workers.comm, obstacle)
+    return StepForm(is_split=is_split(plan) and not overlaps, overlaps=overlaps, is_early=False, why=why)
 
 
 def is_split(plan: Plan) -> bool:
@@ -76,13 +86,6 @@ def is_split(plan: Plan) -> bool:
     if workers.devices > 1:
         return True
     return workers.mesh is None and workers.comm.size > 1 and jax.default_backend() == "cpu"
-
-
-def choose_overlap(plan: Plan) -> tuple[bool, str]:
-    """Return True if buckets are sent while the step computes, and why."""
-    if shares_params(plan):
-        return False, ""
-    return overlap.chosen(plan.experiment.exchange.overlap, plan.strategy, plan.workers.comm, overlap_obstacle(plan))
 
 
 def shares_params(plan: Plan, strategy: str = "") -> bool:
@@ -102,17 +105,6 @@ def shares_params(plan: Plan, strategy: str = "") -> bool:
     needs_previous = experiment.on_nonfinite == "skip" or experiment.on_rank_loss == "shrink"
     is_near = algorithms.in_shared_memory(strategy) and jax.default_backend() == "cpu"
     return is_near and not needs_previous and is_split(plan) and experiment.devices == 1
-
-
-def scatters_early(plan: Plan) -> tuple[bool, str]:
-    """Return True if gradients are summed in shared memory as they come, and why."""
-    if not shares_params(plan):
-        return False, ""
-    word, obstacle = plan.experiment.exchange.overlap, overlap_obstacle(plan)
-    saved = size_bytes(plan.param_shapes) * (plan.workers.size - 1) // plan.workers.size
-    if word == "auto" and not obstacle and saved < SAVED_BYTES:
-        obstacle = f"{saved / 1e6:.3g} MB of gradients less are less than a bucket of {SAVED_BYTES / 1e6:.3g}"
-    return overlap.chosen_in_memory(word, obstacle)
 
 
 def overlap_obstacle(plan: Plan) -> str:

@@ -181,7 +181,8 @@ def test_outputs_that_the_trainer_has_names_for_are_not_lost(trained):
 
 def test_a_flipped_bit_of_a_file_of_inputs_is_noticed(tmp_path):
     file, experiment = tmp_path / "in.npz", lines(tmp_path)
-    np.savez(file, **line(5))
+    arrays: Any = line(5)
+    np.savez(file, **arrays)
     raw = file.read_bytes()
     want = {name: values.tobytes() for name, values in finished.with_inputs(experiment, file).data.validation.items()}
     for place in np.random.default_rng(0).choice(8 * len(raw), 2000, replace=False).tolist():

@@ -6,6 +6,7 @@ import re
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,6 +39,7 @@ SYSTEM = {"JAXMPI_ALLOCATOR": "system", "JAX_PLATFORMS": "cpu"}
 WIDE = """
 import ctypes, dataclasses, json, re
 from pathlib import Path
+from typing import Any
 import jax, jax.numpy as jnp, numpy as np, optax
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.comm.axis import AxisComm
@@ -287,7 +289,7 @@ def test_what_does_not_fit_is_refused_with_the_way_out(free_mb, fields, expected
     assert ("-batch" in said) != bool(fields)
 
 
-def rule_of(word: str, optim: Optim) -> base.Rule:
+def rule_of(word: Any, optim: Optim) -> base.Rule:
     """The rule of digits on four workers with sharded updates on or off."""
     asked = dataclasses.replace(DIGITS, optim=optim, exchange=ExchangeConfig("asa32", shard_update=word))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Optax counts on it
@@ -438,7 +440,8 @@ def test_auto_shards_updates_where_it_can_and_saves_and_says_why_not(size, chang
 
 def test_auto_leaves_updates_whole_if_shards_could_not_be_exchanged_during_the_backward_pass(monkeypatch):
     monkeypatch.setattr(build, "SAVED_BYTES", 100_000)
-    monkeypatch.setattr(build, "choose_overlap", lambda *args: (True, "overlap on: ranks are on 2 hosts"))
+    form = step_form.StepForm(is_split=False, overlaps=True, is_early=False, why="")
+    monkeypatch.setattr(build, "choose_form", lambda plan: form)
     plan = settled(4, exchange=ExchangeConfig("hier-asa"), batch_statistics="synchronised")
     assert plan.experiment.exchange.shard_update == "off"
     assert plan.notes[-1].endswith(UnfitForOverlap.SLICES)
@@ -458,9 +461,9 @@ def test_gradients_are_summed_as_they_come_where_params_are_shared_and_it_saves(
     exchange = ExchangeConfig("shm", shard_update="on", overlap=word)
     plan = make_plan(dataclasses.replace(DIGITS, effective_batch=32, exchange=exchange, **change), workers(4))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        is_early, why = step_form.scatters_early(plan)
-        assert why.startswith(f"overlap {expected}"), why
-        assert is_early == expected.startswith("on")
+        form = step_form.choose_form(plan)
+        assert form.why.startswith(f"overlap {expected}")
+        assert form.is_early == expected.startswith("on")
         if expected.startswith("off") and word == "auto":
             with pytest.raises(UsageError, match=r"exchange\.overlap"):
-                step_form.scatters_early(plan.with_exchange(overlap="on"))
+                step_form.choose_form(plan.with_exchange(overlap="on"))
