@@ -130,18 +130,17 @@ def digits_run(tmp_path_factory):
 
 
 @pytest.mark.e2e
-def test_the_command_line_by_one_and_by_three_workers(digits_run, tmp_path):
+def test_the_command_line_by_one_and_by_three_workers(digits_run, tmp_path, capsys):
     run_dir, figures = digits_run
-    done = run([*mpirun_line(3), "jaxmpi", "evaluate", str(run_dir)], timeout_s=100)
-    assert done.code == 0, done.out
-    got = json.loads(done.out.splitlines()[-1])
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
+        cli.run(["evaluate", str(run_dir)])
+        got = json.loads(capsys.readouterr().out.splitlines()[-1])
+        cli.run(["predict", str(run_dir), str(tmp_path / "one.npz")])
     assert got["step"] == 6
     for name in ("eval_count", "eval_top1", "eval_top5", "eval_loss"):
         assert got[name] == pytest.approx(figures[name], rel=2e-6)  # the record has six digits
     done = run([*mpirun_line(3), "jaxmpi", "predict", str(run_dir), str(tmp_path / "three.npz")], timeout_s=100)
     assert "outputs float32[360, 10], by the model of step 6" in done.out
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
-        cli.run(["predict", str(run_dir), str(tmp_path / "one.npz")])
     outputs = [np.load(tmp_path / f"{name}.npz")["outputs"] for name in ("one", "three")]
     np.testing.assert_allclose(*outputs, atol=1e-5)
 

@@ -101,20 +101,6 @@ def test_resume_in_the_middle_of_an_epoch_is_bit_exact(tmp_path, packed, group):
     assert result(tmp_path / "parts", 60) == result(tmp_path / "whole", 60)
 
 
-@pytest.mark.slow
-def test_where_the_order_depends_on_the_group_another_size_is_refused(tmp_path, packed):
-    args = (*packed, *PARTITION, "--data.shuffle-period", "2", "--checkpoint-every", "30st")
-    for folder, until, more in (("whole", "60st", ()), ("parts", "30st", ()), ("parts", "60st", ("--resume",))):
-        ended = run(tmp_path / folder, until, *args, *more)
-        assert ended.code == 0, ended.out
-    assert result(tmp_path / "parts", 60) == result(tmp_path / "whole", 60)
-    ended = run(tmp_path / "parts", "70st", *args, "--resume", "--data.group-size", "auto")  # one worker would fit
-    assert "groups of 2 workers" in ended.out, ended.out
-    ended = run(tmp_path / "parts", "90st", *args, "--resume", "--data.group-size", "1")
-    assert ended.code != 0
-    assert re.search(r"order: got\s*, expected shuffled over 2 workers every 2 epochs", ended.out), ended.out
-
-
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("ranks", "on_error"),

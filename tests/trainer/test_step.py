@@ -16,7 +16,7 @@ from jaxmpi.comm.axis import AxisComm
 from jaxmpi.config.data import Data
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.train_state import TrainState, create
+from jaxmpi.core.train_state import create
 from jaxmpi.data import ArraySource, Augment, Loader, Sampler
 from jaxmpi.model.contract import Model
 from jaxmpi.rules import base, registry
@@ -248,13 +248,6 @@ def test_normalise_per_channel():
     np.testing.assert_allclose(inputs.normalise(jnp.asarray(image), data), [[[[1.0, -0.25, 0.1]]]], rtol=4 * U)
 
 
-def test_prepared_images_are_not_normalised():
-    image = jnp.ones((1, 2, 2, 3))
-    assert inputs.normalise(image, Data()) is image
-    with pytest.raises(UsageError, match="for images of uint8; got float32, which are taken as ready"):
-        inputs.normalise(image, Data(mean=(0.5,)))
-
-
 def test_images_that_the_loader_took_a_mean_image_from_are_ready_and_others_are_refused():
     data, image = Data(channels=1, std=(0.376,), mean_image="mean.npy"), np.full((1, 2, 2, 1), 51, np.uint8)
     subtracted = Augment(data, False, 0, np.full((2, 2, 1), 25.5, np.float32))(image[0], 0, 0, "photo0.jpg")
@@ -306,16 +299,6 @@ def test_a_sequences_loss_and_hits_are_means_over_its_tokens():
     np.testing.assert_allclose(grads["logits"], expected, atol=64 * U)
 
 
-def test_tokens_are_whole_numbers_of_the_models_length():
-    batch = {"image": np.zeros((1, 4), np.float32), "label": np.zeros((1, 4), np.int32), "weight": np.ones(1)}
-    with pytest.raises(UsageError, match="test: got examples of float32; expected tokens, whole numbers"):
-        step.eval_step(of_tokens(), {"logits": np.eye(6, dtype=np.float32)}, {}, batch)
-    with pytest.raises(
-        UsageError, match=r"test: got examples of shape \(3,\); expected \(4,\): change the data's window"
-    ):
-        step.eval_step(of_tokens(), {}, {}, batch | {"image": np.zeros((1, 3), np.int32)})
-
-
 # ---------------------------------------------------------------- workers on devices
 
 
@@ -327,16 +310,6 @@ def test_over_devices_gives_each_device_its_row():
 
     got = step.over_devices(shift, mesh)(np.arange(4.0, dtype=np.float32), np.full(4, 10, np.float32))
     assert jax.tree.map(lambda x: x.tolist(), got) == {"sum": [6] * 4, "own": [10, 11, 12, 13]}
-
-
-def test_stack_and_state():
-    states = [create({"w": np.ones(2)}, {}, {}, seed=3, worker=worker) for worker in range(3)]
-    stacked = topology.stack(states)
-    assert isinstance(stacked, TrainState)
-    assert stacked.params["w"].shape == (3, 2)
-    assert len({row.tobytes() for row in stacked.key}) == 3  # dropout differs between workers
-    assert (create({}, {}, {}, seed=3, worker=1).key == stacked.key[1]).all()
-    assert (create({}, {}, {}, seed=4, worker=1).key != stacked.key[1]).any()
 
 
 # ---------------------------------------------------------------- memory

@@ -612,15 +612,6 @@ def test_skipped_examples_stay_counted_when_a_run_goes_on(tmp_path):
     assert [row["skipped"] for row in record(tmp_path / "run", "train")] == [1, 2, 3, 4]  # one an epoch, of one step
 
 
-@pytest.mark.e2e
-@pytest.mark.slow  # a job for what must not happen
-def test_strategy_none_saves_nothing(tmp_path):
-    ended = train(2, DIGITS, "--exchange.strategy", "none", "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
-    assert ended.code == 0, ended.out
-    assert "nothing is saved" in ended.out
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
 STATEFUL = """
 from dataclasses import dataclass
 from flax import nnx
@@ -668,18 +659,6 @@ def test_batch_statistics_and_counters_are_evaluated_saved_and_resumed(ranks, ar
     assert "resumed at step 20" in ended.out
     assert checkpoint_bytes(tmp_path / "run", 30) == checkpoint_bytes(tmp_path / "whole", 30)
     assert record(tmp_path / "run", "eval")[-1]["eval_top1"] > 0.5  # a linear model after 30 steps; chance is 0.1
-
-
-@pytest.mark.e2e
-def test_runs_that_start_at_once_have_directories_of_their_own(tmp_path):
-    (tmp_path / "net.py").write_text(TINY_EXPERIMENT)
-    line = [sys.executable, "-m", "jaxmpi.train", str(tmp_path / "net.py"), "--train-for", "2st"]
-    env = {**os.environ, "PYTHONPATH": PATH}
-    jobs = [subprocess.Popen(line, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL) for _ in range(2)]
-    assert [job.wait(timeout=120) for job in jobs] == [0, 0]
-    runs = sorted((tmp_path / "runs").iterdir())
-    assert len(runs) == 2
-    assert all(len(record(run, "run")) == 1 for run in runs)
 
 
 RESUMED = {  # ranks, options
