@@ -43,9 +43,9 @@ class ShrinkCoordinator:
 
     control: MpiProcesses
     comm: Comm
-    began: int  # how many ranks there were
+    initial_size: int  # how many ranks there were
     recorder: Recorder | None  # None on ranks that keep no record
-    held: CommittedState | None = None
+    committed: CommittedState | None = None
     is_unsaved: bool = False  # True if a checkpoint was dropped after a loss, and none has been begun since
     gone: list[int] = field(default_factory=list)  # that the record does not know of yet, by the launcher's numbers
 
@@ -56,12 +56,12 @@ class ShrinkCoordinator:
         """
         jax.block_until_ready(state)
         self.vote()
-        self.held = CommittedState(step=step, state=state, sums=sums.copy(), is_settled=is_settled)
+        self.committed = CommittedState(step=step, state=state, sums=sums.copy(), is_settled=is_settled)
 
     def settle(self, sums: np.ndarray) -> None:
         """All that was due after the step is done here."""
-        assert self.held is not None
-        self.held = self.held._replace(sums=sums.copy(), is_settled=True)
+        assert self.committed is not None
+        self.committed = self.committed._replace(sums=sums.copy(), is_settled=True)
 
     def vote(self) -> None:
         """Go on together; raises `Lost` if a rank is gone."""
@@ -79,8 +79,8 @@ class ShrinkCoordinator:
         self.is_unsaved = saver.abandon() or self.is_unsaved
         jax.effects_barrier()  # programs run to their end, and their results are dropped
         self.gone += self.control.shrink(str(error))
-        if self.held is None:
-            raise AgreedError(f"{self.told()} before the first step: there is no state to go on from")
+        if self.committed is None:
+            raise AgreedError(f"{self.describe_gone()} before the first step: there is no state to go on from")
 
     def renew(self, workers: Workers) -> None:
         """Go on with these workers."""
@@ -88,7 +88,7 @@ class ShrinkCoordinator:
             self.comm.close()
         self.comm = workers.comm
 
-    def told(self) -> str:
+    def describe_gone(self) -> str:
         """The ranks that are gone, for messages."""
         return f"rank {', '.join(map(str, self.gone))} of the launcher's is gone"
 

@@ -164,8 +164,8 @@ class LockStep:
         """Wait until the last checkpoint is on disk."""
         self._wait_for_saver()
         shrinking = self.run.shrinking
-        if shrinking and shrinking.control.size < shrinking.began:
-            self.run.recorder.say(f"finished with {shrinking.control.size} of {shrinking.began} workers")
+        if shrinking and shrinking.control.size < shrinking.initial_size:
+            self.run.recorder.say(f"finished with {shrinking.control.size} of {shrinking.initial_size} workers")
         return self.result
 
     def _wait_for_saver(self) -> None:
@@ -271,8 +271,8 @@ def continue_after_shrink(run: Run, ends: contextlib.ExitStack) -> tuple[LockSte
     """The run of the remaining ranks, from the state that they hold, or from a checkpoint if updates are sharded."""
     shrinking = run.shrinking
     assert shrinking is not None
-    assert shrinking.held is not None
-    step, state, sums, is_settled = shrinking.held
+    assert shrinking.committed is not None
+    step, state, sums, is_settled = shrinking.committed
     failures.set_phase(f"going on without others after step {step}", failures.LONG)
     control = shrinking.control
     rows = control.allgather_object([is_settled, shrinking.is_unsaved])
@@ -289,7 +289,7 @@ def continue_after_shrink(run: Run, ends: contextlib.ExitStack) -> tuple[LockSte
     needed = memory_of_fewer(run, plan, functions)
     back = ""
     if run.functions.rule.sharding:  # of the old run: one worker alone shards nothing
-        states, step = restore_newest(run, plan, functions, shrinking.told())
+        states, step = restore_newest(run, plan, functions, shrinking.describe_gone())
         sums, is_late, is_unsaved = np.zeros_like(sums), False, False
         back = f", with its shard of the optimizer's state: back to step {step}"
     else:
@@ -311,7 +311,9 @@ def continue_after_shrink(run: Run, ends: contextlib.ExitStack) -> tuple[LockSte
         is_measured=True,  # before there was a state
     )
     recorder.write("lost", after=step, ranks=shrinking.gone, workers=workers.size)
-    recorder.say(f"{shrinking.told()}{back}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}")
+    recorder.say(
+        f"{shrinking.describe_gone()}{back}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}"
+    )
     recorder.say(memory.describe_worker(needed, workers.size))
     shrinking.gone, shrinking.is_unsaved = [], is_unsaved
     overdue = plan.timetable.between(step - 1, step) if is_late else DueEvents()

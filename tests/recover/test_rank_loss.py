@@ -79,7 +79,7 @@ STATE = TrainState(np.int32(7), (), (), (), np.zeros(2, np.uint32))
 def survivor(monkeypatch) -> Any:
     """The run of the only rank that is left after step 7, at whose loss a checkpoint was dropped."""
     shrinking: Any = ShrinkCoordinator(SoloProcesses(), None, 2, None, is_unsaved=True)  # pyright: ignore[reportArgumentType]
-    shrinking.held = CommittedState(7, STATE, np.zeros(7), is_settled=True)
+    shrinking.committed = CommittedState(7, STATE, np.zeros(7), is_settled=True)
     workers = SimpleNamespace(processes=SoloProcesses(), size=1, mine=(0,), comm=None, mesh=None)
     plan = PlanOfOne(
         workers=workers,

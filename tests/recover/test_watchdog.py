@@ -117,8 +117,8 @@ def test_rank_1_judges_where_rank_0_is_silent_and_leaves_it_to_it_where_it_is_no
 
 def test_where_there_are_hosts_the_second_judge_is_on_another_than_the_first():
     """A host that hangs takes ranks 0 and 1 with it, as ranks are mostly placed."""
-    assert watchdog.judges_of(["a", "a", "b", "b"]) == (0, 2)
-    assert watchdog.judges_of(["a", "a"]) == (0, 1)
+    assert watchdog.choose_judges(["a", "a", "b", "b"]) == (0, 2)
+    assert watchdog.choose_judges(["a", "a"]) == (0, 1)
     watch, letters, out = dog(rank=2)
     watch.judges = (0, 2)
     live(watch, letters, range(1, 3), lambda now: [beat(r, 5) for r in (0, 1, 3)])
