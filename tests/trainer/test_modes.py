@@ -54,7 +54,7 @@ DEFAULT = {
     "split": Mode("--exchange.overlap off"),
     "xla": Mode("--comm xla"),
     "devices": Mode("--devices 2", ranks=1),
-    "beside": Mode("--exchange.overlap on --exchange.strategy asa32", times_exchanges="measured"),
+    "overlap": Mode("--exchange.overlap on --exchange.strategy asa32", times_exchanges="measured"),
     "in_memory": Mode("--exchange.overlap off --data.memory partition --data.loader threads"),
     "diloco": Mode("--rule.name diloco --rule.local-steps 3 --comm xla"),
     "easgd": Mode(EASGD, times_exchanges="measured", steps_together=False),
@@ -76,7 +76,7 @@ SLOW = {
     "xla_devices": Mode("--comm xla --devices 2"),
     "xla_in_memory": Mode("--comm xla --data.memory partition --data.loader threads"),
     "devices_in_memory": Mode("--devices 2 --data.memory partition --data.loader threads", ranks=1),
-    "beside_in_memory": Mode(
+    "overlap_in_memory": Mode(
         "--exchange.overlap on --exchange.strategy asa32 --data.memory partition --data.loader threads",
         times_exchanges="measured",
     ),
@@ -85,7 +85,7 @@ SLOW = {
     "shared_params_roll_back": Mode(
         f"{SHARED} --from-start --on-nonfinite rollback --inject nan:rank=1,step=6", times_exchanges="measured"
     ),
-    "slices_beside": Mode(
+    "sharded_overlap": Mode(
         "--exchange.overlap on --exchange.strategy ring32 --exchange.shard-update on --optim.ema 0.9",
         times_exchanges="measured",
     ),
@@ -103,7 +103,7 @@ SLOW = {
 WITH_TESTS = (
     "split",
     "devices",
-    "beside",
+    "overlap",
     "xla",
     "in_memory",
     "easgd",
