@@ -167,8 +167,8 @@ def jaxmpi_loader(source: str, folder: Path, kind: str, loaders: int = 1, prefet
     from jaxmpi.data import ArraySource, Loader, Sampler, open_source
     from jaxmpi.data.memory_source import MemorySource
 
-    crop: dict[str, Any] = {"crop": PX, "crop_area": AREA, "mirror": True}
-    data = Data(dir=str(folder), name="photographs", loader=kind, loaders=loaders, prefetch=prefetch, **crop)
+    options: dict[str, Any] = {"loader": kind, "loaders": loaders, "crop": PX, "crop_area": AREA, "mirror": True}
+    data = Data(dir=str(folder), name="photographs", prefetch=prefetch, **options)
     place = folder / FOLDERS.get(source, "")
     if source == "array":
         files = open_source(Data("batchfiles", str(place)), "train")
