@@ -18,7 +18,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import harness
 import numpy as np
@@ -26,12 +26,11 @@ import optax
 from cluster import bits_per_s
 
 from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.rules.asynchronous.center import CenterClient, CenterLayout, CenterServer, GlobalProgress
+from jaxmpi.rules.asynchronous.gossip import GossipThread
+from jaxmpi.rules.asynchronous.rules import RandomGossip, easgd
+from jaxmpi.rules.asynchronous.transport import Backoff, Responder
 from jaxmpi.rules.base import Exchange
-from jaxmpi.rules.easgd import easgd
-from jaxmpi.rules.gosgd import RandomGossip
-from jaxmpi.rules.gossip_transport import GossipThread
-from jaxmpi.rules.parameter_server import PUSH, GlobalProgress, Server, ServerExchange, ServerLayout
-from jaxmpi.rules.parameter_server_transport import Backoff, ServerChannel, ServerEndpoint, run_exchange
 
 STEP_S = 0.02  # seconds of computing a step, in `slow`
 SLOW = 5  # times as long, for the slow worker
@@ -67,7 +66,7 @@ class Rank:
         control = harness.control()
         self.control, self.number = control, control.rank
         self.workers = control.size - servers
-        self.layout = ServerLayout(floats, max(servers, 1), "32")
+        self.layout = CenterLayout(floats, max(servers, 1), "32")
         alone = Exchange(lambda tree: tree, lambda tree: tree)
         rule = easgd(optax.sgd(0.1), alone, RuleConfig("easgd")).asynchronous
         assert rule is not None
@@ -76,21 +75,16 @@ class Rank:
         self.tokens = control.clone()
         shard = self.number - first
         if 0 <= shard < max(servers, 1):
-            begin, end = self.layout.bounds(shard)
+            begin, end = self.layout.shard(shard)
             progress = GlobalProgress(self.workers, 1e18, 0) if shard == 0 else None
-            server = Server(
-                layout=self.layout,
-                number=shard,
-                center=np.zeros(end - begin, np.float32),
-                serve=rule.serve,
-                progress=progress,
-            )
-            counter = ServerEndpoint(mpi, server, range(self.workers), self.layout.message_bytes())
-            self._thread = threading.Thread(target=self._serve, args=(counter, Backoff()), daemon=True)
+            center = np.zeros(end - begin, np.float32)
+            server = CenterServer(self.layout, shard, center, rule.apply, self.workers, progress)
+            responder = Responder(mpi, server, range(self.workers))
+            self._thread = threading.Thread(target=self._serve, args=(responder, Backoff()), daemon=True)
             self._thread.start()
         else:
             self._thread = None
-        self.lines = [ServerChannel(mpi, first + s) for s in range(max(servers, 1))] if self.is_worker else []
+        self.client = CenterClient(mpi, self.layout, range(first, first + max(servers, 1)))
         self.w = np.ones(floats, np.float32)
         control.barrier()
 
@@ -99,10 +93,10 @@ class Rank:
         """Return True if this rank trains."""
         return self.number < self.workers
 
-    def _serve(self, counter: Any, pauses: Any) -> None:
+    def _serve(self, responder: Responder, backoff: Backoff) -> None:
         begin = time.thread_time()
         while not self._is_over.is_set():
-            pauses.after(counter.poll())
+            backoff.after(responder.poll())
             self.cpu_s = time.thread_time() - begin
 
     def gossip(self) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -112,8 +106,8 @@ class Rank:
 
         def exchange() -> None:
             while thread.arrived:
-                parcel = thread.arrived.popleft()
-                self.w = rule.merge(self.w, wire.decode(parcel.body), parcel.share)
+                arrived = thread.arrived.popleft()
+                self.w = rule.merge(self.w, wire.decode(arrived.body), arrived.share)
             if push := rule.draw(thread.closed_peers()):
                 thread.push(push.to, push.share, wire.encode(self.w))
 
@@ -122,9 +116,8 @@ class Rank:
     def exchange(self) -> float:
         """Exchange once with the center; return seconds."""
         begin = time.perf_counter()
-        talk = ServerExchange(self.layout, PUSH, self.w, None)
-        run_exchange(talk, self.lines)
-        self.w, _ = self.rule.meet(self.w, self.w, talk.sent, talk.seen)
+        made = self.client.exchange(self.w)
+        self.w, _ = self.rule.pull(self.w, self.w, made.pushed, made.seen)
         return time.perf_counter() - begin
 
     def in_turn(self, rounds: int, compute: Callable[[], None]) -> float:

@@ -36,7 +36,7 @@ class Evaluation(NamedTuple):
     stop: str = ""  # why a callback ends the run
 
 
-class Subject(NamedTuple):
+class EvalState(NamedTuple):
     """A model that is evaluated, on this process's devices."""
 
     params: PyTree
@@ -44,20 +44,22 @@ class Subject(NamedTuple):
 
 
 def evaluate(run: Run, state: TrainState, step: int) -> Evaluation:
-    """Evaluate on every validation example once, over all workers; see `subject_of`."""
-    subject = subject_of(run, state)
+    """Evaluate on every validation example once, over all workers; see `eval_state`."""
+    subject = eval_state(run, state)
     with progress.phase("evaluating"):
-        means = figures_of(judged(run, subject, step), run.workers)
-    return concluded(run, subject, step, means)
+        means = gather_figures(batch_metrics(run, subject, step), run.workers)
+    return conclude(run, subject, step, means)
 
 
-def subject_of(run: Run, state: TrainState) -> Subject:
+def eval_state(run: Run, state: TrainState) -> EvalState:
     """Params as the rule evaluates them, and model state as `batch_statistics` says."""
     functions = run.functions
-    return Subject(functions.eval_params(state.params, state.rule_state), functions.mean_state(state.model_state))
+    return EvalState(functions.eval_params(state.params, state.rule_state), functions.mean_state(state.model_state))
 
 
-def judged(run: Run, subject: Subject, step: int, begin: int = 0, end: int | None = None) -> Iterator[EvalMetrics]:
+def batch_metrics(
+    run: Run, subject: EvalState, step: int, begin: int = 0, end: int | None = None
+) -> Iterator[EvalMetrics]:
     """Metrics of this process's validation batches [begin, end)."""
     with contextlib.closing(run.plan.validation.batches(begin, end)) as batches:
         for batch in batches:
@@ -66,7 +68,7 @@ def judged(run: Run, subject: Subject, step: int, begin: int = 0, end: int | Non
             yield run.functions.eval_step(*subject, batch)
 
 
-def concluded(run: Run, subject: Subject, step: int, means: dict[str, Any]) -> Evaluation:
+def conclude(run: Run, subject: EvalState, step: int, means: dict[str, Any]) -> Evaluation:
     """Record the figures, and call the user's callbacks."""
     place = {"epoch": run.plan.epoch(step), "examples": run.plan.examples(step)}
     run.recorder.evaluation(step=step, tokens_per_byte=run.plan.validation.tokens_per_byte, **place, **means)
@@ -76,7 +78,7 @@ def concluded(run: Run, subject: Subject, step: int, means: dict[str, Any]) -> E
 # ---------------------------------------------------------------- callbacks
 
 
-def call_callbacks(run: Run, step: int, figures: dict[str, float], subject: Subject) -> str:
+def call_callbacks(run: Run, step: int, figures: dict[str, float], subject: EvalState) -> str:
     """Call the user's callbacks; return the first reason to end, or empty.
 
     All ranks call it; any rank's callback may end the run.
@@ -132,13 +134,13 @@ def own_batches(run: Run) -> Iterator[Batch]:
 # ---------------------------------------------------------------- sums and counts
 
 
-def figures_of(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, Any]:
+def gather_figures(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, Any]:
     """Figures over all workers' batches, `eval_count` first; all ranks call it."""
-    sums = sums_of(metrics, workers)
-    return means_of(like(sums, workers.processes.allreduce_sum(flat(sums))))
+    sums = sum_metrics(metrics, workers)
+    return to_means(like(sums, workers.processes.allreduce_sum(flat(sums))))
 
 
-def sums_of(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, np.ndarray]:
+def sum_metrics(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, np.ndarray]:
     """Sums and counts of each figure, f64[2, ...], over this process's batches."""
     sums: dict[str, np.ndarray] = {}
     for batch in metrics:
@@ -148,7 +150,7 @@ def sums_of(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, np.nd
     return sums
 
 
-def means_of(totals: dict[str, np.ndarray]) -> dict[str, Any]:
+def to_means(totals: dict[str, np.ndarray]) -> dict[str, Any]:
     """Figures of sums over all workers, `eval_count` of examples first."""
     count = totals.pop("count", np.zeros(2))[0]
     means: dict[str, Any] = {"eval_count": int(count)}

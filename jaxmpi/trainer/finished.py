@@ -46,7 +46,7 @@ from jaxmpi.data.feed import DeviceFeed, open_feed
 from jaxmpi.runtime import failures, provenance
 from jaxmpi.tasks.registry import make_task
 from jaxmpi.trainer import step as steps
-from jaxmpi.trainer.evaluate import figures_of
+from jaxmpi.trainer.evaluate import gather_figures
 from jaxmpi.trainer.options import config_file
 from jaxmpi.trainer.plan import init_model
 
@@ -72,7 +72,7 @@ class Finished:
         evaluate_batch = self.workers.comm.jit(partial(steps.eval_step, self.forward))
         with self.feed.pool:
             metrics = map(partial(evaluate_batch, self.params, self.model_state), self.feed.batches())
-            return figures_of(metrics, self.workers)
+            return gather_figures(metrics, self.workers)
 
     def predict(self, batch: Batch) -> Any:
         """Return the task's outputs for one batch of this process's own, a dict of arrays [batch, ...].

@@ -30,11 +30,11 @@ from jaxmpi.core.pytrees import PyTree, named_leaves, tree_digest, zeros_for
 from jaxmpi.core.train_state import TrainState, create
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.optim import optimizers
+from jaxmpi.rules.asynchronous.start import AsyncStart, load_start
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime import failures
 from jaxmpi.runtime.allocator import give_back_freed_memory
 from jaxmpi.trainer import callbacks
-from jaxmpi.trainer.async_start import AsyncStart, load_start
 from jaxmpi.trainer.plan import Plan
 from jaxmpi.trainer.run import Run
 
