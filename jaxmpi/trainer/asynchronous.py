@@ -51,12 +51,12 @@ from jaxmpi.trainer.evaluate import (
     batch_metrics,
     conclude,
     eval_state,
-    flat,
-    like,
+    flatten_sums,
     rate_factor,
     score,
     sum_metrics,
     to_means,
+    unflatten_sums,
 )
 from jaxmpi.trainer.loop import Position, RunProgress, run_steps
 from jaxmpi.trainer.progress import SUMS, Done
@@ -332,7 +332,7 @@ class SharedEvaluation:
             return
         if self.parts[worker.number] != (0, 0):
             sums = self._evaluate(on_device(self._fetch_subject()), order.step, worker.number)
-            worker.client.post(np.append(float(order.number), flat(sums)).view(np.uint8))
+            worker.client.post(np.append(float(order.number), flatten_sums(sums)).view(np.uint8))
         worker.evaluated = order.number
 
     def conclude_if_complete(self, workers: AllWorkers) -> Evaluation | None:
@@ -342,9 +342,11 @@ class SharedEvaluation:
             return None
         subject, totals, self.subject = self.subject, self._sums, None
         for other in range(1, self.worker.workers if totals else 1):
-            values = self.worker.client.fetch(other, 8 * (1 + flat(totals).size)).view(np.float64)
+            values = self.worker.client.fetch(other, 8 * (1 + flatten_sums(totals).size)).view(np.float64)
             is_posted = values[0] == number
-            sums = like(self._sums, values[1:]) if is_posted else self._evaluate(subject, self.order.step, other)
+            sums = (
+                unflatten_sums(self._sums, values[1:]) if is_posted else self._evaluate(subject, self.order.step, other)
+            )
             totals = {name: total + sums.get(name, 0) for name, total in totals.items()}
         return conclude(self.run, subject, self.order.step, to_means(totals))
 

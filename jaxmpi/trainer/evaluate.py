@@ -137,7 +137,7 @@ def own_batches(run: Run) -> Iterator[Batch]:
 def gather_figures(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, Any]:
     """Figures over all workers' batches, `eval_count` first; all ranks call it."""
     sums = sum_metrics(metrics, workers)
-    return to_means(like(sums, workers.processes.allreduce_sum(flat(sums))))
+    return to_means(unflatten_sums(sums, workers.processes.allreduce_sum(flatten_sums(sums))))
 
 
 def sum_metrics(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, np.ndarray]:
@@ -157,13 +157,13 @@ def to_means(totals: dict[str, np.ndarray]) -> dict[str, Any]:
     return means | ({f"eval_{name}": quotient(*total) for name, total in totals.items()} if count else {})
 
 
-def flat(sums: dict[str, np.ndarray]) -> np.ndarray:
+def flatten_sums(sums: dict[str, np.ndarray]) -> np.ndarray:
     """f64[all]: the sums one after another, those of the loss first."""
     return np.concatenate([sums[name].ravel() for name in loss_first(sums)] or [np.zeros(0)])
 
 
-def like(sums: dict[str, np.ndarray], values: np.ndarray) -> dict[str, np.ndarray]:
-    """The inverse of `flat`, given sums of the same names and shapes."""
+def unflatten_sums(sums: dict[str, np.ndarray], values: np.ndarray) -> dict[str, np.ndarray]:
+    """The inverse of `flatten_sums`, given sums of the same names and shapes."""
     names = loss_first(sums)
     parts = np.split(values, np.cumsum([sums[name].size for name in names])[:-1]) if names else []
     return {name: part.reshape(sums[name].shape) for name, part in zip(names, parts, strict=True)}
