@@ -26,7 +26,7 @@ from jaxmpi.checkpoint import run_directory, run_folder
 from jaxmpi.checkpoint.manager import warn
 from jaxmpi.checkpoint.restore import Saved
 from jaxmpi.comm.control import MpiProcesses
-from jaxmpi.comm.job import processes
+from jaxmpi.comm.job import Processes, processes
 from jaxmpi.comm.topology import Workers, gather_asynchronous, gather_fault_tolerant, gather_workers, transport
 from jaxmpi.config import experiment_file
 from jaxmpi.config.durations import step_range
@@ -203,7 +203,7 @@ def gather_all(experiment: Experiment) -> Workers:
     return gather_workers(experiment.devices, experiment.comm)
 
 
-def read_stored(experiment: Experiment, name: str, control: Any) -> run_directory.StoredSettings | None:
+def read_stored(experiment: Experiment, name: str, control: Processes) -> run_directory.StoredSettings | None:
     """What all ranks must know of the run that is resumed, as rank 0 reads it."""
     row = None
     if control.rank == 0:
