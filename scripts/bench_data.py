@@ -290,7 +290,7 @@ def normalise_ms(folder: str, cores: list[int], seconds: float) -> float:
     import jax
 
     from jaxmpi.config.data import Data
-    from jaxmpi.tasks.inputs import normalise
+    from jaxmpi.tasks.supervised import normalise
 
     os.sched_setaffinity(0, {cores[0]})
     data = Data(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
