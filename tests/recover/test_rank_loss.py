@@ -72,6 +72,7 @@ class PlanOfOne:
     requested: str = ""
 
 
+SAVE = lock_step.LockStep.save  # tests put another class in its place
 STATE = TrainState(np.int32(7), (), (), (), np.zeros(2, np.uint32))
 
 
@@ -127,10 +128,10 @@ def test_a_dropped_checkpoint_is_due_until_one_is_saved(survivor, monkeypatch):
 
         monkeypatch.setattr(lock_step, "save", lost)
         with pytest.raises(Lost):
-            lock_step.LockStep.save(coordinator, 7, STATE, is_last=False)
+            SAVE(coordinator, 7, STATE, is_last=False)
         assert lock_step.continue_after_shrink(survivor, ends)[1].overdue.save
         monkeypatch.setattr(lock_step, "save", lambda *args, **options: None)
-        lock_step.LockStep.save(coordinator, 7, STATE, is_last=False)
+        SAVE(coordinator, 7, STATE, is_last=False)
         assert not lock_step.continue_after_shrink(survivor, ends)[1].overdue.save
 
 
