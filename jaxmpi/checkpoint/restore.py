@@ -23,14 +23,14 @@ from jaxmpi.comm.agreement import on_all_ranks
 from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
-from jaxmpi.core.slices import MASTERS, OF_TX, whole_of_slices
+from jaxmpi.core.sharding import MASTERS, OF_TX, read_whole
 from jaxmpi.core.train_state import TrainState
 
 T = TypeVar("T")
 
 
 class Slicing(NamedTuple):
-    """A rule's state on workers: whole, or sliced leaf by leaf (`core.slices`)."""
+    """A rule's state on workers: whole, or sliced leaf by leaf (`core.sharding`)."""
 
     whole: dict[str, Any]  # its leaves or their shapes, by name
     chunks: tuple[int, ...] = ()  # by worker: the number of its slice; none: it is whole
@@ -366,7 +366,7 @@ class WholeLeaves:
         first = self.rows[having[0]].get(name)
         if len(having) < len(self.files) or (first and tuple(first["shape"]) == tuple(like.shape)):
             return self._read_one(having[0], name, like)
-        return whole_of_slices(like, len(self.files), lambda slot, s: self._read_one(self.files[slot], name, s))
+        return read_whole(like, len(self.files), lambda slot, s: self._read_one(self.files[slot], name, s))
 
     def _read_one(self, file: str, name: str, like: Any) -> np.ndarray:
         with open_regular(self.path / file) as opened:

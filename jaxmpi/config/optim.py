@@ -30,6 +30,8 @@ class Optim:
     ema: float = 0.0  # decay of a moving average of params, which is then evaluated and exported; 0 = none
     decay_mask: InPython[Callable[[Any], Any] | None] = None  # params -> tree of bool: tensors that decay
     transform: InPython[Any] = None  # an Optax optimizer, or (schedule) -> one; `name` is then of your own
+    # for sharded updates with a `transform`: element if it treats every entry alone, tensor if every tensor
+    shard_by: InPython[str] = ""
 
     def __post_init__(self) -> None:
         use_python_numbers(self)
@@ -53,6 +55,11 @@ class Optim:
             b2="[0, 1)",
             eps="> 0",
         )
+        if self.shard_by not in ("", "element", "tensor") or (self.shard_by and self.transform is None):
+            raise UsageError(
+                f"optim.shard_by: got {self.shard_by!r}; expected element or tensor, beside optim.transform: "
+                "optimizers by name know theirs"
+            )
         if self.decay_mask is not None and not self.decay_bias:
             raise UsageError("got optim.decay_mask and optim.decay_bias False; give one of them")
 

@@ -19,8 +19,7 @@ from jaxmpi.allreduce.api import Choice, Op, exchange, exchange_gradients
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread_programs import exchange_handlers
 from jaxmpi.allreduce.local_devices import over_local_devices
-from jaxmpi.allreduce.sharded_local_devices import ShardsOfDevices
-from jaxmpi.allreduce.shards import Shards, shards_of
+from jaxmpi.allreduce.zero import make_zero
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import RankComm
 from jaxmpi.comm.shared_compile import compiled_for, loaded_jit
@@ -40,8 +39,8 @@ from jaxmpi.trainer.step_form import (
     SAVED_BYTES,
     StepForm,
     choose_form,
-    deal_of,
     most_padding,
+    sharding_of,
     shards_obstacle,
     shares_params,
     with_sharding,
@@ -152,8 +151,8 @@ def split_step(
     gradients = order.of(gradients, flops.count)
     if form.is_early:
         assert isinstance(workers.comm, RankComm)
-        assert isinstance(exchanges.shards, Shards)
-        gradients = exchanges.shards.scattering(gradients, workers.comm.sum_name)
+        assert exchanges.zero
+        gradients = exchanges.zero.scatter_early(gradients, workers.comm.sum_name)
     # Synchronised batch statistics put a communicator into the gradients, so each rank compiles its own.
     jitted = jax.jit(gradients) if experiment.batch_statistics == "synchronised" else jit(gradients)
     step = partial(
@@ -216,23 +215,21 @@ def exchange_for(plan: Plan, order: Order, overlaps: bool) -> base.Exchange:
     if overlaps:
         exchange_handlers()  # all ranks make them together; programs that come from another rank find them
     if experiment.exchange.shard_update == "on" and workers.size > 1:
-        deal = deal_of(plan)
-        shards = shards_of(
+        zero = make_zero(
             strategy,
             "mean",
             workers.comm,
             bucket_bytes,
+            sharding_of(plan),
             clip_norm=experiment.optim.clip_norm,
             gives_square=measures_noise(plan),
-            deal=deal if workers.devices == 1 else None,
+            mesh=workers.mesh if workers.devices > 1 else None,
             gather_wire=experiment.exchange.gather_wire,
             host=workers.processes if shares_params(plan) else None,
             beside=order if overlaps else None,
             early=shares_params(plan) and choose_form(plan).is_early,
         )
-        if workers.devices > 1 and workers.mesh:
-            shards = ShardsOfDevices(of=shards, mesh=workers.mesh, deal=deal)
-        return base.Exchange(partial(exchange, **options), partial(exchange, **options, op="sum"), shards=shards)
+        return base.Exchange(partial(exchange, **options), partial(exchange, **options, op="sum"), zero=zero)
     if compression.is_compressor(strategy):
         refused = partial(exchange, **options)
         return base.Exchange(refused, refused, gradients=exchange_gradients(**options))
@@ -265,14 +262,14 @@ def build_rule(plan: Plan, exchanges: base.Exchange) -> Rule:
     """
     experiment, params = plan.experiment, plan.param_shapes
     optim = experiment.optim
-    if exchanges.shards and optim.decay_mask:
+    if exchanges.zero and optim.decay_mask:
         whole = trace_mask(optim.decay_mask, params)  # a mask goes by shapes, which shards do not have
         optim = dataclasses.replace(optim, decay_mask=lambda _: whole)
-    tx = optimizers.optimizer(optim, plan.lr, clips=not exchanges.shards)
+    tx = optimizers.optimizer(optim, plan.lr, clips=not exchanges.zero)
     optimizers.check_takes_gradients(experiment.optim, tx, params)
     is_averaged = optimizers.is_averaged(tx, params)
     scaling = [type(callback).__name__ for callback in experiment.callbacks if callback.scales_rate]
-    if is_averaged and exchanges.shards:
+    if is_averaged and exchanges.zero:
         raise UsageError(WHOLE_AVERAGES.format(optimizer=optim.name))
     if is_averaged and (optim.ema or scaling):
         refused = f"optim.ema {optim.ema}" if optim.ema else ", ".join(scaling)
@@ -336,9 +333,9 @@ def choose_sharding(plan: Plan) -> Plan:
             why = f"the exchange runs during the backward pass, and sharded it could not: {unfit}"
     if not why:
         whole, shard = (size_bytes(rule_state_shapes(rule_in_program(x), x.param_shapes)) for x in (off, on))
-        deal, most = deal_of(on), most_padding(whole / size_bytes(plan.param_shapes), plan.workers.size)
-        if deal and deal.padding > most:
-            percent = f"{deal.padding:.0%} of the params, above {most:.0%}".replace("%", " %")
+        padding, most = sharding_of(on).padding, most_padding(whole / size_bytes(plan.param_shapes), plan.workers.size)
+        if padding > most:
+            percent = f"{padding:.0%} of the params, above {most:.0%}".replace("%", " %")
             why = f"whole tensors would be padded by {percent}: more would be copied than updates save"
         elif whole - shard < SAVED_BYTES:
             saved = f"{(whole - shard) / 1e6:.3g} MB of the optimizer's state"

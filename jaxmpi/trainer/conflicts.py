@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxmpi.allreduce import algorithms, comm_thread_programs, overlap, shards, subgroups
+from jaxmpi.allreduce import algorithms, comm_thread_programs, overlap, subgroups, zero
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm import base
@@ -19,7 +19,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.schema import Experiment
 from jaxmpi.config.validate import incompatible, refuse_incompatible
-from jaxmpi.core import separable
+from jaxmpi.core import sharding
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.data import feed, memory_source
 from jaxmpi.data.sources import mixture
@@ -76,7 +76,7 @@ def drives_several(experiment: Experiment) -> bool:
 def evaluates_average(experiment: Experiment) -> bool:
     """Return True for a schedule-free optimizer by name, whose state has no shards."""
     optim = experiment.optim
-    return optim.transform is None and optim.name in OPTIMIZERS and not OPTIMIZERS[optim.name].cut
+    return optim.transform is None and optim.name in OPTIMIZERS and not OPTIMIZERS[optim.name].by
 
 
 def has_foreign_momentum(experiment: Experiment) -> bool:
@@ -241,15 +241,11 @@ IN_A_JOB = (
     *shrink.NEEDS,
     base.ONE_HOST,
     subgroups.UNEVEN,
-    shards.NO_HALVES,
-    shards.NO_FIT,
-    shards.NO_WIRE,
-    separable.MIXED,
-    separable.OUTSIDE,
-    separable.UNTRACED,
-    separable.CHANGES,
-    separable.NO_TENSORS,
-    separable.NO_HASH,
+    zero.NO_HALVES,
+    zero.NO_FIT,
+    zero.NO_WIRE,
+    sharding.NO_WORD,
+    sharding.WRONG_WORD,
     averaged.OWN_PARAMS,
     averaged.OWN_AVERAGE,
     AVERAGES,
@@ -269,7 +265,7 @@ REFUSALS = (*schema.REFUSALS, *exchange_config.REFUSALS, *data.REFUSALS, *AT_STA
 
 def check_compatible(experiment: Experiment) -> None:
     """Refuse incompatible options, as far as the options alone show it."""
-    cut = ", ".join(name for name, row in OPTIMIZERS.items() if row.cut)
+    cut = ", ".join(name for name, row in OPTIMIZERS.items() if row.by)
     refuse_incompatible(AT_START, experiment, wires=", ".join(WIRES), cut=cut)
     if shrinks(experiment) and (backend := jax.default_backend()) != "cpu":
         raise UsageError(BACKEND.format(backend=backend))

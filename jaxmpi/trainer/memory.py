@@ -106,7 +106,7 @@ def estimate_memory(plan: Plan, rule: Rule, *, is_fused: bool) -> WorkerMemory:
     params, model_state = map(size_bytes, plan.shapes)
     optimizer_state = size_bytes(rule_state_shapes(rule, plan.param_shapes))
     state = params + model_state + optimizer_state
-    shards, skips = rule.sharding and rule.sharding.shards, experiment.on_nonfinite == "skip"
+    shards, skips = rule.sharding and rule.sharding.zero, experiment.on_nonfinite == "skip"
     shard = -(-params // workers.size)
     mean = shard if shards and shards.shared_params else params  # else new params are gathered
     # The last checkpoint of a run is not copied, since nothing changes the state any more.
@@ -262,6 +262,6 @@ def forecast(plan: Plan, batch: PyTree) -> WorkerMemory:
     rule, gradients = rule_in_program(plan), steps.local_gradients(forward_of(plan), plan.micro_batch)
     memory = estimate_memory(plan, rule, is_fused=plan.workers.size == 1)
     if memory.shards and memory.shards.early:
-        gradients = memory.shards.scattering(gradients, NO_SUM)
+        gradients = memory.shards.scatter_early(gradients, NO_SUM)
     args = (*plan.shapes, batch, worker_key(plan.experiment.seed, 0), np.int32(0))
     return with_program(memory, jax.jit(gradients).lower(*args).compile(), size_bytes(batch))

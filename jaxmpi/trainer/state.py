@@ -70,7 +70,7 @@ def initial_states(plan: Plan, rule: Rule) -> States:
     Communicates: params and model state of rank 0 go to all ranks, which compare the params by hash.
     """
     experiment, workers, control = plan.experiment, plan.workers, plan.workers.processes
-    shared = rule.sharding and rule.sharding.shards.shared_params
+    shared = rule.sharding and rule.sharding.zero.shared_params
     if control.rank == 0:
         params, model_state = jax.tree.map(jnp.asarray, plan.init(jax.random.key(experiment.seed)))
         if experiment.params:
@@ -79,7 +79,7 @@ def initial_states(plan: Plan, rule: Rule) -> States:
         params = plan.param_shapes if shared else zeros_for(plan.param_shapes)
         model_state = zeros_for(plan.shapes[1])
     if shared:  # all workers are on one host, and none has a copy
-        params, model_state = shared.filled(params), control.bcast(model_state)
+        params, model_state = shared.fill(params), control.bcast(model_state)
     else:
         params, model_state = control.bcast((params, model_state))
     control.assert_same("initial params", {"sha256": tree_digest(params)})
@@ -87,7 +87,7 @@ def initial_states(plan: Plan, rule: Rule) -> States:
     if rule.sharding is None:
         rule_states = dict.fromkeys(workers.mine, on_host(workers.comm.jit(rule.init)(params)))
     else:
-        init, chunks = workers.comm.jit(rule.sharding.init), rule.sharding.chunks
+        init, chunks = workers.comm.jit(rule.sharding.init), rule.sharding.zero.shard_indices
         rule_states = {worker: on_host(init(params, np.int32(chunks[worker]))) for worker in workers.mine}
     return {
         worker: create(params, model_state, rule_states[worker], seed=experiment.seed, worker=worker)
@@ -114,9 +114,9 @@ def load_params(path: str, params: PyTree, model_state: PyTree) -> tuple[PyTree,
 def place_states(run: Run, states: States) -> TrainState:
     """This process's workers on its devices; `states` is emptied, since a state would else take its memory twice."""
     sharding = run.functions.rule.sharding
-    if shared := sharding and sharding.shards.shared_params:
+    if shared := sharding and sharding.zero.shared_params:
         [worker] = run.workers.mine
-        params = shared.filled(states[worker].params)
+        params = shared.fill(states[worker].params)
         states[worker] = states[worker]._replace(params=())
         state = put(states, run.workers)._replace(params=params)
     else:
@@ -144,7 +144,7 @@ def restore_run(
         may_differ: fields of `now`.
     """
     workers, control = plan.workers, plan.workers.processes
-    shared = rule.sharding and rule.sharding.shards.shared_params
+    shared = rule.sharding and rule.sharding.zero.shared_params
     saved = restore(
         folder / "checkpoints",
         states,
@@ -161,7 +161,7 @@ def restore_run(
         return None
     if shared:
         [(worker, state)] = saved.states.items()
-        saved = saved._replace(states={worker: state._replace(params=shared.filled(state.params))})
+        saved = saved._replace(states={worker: state._replace(params=shared.fill(state.params))})
     params = next(iter(saved.states.values())).params if rule.params_are_replicated else {}
     control.assert_same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
     run_directory.refuse_other_run(saved.extra.get("experiment", {}), now, may_differ)
@@ -171,8 +171,12 @@ def restore_run(
 def slicing_of(rule: Rule, state: TrainState) -> Slicing | None:
     """How workers hold the rule's state in checkpoints; None if each has its own."""
     if rule.sharding:
-        cut = rule.sharding.shards.cut.for_state_of(rule.sharding.tx)
-        return Slicing(dict(named_leaves(jax.eval_shape(rule.init, state.params))), rule.sharding.chunks, cut.restored)
+        from_checkpoint = rule.sharding.of_state().from_checkpoint
+        return Slicing(
+            dict(named_leaves(jax.eval_shape(rule.init, state.params))),
+            rule.sharding.zero.shard_indices,
+            from_checkpoint,
+        )
     return Slicing(dict(named_leaves(state.rule_state))) if rule.state_is_replicated else None
 
 
@@ -282,9 +286,9 @@ def states_to_save(run: Run, state: TrainState) -> States:
     states, sharding = take(state, run.workers), run.functions.rule.sharding
     if sharding is None:
         return states
-    cut = sharding.shards.cut.for_state_of(sharding.tx)
+    of_state, indices = sharding.of_state(), sharding.zero.shard_indices
     return {
-        worker: each._replace(rule_state=cut.saved(each.rule_state, sharding.chunks[worker]))
+        worker: each._replace(rule_state=of_state.to_checkpoint(each.rule_state, indices[worker]))
         for worker, each in states.items()
     }
 
@@ -303,7 +307,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         },
         "experiment": identity(plan),
         "monitor": f"{run.experiment.monitor_mode} {run.experiment.monitor}",
-        **({"chunks": list(sharding.chunks), "cut": sharding.shards.cut.name} if sharding else {}),
+        **({"chunks": list(sharding.zero.shard_indices), "cut": sharding.zero.sharding.name} if sharding else {}),
         "settings": run_directory.settings(run.experiment),
     }
 

@@ -10,14 +10,10 @@ All of this is decided before anything is compiled, alike on all ranks, with a l
 exchange that `auto` found is kept by checkpoints, so that a resumed run continues bit for bit.
 """
 
-import dataclasses
-import functools
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import optax
 
 from jaxmpi.allreduce import algorithms, comm_thread_programs, compression, overlap
 from jaxmpi.allreduce.algorithms.table import algorithms_in_c, with_halves
@@ -26,10 +22,8 @@ from jaxmpi.allreduce.autotune import choose, is_auto
 from jaxmpi.allreduce.sharded import check_floats
 from jaxmpi.checkpoint import run_directory
 from jaxmpi.config.exchange_config import ExchangeConfig
-from jaxmpi.config.optim import Optim
-from jaxmpi.core.deals import Deal, deal
 from jaxmpi.core.pytrees import size_bytes
-from jaxmpi.core.separable import check_hash
+from jaxmpi.core.sharding import ElementSharding, TensorSharding
 from jaxmpi.optim import optimizers
 from jaxmpi.rules import registry
 from jaxmpi.runtime import host_callbacks
@@ -132,7 +126,7 @@ def shards_obstacle(plan: Plan, strategy: str) -> str:
     if shares_params(plan, name):
         if experiment.batch_statistics == "synchronised":
             return UnfitForOverlap.SCATTERS
-        if deal_of(plan):
+        if isinstance(sharding_of(plan), TensorSharding):
             return UnfitForOverlap.WHOLE.format(optimizer=experiment.optim.name)
         return host_callbacks.unavailable_reason() or ""
     halves, algorithm = algorithms.parse(name).spec.halves, name.partition(":")[0]
@@ -149,25 +143,14 @@ def shards_obstacle(plan: Plan, strategy: str) -> str:
     return comm_thread_programs.unavailable_reason(f"{algorithm}:{experiment.exchange.gather_wire}", workers.comm) or ""
 
 
-def deal_of(plan: Plan) -> Deal | None:
-    """Which worker updates which whole leaves; None if the optimizer takes slices."""
-    optim, params = plan.experiment.optim, plan.param_shapes
-    check_floats(params)
-    if optim.transform is None:
-        row = optimizers.OPTIMIZERS[optim.name]
-        return None if row.cut == "entries" else deal(params, plan.workers.size, row.cost)
-    check_hash(optim)
-    leaves, structure = jax.tree.flatten(params)
-    cut = cut_of(optim, plan.lr, structure, tuple(leaf.shape for leaf in leaves), plan.workers.size)
-    return None if cut == "entries" else deal(params, plan.workers.size)
+def sharding_of(plan: Plan) -> ElementSharding | TensorSharding:
+    """How sharded updates divide the params among workers.
 
-
-@functools.lru_cache(4)  # a run asks several times, and a user's own optimizer takes seconds
-def cut_of(optim: Optim, lr: optax.Schedule, structure: Any, shapes: tuple[tuple[int, ...], ...], workers: int) -> str:
-    """`optimizers.cut_of` of params of these shapes, in 32 bits."""
-    params = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
-    tx = optimizers.optimizer(dataclasses.replace(optim, clip_norm=0.0), lr)
-    return optimizers.cut_of(optim, tx, params, workers)
+    Raises:
+        UsageError: the optimizer allows none, or params are not float32.
+    """
+    check_floats(plan.param_shapes)
+    return optimizers.sharding_for(plan.experiment.optim, plan.lr, plan.param_shapes, plan.workers.size)
 
 
 # ---------------------------------------------------------------- what the experiment leaves open

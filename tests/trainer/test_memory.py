@@ -121,8 +121,8 @@ exchange = ExchangeConfig("shm", shard_update="on")
 asked = dataclasses.replace(asked, effective_batch=512, exchange=exchange)
 plan = make_plan(asked, two)
 said = memory.forecast(plan, batch)
-shards = build.exchange_for(plan, Order(), False).shards
-early = shards.scattering(step.local_gradients(build.forward_of(plan)), memory.NO_SUM)
+zero = build.exchange_for(plan, Order(), False).zero
+early = zero.scatter_early(step.local_gradients(build.forward_of(plan)), memory.NO_SUM)
 host_callbacks.register(memory.NO_SUM, halve)
 jitted = jax.jit(early)  # a compiled program that is called by itself lacks the tokens of ordered calls
 jitted.lower(*args).compile()
