@@ -289,16 +289,21 @@ def rule_of(word: Any, optim: Optim) -> base.Rule:
         return build.rule_in_program(make_plan(asked, workers(4)))
 
 
-def test_a_mask_by_size_decays_slices_of_large_tensors_and_sees_arrays_as_optimizers_show_them():
-    """A slice of the largest bias is smaller than the limit, and the largest kernel's is not the whole."""
+def test_a_mask_by_size_sees_whole_tensors_traced_as_optimizers_show_them():
+    """A shard of the largest bias is smaller than the limit, and the largest kernel's is not the whole."""
     large = lambda params: jax.tree.map(lambda x: x.reshape(-1).size > 4096, params)  # noqa: E731
     rule = rule_of("on", Optim("sgd", lr=1.0, weight_decay=0.5, decay_mask=large))
-    assert rule.sharding
+    sharding = rule.sharding
+    assert sharding
     shapes = make_plan(DIGITS, workers(4)).param_shapes
-    slices = jax.tree.map(lambda leaf: np.ones(-(-leaf.size // 4), np.float32), shapes)
-    zeros = jax.tree.map(np.zeros_like, slices)
-    update, _ = rule.sharding.tx.update(zeros, rule.sharding.tx.init(slices), slices)
-    decayed = {name: bool(np.any(leaf)) for name, leaf in named_leaves(update)}
+    ones, zeros = (jax.tree.map(lambda leaf, x=x: np.full(leaf.shape, x, np.float32), shapes) for x in (1, 0))
+
+    def update(index):
+        return rule.update(zeros, sharding.init(ones, index), ones)[0]
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        new = jax.jit(jax.vmap(update, axis_name="w"))(np.array(sharding.zero.shard_indices, np.int32))
+    decayed = {name: bool((leaf != 1).any()) for name, leaf in named_leaves(new)}
     assert decayed == {name: leaf.size > 4096 for name, leaf in named_leaves(shapes)}
     assert 0 < sum(decayed.values()) < len(decayed)
 

@@ -20,8 +20,8 @@ from jaxmpi.core.train_state import create
 from jaxmpi.data import ArraySource, Augment, Loader, Sampler
 from jaxmpi.model.contract import Model
 from jaxmpi.rules import base, registry
-from jaxmpi.tasks import classes, inputs
-from jaxmpi.tasks.supervised import Supervised
+from jaxmpi.tasks import classes
+from jaxmpi.tasks.supervised import Supervised, normalise
 from jaxmpi.trainer import step
 from tolerances import U
 
@@ -245,16 +245,16 @@ def test_bf16_is_what_computes_and_f32_what_is_kept():
 def test_normalise_per_channel():
     data = Data(mean=(0.5, 0.25, 0.0), std=(0.5, 1.0, 2.0))
     image = np.array([[[[255, 0, 51]]]], np.uint8)
-    np.testing.assert_allclose(inputs.normalise(jnp.asarray(image), data), [[[[1.0, -0.25, 0.1]]]], rtol=4 * U)
+    np.testing.assert_allclose(normalise(jnp.asarray(image), data), [[[[1.0, -0.25, 0.1]]]], rtol=4 * U)
 
 
 def test_images_that_the_loader_took_a_mean_image_from_are_ready_and_others_are_refused():
     data, image = Data(channels=1, std=(0.376,), mean_image="mean.npy"), np.full((1, 2, 2, 1), 51, np.uint8)
     subtracted = Augment(data, False, 0, np.full((2, 2, 1), 25.5, np.float32))(image[0], 0, 0, "photo0.jpg")
-    ready = inputs.normalise(jnp.asarray(subtracted), data)
+    ready = normalise(jnp.asarray(subtracted), data)
     np.testing.assert_allclose(ready, np.full((2, 2, 1), 0.1 / 0.376), rtol=4 * U)
     with pytest.raises(UsageError, match=r"data\.mean_image is subtracted by loaders; got images of uint8"):
-        inputs.normalise(jnp.asarray(image), data)
+        normalise(jnp.asarray(image), data)
 
 
 def test_evaluation_counts_real_examples_only():
