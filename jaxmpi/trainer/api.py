@@ -20,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 
-from jaxmpi.checkpoint import run_folder
+from jaxmpi.checkpoint import run_directory
 from jaxmpi.comm.job import processes
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
@@ -72,8 +72,8 @@ class Trainer:
         process.take_devices(experiment.devices)
         folder = experiment.run_dir
         if not folder:
-            with run_folder.usable():
-                folder = control.bcast_object(str(run_folder.fresh(name)) if control.rank == 0 else "")
+            with run_directory.usable():
+                folder = control.bcast_object(str(run_directory.fresh(name)) if control.rank == 0 else "")
         self.experiment, self.name = dataclasses.replace(experiment, run_dir=folder), name
         self.started = workers if workers and control.size == 1 else 1  # processes, by `fit`
         self.run_dir = Path(folder)
@@ -183,7 +183,7 @@ def fit_in_processes(experiment: Experiment, workers: int) -> dict[str, float]:
 
     Ctrl-C lets the run save and end, and is raised here then.
     """
-    with run_folder.usable():
+    with run_directory.usable():
         Path(experiment.run_dir).mkdir(parents=True, exist_ok=True)
         private = tempfile.TemporaryDirectory(prefix="from_python_", dir=experiment.run_dir)
     with private as folder:

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from jaxmpi.allreduce import algorithms
-from jaxmpi.checkpoint import run_directory, run_folder
+from jaxmpi.checkpoint import run_directory
 from jaxmpi.checkpoint.manager import warn
 from jaxmpi.checkpoint.restore import Saved
 from jaxmpi.comm.control import MpiProcesses
@@ -207,7 +207,7 @@ def read_stored(experiment: Experiment, name: str, control: Processes) -> run_di
     """What all ranks must know of the run that is resumed, as rank 0 reads it."""
     row = None
     if control.rank == 0:
-        with run_folder.usable():
+        with run_directory.usable():
             row = run_directory.stored(experiment, name)
             if experiment.continue_from and row is None:
                 run_directory.check_source(experiment)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax.contrib
 import pytest
@@ -299,7 +300,8 @@ def test_a_mask_by_size_sees_whole_tensors_traced_as_optimizers_show_them():
     ones, zeros = (jax.tree.map(lambda leaf, x=x: np.full(leaf.shape, x, np.float32), shapes) for x in (1, 0))
 
     def update(index):
-        return rule.update(zeros, sharding.init(ones, index), ones)[0]
+        params, grads = jax.tree.map(jnp.asarray, (ones, zeros))
+        return rule.update(grads, sharding.init(params, index), params)[0]
 
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         new = jax.jit(jax.vmap(update, axis_name="w"))(np.array(sharding.zero.shard_indices, np.int32))
@@ -309,7 +311,8 @@ def test_a_mask_by_size_sees_whole_tensors_traced_as_optimizers_show_them():
 
 
 def test_a_schedule_free_optimizer_of_one_s_own_is_not_sharded():
-    free = Optim("free", transform=lambda lr: optax.contrib.schedule_free(optax.lion(lr, b1=0.0), lr))
+    transform = lambda lr: optax.contrib.schedule_free(optax.lion(lr, b1=0.0), lr)  # noqa: E731
+    free = Optim("free", transform=transform, shard_by="element")
     assert rule_of("off", free).eval_params
     with pytest.raises(UsageError, match=r"exchange.shard_update: got on with optimizer free, which is schedule-free"):
         rule_of("on", free)
