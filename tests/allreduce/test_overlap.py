@@ -34,7 +34,7 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
     thread: Any = comm_thread.CommThread.__new__(comm_thread.CommThread)
     thread._waited = polling.WaitClock()
     control: Any = SimpleNamespace(is_asked=lambda: False, late=lambda: [1], in_job=list)
-    control.roll = SimpleNamespace(where=lambda ranks: "")
+    control.waits = SimpleNamespace(where=lambda ranks: "")
     pending = comm_thread.PendingExchange("bucket 3", np.zeros(1, np.float32), iter(()), control=control)
     thread._begun = {pending: None}
     for _ in range(2):
