@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 
 import jaxmpi
-from jaxmpi.checkpoint import write
+from jaxmpi.checkpoint import manager
 from jaxmpi.comm import diagnosis
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.job import processes
@@ -214,18 +214,18 @@ def test_keys_differ_and_rank_0_alone_acts(capsys):
 @pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
 def test_a_rank_that_is_waited_for_is_named_with_its_line(monkeypatch, capfd):
     monkeypatch.setattr(diagnosis, "SAID_AFTER_S", 0.6)
-    roll, last, said, deadline_s = COMM.processes.roll, SIZE - 1, "", time.monotonic() + 60
+    waits, last, said, deadline_s = COMM.processes.waits, SIZE - 1, "", time.monotonic() + 60
     line = r"test_own_loop_over_mpi.py:\d+ in test_a_rank_that_is_waited_for_is_named_with_its_line"
     late = f"waits in a call for rank {last}, for 0.6 s now; all ranks must call it as often; rank {last}"
     if RANK != last:
-        with roll.waiting(diagnosis.BESIDE, "a call"):
+        with waits.waiting(diagnosis.BESIDE, "a call"):
             while late not in said and time.monotonic() < deadline_s:
                 time.sleep(0.05)
                 said += capfd.readouterr().err
         assert re.search(rf"{late} waits in a barrier, {line}\n", said), said
     COMM.processes.barrier()
     if RANK == last:  # has called it as often now, for tests to come
-        with roll.waiting(diagnosis.BESIDE, "a call"):
+        with waits.waiting(diagnosis.BESIDE, "a call"):
             pass
 
 
@@ -566,7 +566,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_refused_on_all_alike(tmp_pat
 
     with monkeypatch.context() as patch:
         if RANK == last:
-            patch.setattr(write, "write_leaves", full)
+            patch.setattr(manager, "write_leaves", full)
         with pytest.raises(jaxmpi.TrainingError, match=rf"rank {last}: the checkpoint of step 2 cannot .* No space"):
             kept.save(2, {"w": jnp.zeros(2)})
     saved = kept.restore({"w": jnp.zeros(2)})
