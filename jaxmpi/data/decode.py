@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.core.errors import TrainingError, check
+from jaxmpi.core.errors import TrainingError, UsageError
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's name for so many channels
 SPACES = {1: "GRAY", 3: "RGB", 4: "RGBA"}  # libjpeg-turbo's
@@ -101,7 +101,8 @@ def _check_scans(blob: memoryview) -> None:
     is_sequential = at + 4 <= len(blob) and blob[at] == 0xFF and blob[at + 1] in (0xC0, 0xC1)
     if blob[:2] == b"\xff\xd8" and not is_sequential:
         scans = bytes(blob).count(b"\xff\xda")
-        check(scans <= MAX_SCANS, f"got a JPEG of {scans} scans; expected at most {MAX_SCANS}")
+        if scans > MAX_SCANS:
+            raise UsageError(f"got a JPEG of {scans} scans; expected at most {MAX_SCANS}")
 
 
 def _jpeg(blob: Any, channels: int, height: int, width: int, strict: bool = True) -> np.ndarray:
@@ -138,12 +139,13 @@ def _by_pillow(blob: Any, channels: int) -> np.ndarray:
 
 
 def _check_kind(image: Any) -> None:
-    check(image.format != "EPS", "an EPS file is a program, which Pillow has Ghostscript run; expected an image")
-    check(
-        image.mode in EIGHT_BIT_MODES or _is_16_bit(image),
-        f"got an image of Pillow's mode {image.mode} ({image.format}), whose range is not known; expected 8 or 16 bits "
-        "a pixel: scale its pixels to 0 to 255, and save them as uint8",
-    )
+    if image.format == "EPS":
+        raise UsageError("an EPS file is a program, which Pillow has Ghostscript run; expected an image")
+    if image.mode not in EIGHT_BIT_MODES and not _is_16_bit(image):
+        raise UsageError(
+            f"got an image of Pillow's mode {image.mode} ({image.format}), whose range is not known; expected 8 or 16 "
+            "bits a pixel: scale its pixels to 0 to 255, and save them as uint8"
+        )
 
 
 def _is_16_bit(image: Any) -> bool:
@@ -250,22 +252,22 @@ def _opencv() -> Any:
 def _shorter_side(height: int, width: int, px: int, where: str = "image") -> tuple[int, int]:
     scale = px / min(height, width)
     high, wide = max(px, round(height * scale)), max(px, round(width * scale))
-    check(
-        high * wide <= MAX_PIXELS,  # a line of pixels, which a small file holds, would become gigabytes
-        f"{where}: got {height} x {width} px, {high} x {wide} with a shorter side of {px}; "
-        f"expected at most {MAX_PIXELS} px in all: crop or drop it, or set a smaller resize",
-    )
+    if high * wide > MAX_PIXELS:  # a line of pixels, which a small file has, would become gigabytes
+        raise UsageError(
+            f"{where}: got {height} x {width} px, {high} x {wide} with a shorter side of {px}; expected at most "
+            f"{MAX_PIXELS} px in all: crop or drop it, or set a smaller resize"
+        )
     return high, wide
 
 
 def with_channels(image: np.ndarray, channels: int, where: str) -> np.ndarray:
     """An image as [height, width, channels]; grey is repeated, and other numbers of channels are refused."""
     image = image[..., None] if image.ndim == 2 else image
-    check(
-        image.ndim == 3 and image.shape[-1] in (1, channels),
-        f"{where}: got an image of shape {image.shape}; expected [height, width, {channels}] or "
-        "grey [height, width]; see data.channels",
-    )
+    if image.ndim != 3 or image.shape[-1] not in (1, channels):
+        raise UsageError(
+            f"{where}: got an image of shape {image.shape}; expected [height, width, {channels}] or grey [height, "
+            "width]; see data.channels"
+        )
     return np.broadcast_to(image, (*image.shape[:2], channels))
 
 
@@ -291,11 +293,10 @@ def encoded(image: np.ndarray, quality: int) -> bytes:
     from PIL import Image
 
     image = image[..., None] if image.ndim == 2 else image
-    check(
-        image.dtype == np.uint8 and image.ndim == 3 and image.shape[-1] in MODES,
-        f"got an image {image.dtype}{list(image.shape)}; expected u8[height, width, 1, 3 or 4]",
-    )
-    check(quality == 0 or image.shape[-1] != 4, "JPEG has no transparency; give quality 0, which makes PNG")
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] not in MODES:
+        raise UsageError(f"got an image {image.dtype}{list(image.shape)}; expected u8[height, width, 1, 3 or 4]")
+    if quality and image.shape[-1] == 4:
+        raise UsageError("JPEG has no transparency; give quality 0, which makes PNG")
     file = io.BytesIO()
     plain = Image.fromarray(image if image.shape[-1] > 1 else image[..., 0])
     plain.save(file, "JPEG", quality=quality) if quality else plain.save(file, "PNG")

@@ -64,14 +64,10 @@ class SharedPickle:
 
 
 class Ring:
-    """Slots for batches; in a slot the rows of a field lie together, from the start of a page.
-
-    Args:
-        slots: number of batches.
-        batch: rows of a batch.
-        fields: by name, the shape and dtype of one row.
+    """Slots for batches of rows; in a slot the rows of a field lie together, from the start of a page.
 
     Attributes:
+        fields: by name, the shape and dtype of one row.
         closed: i64[1], set to have loaders drop queued work.
         largest: name of the field with the most bytes; the first of several.
     """
@@ -269,14 +265,10 @@ def _write_row(row: Example, rows: dict[str, np.ndarray], position: int, source:
 
 
 def main(fd: int, parent: int, dies_with_thread: bool, number: int, board: tuple[int, int, int, int]) -> None:
-    """Serve the worker behind socket `fd` until it ends or closes `fd`.
+    """Serve the worker behind socket `fd`, as loader `number`, until it ends or closes `fd`.
 
-    Args:
-        fd: of the socket.
-        parent: the process that has started this one.
-        dies_with_thread: whether the kernel is to end this process with the parent's thread that has started it.
-        number: of this loader.
-        board: address of the segment i64[loaders, BOARD_ROW].
+    With `dies_with_thread` the kernel ends this process with the parent's thread that has started it. `board` is the
+    address of i64[loaders, BOARD_ROW].
     """
     ignore_signals()
     # Have glibc keep the memory that an image frees for the next: fresh pages cost a tenth of the decoding.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 
 UNBOUNDED = 1 << 40  # examples of a stream that is not known to end
 _LOCK = threading.Lock()  # loader threads that enter an epoch together permute it once
@@ -36,7 +36,8 @@ class Share(NamedTuple):
             UsageError: there are more indices.
         """
         more = length - len(self.indices)
-        check(more >= 0, f"filled: got {length}; expected {len(self.indices)} or more, the indices that there are")
+        if more < 0:
+            raise UsageError(f"filled: got {length}; expected {len(self.indices)} or more, the indices that there are")
         return np.pad(self.indices, (0, more)), (np.arange(length) < len(self.indices)).astype(np.float32)
 
 
@@ -101,25 +102,21 @@ class Sampler:
     def __post_init__(self) -> None:
         for name in ("examples", "effective_batch", "rank", "size", "seed", "multiple"):
             value: Any = getattr(self, name)
-            check(hasattr(value, "__index__"), f"{name}: got {value!r:.80}; expected a whole number")
+            if not hasattr(value, "__index__"):
+                raise UsageError(f"{name}: got {value!r:.80}; expected a whole number")
             object.__setattr__(self, name, operator.index(value))  # of NumPy's numbers, too
-        check(0 <= self.seed < 2**64, f"seed: got {self.seed}; expected 0 to 2^64 - 1")
-        check(
-            self.examples > 0 or (self.examples == 0 and not self.shuffle),
-            f"got {self.examples} training examples; expected >= 1",
-        )
-        check(self.effective_batch >= 1, f"effective batch: got {self.effective_batch}; expected >= 1")
-        check(
-            0 <= self.rank < self.size,
-            f"got rank {self.rank} of {self.size} workers; expected rank in [0, {self.size})",
-        )
+        if not 0 <= self.seed < 2**64:
+            raise UsageError(f"seed: got {self.seed}; expected 0 to 2^64 - 1")
+        if self.examples < 0 or (self.examples == 0 and self.shuffle):
+            raise UsageError(f"got {self.examples} training examples; expected >= 1")
+        if self.effective_batch < 1:
+            raise UsageError(f"effective batch: got {self.effective_batch}; expected >= 1")
+        if not 0 <= self.rank < self.size:
+            raise UsageError(f"got rank {self.rank} of {self.size} workers; expected rank in [0, {self.size})")
 
     @property
     def name(self) -> str:
-        """Facts that distinguish this order from others of the same seed.
-
-        The text is empty if nothing does.
-        """
+        """Facts that distinguish this order from others of the same seed; empty if nothing does."""
         return ""
 
     @property
@@ -180,10 +177,10 @@ class FileSampler(Sampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         lengths = np.diff(self.file_ends, prepend=0)
-        check(
-            sum(lengths.tolist()) == self.examples and lengths.min(initial=0) >= 0,
-            f"file_ends: got {self.file_ends[-1:]} at last; expected rising numbers up to {self.examples} examples",
-        )
+        if sum(lengths.tolist()) != self.examples or lengths.min(initial=0) < 0:
+            raise UsageError(
+                f"file_ends: got {self.file_ends[-1:]} at last; expected rising numbers up to {self.examples} examples"
+            )
 
     @property
     def name(self) -> str:

@@ -1,12 +1,9 @@
-"""Table of the sources of examples, one row per kind.
-
-A new source is one class and one row in `SOURCES`.
-"""
+"""Table of the sources of examples: a new one is a class, a function of the settings and the split, and a row."""
 
 from collections.abc import Callable
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.errors import check, lookup
+from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.data.sources.arrays import animals, array, digits, synthetic
 from jaxmpi.data.sources.arrow import huggingface, parquet
 from jaxmpi.data.sources.base import Source
@@ -33,7 +30,8 @@ def open_source(config: Data, split: str) -> Source:
     Raises:
         UsageError: no such source or split, or its data are missing: the error says what is expected where.
     """
-    check(split in SPLITS, f"split: got {split!r}; expected one of {', '.join(SPLITS)}")
+    if split not in SPLITS:
+        raise UsageError(f"split: got {split!r}; expected one of {', '.join(SPLITS)}")
     return lookup(SOURCES, config.source, "data source")(config, split)
 
 
