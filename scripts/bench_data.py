@@ -22,7 +22,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ import harness
 import numpy as np
 
 BATCH, PX, WIDTH, HEIGHT, QUALITY = 64, 224, 500, 375, 90
+LABELS = "china", "flower"  # names of the photographs
 AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
 WARM = 8  # steps until prefetched batches are used up
 SHORTER = 256  # px, of the images in batch files and in memory
@@ -39,24 +40,18 @@ SHORTER = 256  # px, of the images in batch files and in memory
 # ---------------------------------------------------------------- data
 
 
-def photographs() -> list[np.ndarray]:
-    """scikit-learn's two photographs, u8[height, width, 3]."""
+def jpegs(images: int) -> Iterator[tuple[int, bytes]]:
+    """(label, file) of cuts at random places of scikit-learn's two photographs."""
     from PIL import Image
 
     package = importlib.util.find_spec("sklearn")
     assert package is not None
     assert package.origin is not None
     folder = Path(package.origin).parent / "datasets" / "images"
-    return [np.asarray(Image.open(folder / f"{name}.jpg")) for name in ("china", "flower")]
-
-
-def jpegs(images: int) -> Iterator[tuple[int, bytes]]:
-    """(label, file) of cuts at random places."""
-    from PIL import Image
-
-    rng, of = np.random.default_rng(0), photographs()
+    photographs = [np.asarray(Image.open(folder / f"{name}.jpg")) for name in LABELS]
+    rng = np.random.default_rng(0)
     for i in range(images):
-        whole = of[i % 2]
+        whole = photographs[i % 2]
         top, left = (rng.integers(0, have - want + 1) for have, want in zip(whole.shape, (HEIGHT, WIDTH), strict=False))
         file = io.BytesIO()
         Image.fromarray(whole[top : top + HEIGHT, left : left + WIDTH]).save(file, "JPEG", quality=QUALITY)
@@ -67,7 +62,7 @@ def write(folder: Path, images: int, formats: bool, held_out: int = 0) -> None:
     """Write the files of all contenders; the first are held out, too."""
     for i, (label, blob) in enumerate(jpegs(images)):
         for split in ("train", "validation") if i < held_out else ("train",):
-            path = folder / split / ("china", "flower")[label] / f"{i:05}.jpg"
+            path = folder / split / LABELS[label] / f"{i:05}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(blob)
     if formats:
@@ -76,16 +71,13 @@ def write(folder: Path, images: int, formats: bool, held_out: int = 0) -> None:
         from jaxmpi.data.packing import PackingOptions, pack
 
         source = open_source(Data(source="imagefolder", dir=str(folder), resize=SHORTER), "train")
-        rows = [source[i] for i in range(len(source))]
-        images_of = np.stack([centre(image) for image, _ in rows])
-        write_batch_files(ArraySource(images_of, [label for _, label in rows]), folder / "batches", "train", BATCH)
         pack(source, folder / "packed" / "train", PackingOptions(resize=SHORTER))
-
-
-def centre(image: np.ndarray) -> np.ndarray:
-    """The centre square of SHORTER px."""
-    top, left = ((side - SHORTER) // 2 for side in image.shape[:2])
-    return image[top : top + SHORTER, left : left + SHORTER]
+        centres, labels = [], []
+        for image, label in (source[i] for i in range(len(source))):
+            top, left = ((side - SHORTER) // 2 for side in image.shape[:2])
+            centres.append(image[top : top + SHORTER, left : left + SHORTER])
+            labels.append(label)
+        write_batch_files(ArraySource(np.stack(centres), labels), folder / "batches", "train", BATCH)
 
 
 def write_tfds(folder: Path) -> None:
@@ -296,11 +288,6 @@ def images_per_s(name: str, folder: str, cores: list[int], seconds: float) -> fl
     return measure(contender(Path(folder)), seconds)
 
 
-def job(function: Callable[..., Any], *arguments: Any, folder: Path, options: argparse.Namespace) -> Any:
-    """Call a function in a process of its own; return its result."""
-    return harness.on_ranks(function, *arguments, str(folder), options.cores, options.seconds, timeout_s=300)
-
-
 def rounds(names: list[str], folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Images/s: medians of jobs that take turns."""
     runs = {name: partial(job, images_per_s, name, folder=folder, options=options) for name in names}
@@ -308,42 +295,37 @@ def rounds(names: list[str], folder: Path, options: argparse.Namespace) -> dict[
     return {name: statistics.median(values) for name, values in found.items()}
 
 
+def job(function: Callable[..., Any], *arguments: Any, folder: Path, options: argparse.Namespace) -> Any:
+    """Call a function in a process of its own; return its result."""
+    return harness.on_ranks(function, *arguments, str(folder), options.cores, options.seconds, timeout_s=300)
+
+
 # ---------------------------------------------------------------- steps
 
 
-def apart(formats: Sequence[tuple[str, str]], folder: str, cores: list[int]) -> list[Any]:
-    """Start loaders on the last core, with this thread on the first."""
-    os.sched_setaffinity(0, {cores[-1]})
-    loaders = [jaxmpi_loader(source, Path(folder), kind) for source, kind in formats]
-    for loader in loaders:
-        next(loader)
-    os.sched_setaffinity(0, {cores[0]})  # loaders stay on the last core
-    return loaders
-
-
-def walk(loader: Any, number: int, compute_s: float) -> tuple[float, float]:
-    """Seconds of a step that computes by sleeping, and of its waiting."""
-    begin, waited_s = 0.0, 0.0
-    for i in range(number + WARM):
-        if i == WARM:
-            begin, waited_s = time.perf_counter(), loader.wait_s
-        batch = next(loader)
-        time.sleep(compute_s)
-        del batch
-    return (time.perf_counter() - begin) / number, (loader.wait_s - waited_s) / number
-
-
 def steps(folder: str, cores: list[int], seconds: float) -> list[dict[str, float]]:
-    """Wait share and step / max(load, compute), by compute / load."""
-    (loader,) = apart([("imagefolder", "processes")], folder, cores)
+    """Share of waiting and step / max(load, compute), by compute / load.
+
+    The consumer sleeps for its step, on the first core; the loaders work on the last.
+    """
+    os.sched_setaffinity(0, {cores[-1]})
+    loader = jaxmpi_loader("imagefolder", Path(folder), "processes")
+    next(loader)  # its processes have started on that core, and stay there
+    os.sched_setaffinity(0, {cores[0]})
     load_s = BATCH / measure((len(batch.image) for batch in loader), seconds)
     found = []
     for ratio in (0.5, 0.9, 1.1, 1.5, 2.0):
-        compute_s = ratio * load_s
-        number = max(int(2 * seconds / max(load_s, compute_s)), 8)
-        step_s, waited_s = walk(loader, number, compute_s)
-        bound_s = max(load_s, compute_s)
-        found.append({"compute / load": ratio, "wait share": waited_s / step_s, "step / bound": step_s / bound_s})
+        compute_s, bound_s = ratio * load_s, max(ratio, 1.0) * load_s
+        number = max(int(2 * seconds / bound_s), 8)
+        begin, waited_s = 0.0, 0.0
+        for i in range(number + WARM):
+            if i == WARM:
+                begin, waited_s = time.perf_counter(), loader.wait_s
+            batch = next(loader)
+            time.sleep(compute_s)
+            del batch
+        step_s, wait_s = (time.perf_counter() - begin) / number, (loader.wait_s - waited_s) / number
+        found.append({"compute / load": ratio, "wait share": wait_s / step_s, "step / bound": step_s / bound_s})
     loader.close()
     return found
 
@@ -362,12 +344,47 @@ def normalise_ms(folder: str, cores: list[int], seconds: float) -> float:
     return statistics.median(times["jit"]) * 1e3
 
 
-# ---------------------------------------------------------------- all parts
+# ---------------------------------------------------------------- tables
+
+
+def show_peers(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Print images/s and core, with ratios to the bare decode and the best other."""
+    names = options.only or list(CONTENDERS)
+    if any("tfds" in name.lower() for name in names):
+        write_tfds(folder)
+    found = rounds(names, folder, options)
+    bases = found.get("bare"), max((found[n] for n in names if not n.startswith(("jaxmpi", "bare"))), default=None)
+    rows = [
+        [name, f"{rate:.0f}", *(f"{rate / base:.2f}" if base else "-" for base in bases)]
+        for name, rate in sorted(found.items(), key=lambda item: -item[1])
+    ]
+    print(harness.table(("peers", "images/s", "of bare", "of the best other"), rows))
+    print(f"normalising {BATCH} images in a step: {job(normalise_ms, folder=folder, options=options):.1f} ms")
+    return found
+
+
+def show_formats(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Print images/s and core of every format."""
+    found = rounds(list(FORMATS), folder, options)
+    rows = [[name, f"{rate:.0f}", f"{rate / found['imagefolder']:.2f}"] for name, rate in found.items()]
+    print(harness.table(("format", "images/s", "of folder"), rows))
+    return found
+
+
+def show_steps(folder: Path, options: argparse.Namespace) -> list[dict[str, float]]:
+    """Print the share of waiting."""
+    runs = [job(steps, folder=folder, options=options) for _ in range(options.rounds)]
+    found = [{key: statistics.median(run[key] for run in each) for key in each[0]} for each in zip(*runs, strict=True)]
+    print(harness.table(list(found[0]), [[f"{value:.4f}" for value in row.values()] for row in found]))
+    return found
+
+
+PARTS = {"peers": show_peers, "formats": show_formats, "steps": show_steps}
 
 
 def main() -> None:
     """Run the requested parts, and print tables."""
-    parser = harness.parser(__doc__, rounds=3)
+    parser = harness.parser(__doc__, rounds=3, json=None)
     parser.add_argument("--part", nargs="*", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--only", nargs="*", default=[], help="contenders; all if none is named")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
@@ -375,48 +392,9 @@ def main() -> None:
     parser.add_argument("--cores", type=int, nargs="*", default=sorted(os.sched_getaffinity(0))[:2])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write(folder, options.images, "formats" in options.part)
-        for part in options.part:
-            PARTS[part](folder, options)
+        write(Path(name), options.images, "formats" in options.part)
+        harness.save(options.json, {part: PARTS[part](Path(name), options) for part in options.part})
 
-
-def show_peers(folder: Path, options: argparse.Namespace) -> None:
-    """Print images/s and core, with ratios to bare decode and best other."""
-    names = options.only or list(CONTENDERS)
-    if any("tfds" in name.lower() for name in names):
-        write_tfds(folder)
-    found = rounds(names, folder, options)
-    others = [found[name] for name in names if not name.startswith(("jaxmpi", "bare"))]
-    rows = [
-        [name, f"{rate:.0f}", ratio(rate, found.get("bare")), ratio(rate, max(others, default=None))]
-        for name, rate in sorted(found.items(), key=lambda item: -item[1])
-    ]
-    print(harness.table(("peers", "images/s", "of bare", "of the best other"), rows))
-    print(f"normalising {BATCH} images in a step: {job(normalise_ms, folder=folder, options=options):.1f} ms")
-
-
-def ratio(rate: float, of: float | None) -> str:
-    """A ratio as text."""
-    return f"{rate / of:.2f}" if of else "-"
-
-
-def show_formats(folder: Path, options: argparse.Namespace) -> None:
-    """Print images/s and core of every format."""
-    found = rounds(list(FORMATS), folder, options)
-    rows = [[name, f"{rate:.0f}", f"{rate / found['imagefolder']:.2f}"] for name, rate in found.items()]
-    print(harness.table(("format", "images/s", "of folder"), rows))
-
-
-def show_steps(folder: Path, options: argparse.Namespace) -> None:
-    """Print the share of waiting."""
-    runs = [job(steps, folder=folder, options=options) for _ in range(options.rounds)]
-    keys = ("compute / load", "wait share", "step / bound")
-    rows = [[f"{statistics.median(run[key] for run in each):.4f}" for key in keys] for each in zip(*runs, strict=True)]
-    print(harness.table(keys, rows))
-
-
-PARTS = {"peers": show_peers, "formats": show_formats, "steps": show_steps}
 
 if __name__ == "__main__":
     main()

@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxmpi.allreduce.measuring import slowest
 from jaxmpi.bench.baselines import connect_torch
-from jaxmpi.comm.topology import Workers, gather_workers, put
+from jaxmpi.comm.topology import gather_workers, put
 from jaxmpi.config.data import Data
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim, Schedule
@@ -133,6 +133,7 @@ def ours(job: Job) -> Trainee:
 def ddp(job: Job, hook: str) -> Trainee:
     """The same model, params, AdamW and rates under PyTorch's DDP over gloo."""
     import torch  # pyright: ignore[reportMissingImports] # not installed by default
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # pyright: ignore[reportMissingImports]
     from torch.nn.parallel import DistributedDataParallel  # pyright: ignore[reportMissingImports] # see above
 
     torch.set_num_threads(1)
@@ -142,8 +143,11 @@ def ddp(job: Job, hook: str) -> Trainee:
     net = torch_gpt(start, heads=2 if "tiny" in config.model.name else 6)
     # The hook of PowerSGD takes two buckets in no fixed order, so gloo's ranks would mismatch: it gets one.
     model = DistributedDataParallel(net, bucket_cap_mb=1000 if hook == "powersgd" else None)
-    if hook != "allreduce":
-        model.register_comm_hook(*comm_hook(hook))
+    if hook == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif hook == "powersgd":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     decayed, plain = ([p for p in net.parameters() if (p.ndim > 1) == is_wide] for is_wide in (True, False))
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": plain, "weight_decay": 0.0}]
     optimizer, done = torch.optim.AdamW(groups, lr=config.optim.lr), 0
@@ -166,17 +170,6 @@ def ddp(job: Job, hook: str) -> Trainee:
             return statistics.mean(loss_of(net, batch).item() for batch in batches)
 
     return Trainee(step, loss)
-
-
-def comm_hook(name: str) -> tuple[Any, Any]:
-    """(state, hook) of PyTorch's own communication hooks."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # pyright: ignore[reportMissingImports]
-
-    if name == "fp16":
-        return None, default_hooks.fp16_compress_hook
-    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), (
-        powerSGD_hook.powerSGD_hook
-    )
 
 
 def torch_gpt(params: Any, heads: int) -> Any:
@@ -233,25 +226,17 @@ def train(name: str, fields: dict[str, Any], seed: int, steps: int, goal: float 
         job = job_of(config, workers)
         made = ddp(job, contender.hook) if contender.hook else ours(job)
         held_out = list(job.plan.validation.batches(0, HELD_OUT)) if goal is not None else []
-        for k, batch in enumerate(job.plan.feed.batches(0, steps)):
-            if goal is not None and k % sizes.every == 0:
-                losses[k] = mean_loss(made, held_out, workers)
+        batches = iter(job.plan.feed.batches(0, steps))
+        for k in range(steps + 1):
+            if goal is not None and (k % sizes.every == 0 or k == steps):
+                # Each rank computes its share of the same windows for all contenders.
+                losses[k] = float(control.allreduce_sum(np.array([made.loss(held_out)]))[0]) / workers.size
                 if losses[k] <= goal:
                     break
-            seconds.append(slowest(control, partial(made.step, batch)))
-        else:
-            if goal is not None:
-                losses[steps] = mean_loss(made, held_out, workers)
+            if k < steps:
+                seconds.append(slowest(control, partial(made.step, next(batches))))
         control.barrier()
     return {"seconds": seconds, "losses": losses}
-
-
-def mean_loss(made: Trainee, batches: list[dict[str, Any]], workers: Workers) -> float:
-    """Mean loss over held-out windows; each rank computes its share.
-
-    All contenders have the same windows. All ranks call it together.
-    """
-    return float(workers.processes.allreduce_sum(np.array([made.loss(batches)]))[0]) / workers.size
 
 
 # ---------------------------------------------------------------- outside
@@ -331,16 +316,13 @@ def table(results: dict[str, dict[str, Any]], sizes: Sizes) -> str:
             continue
         steps = np.array([steps_to(goals[seed], losses) for seed, losses in found["losses"].items()])
         shares = steps * seconds[name] / (sizes.steps * seconds["ring32"])
-        cells = [spread(steps, 0), spread(steps * seconds[name], 0), spread(shares, 3)]
+        figures = (steps, 0), (steps * seconds[name], 0), (shares, 3)  # with the decimals that are shown
+        spreads = [(np.percentile(values, (0, 50, 100)), digits) for values, digits in figures]
+        cells = ["{1:.{d}f} ({0:.{d}f}-{2:.{d}f})".format(*values, d=digits) for values, digits in spreads]
         rows.append([name, f"{seconds[name]:.3f}", f"{100 * compute / seconds[name]:.0f} %", *cells])
     goal = ", ".join(map("{:.4f}".format, goals.values()))
     headings = ("contender", "s a step", "compute", "steps to the goal", "s to the goal", "of ring32's")
     return f"goal: ring32's held-out loss after {sizes.steps} steps: {goal}\n\n{harness.table(headings, rows)}"
-
-
-def spread(values: np.ndarray, digits: int) -> str:
-    """Median, smallest and largest over the seeds."""
-    return "{1:.{d}f} ({0:.{d}f}-{2:.{d}f})".format(*np.percentile(values, (0, 50, 100)), d=digits)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import harness
 import jax
@@ -30,29 +30,41 @@ from jaxmpi.models.resnet import resnet50
 from jaxmpi.runtime import process
 
 Result = dict[str, Any]
+PLAIN = "plain JAX, 1"
+COUNTED = ("shuffle_s", "straggler_s", "reduce_s")  # parts of a step beside its functions, as a profile has them
+WARM_UP = 2  # steps
 
 
-# ---------------------------------------------------------------- measurements
+def profiled(run: Callable[[], Any]) -> Result:
+    """Run once; the profile of all calls in it, added up."""
+    with jm.profile() as profile:
+        run()
+    return {key: sum(row[key] for row in profile.rows) for key in profile.rows[0] if key != "function"}
 
 
-def network(share: int) -> tuple[Callable, tuple, Any]:
-    """Loss and gradients of a small network, examples, and params (9 leaves)."""
+def job(function: Callable[..., Result], *arguments: Any, ranks: int = 0) -> Result:
+    """Run a job; return rank 0's result."""
+    return harness.on_ranks(function, *arguments, ranks=ranks, env={"JAX_PLATFORMS": "cpu"})
+
+
+# ---------------------------------------------------------------- a call
+
+
+def calls(rounds: int, led: bool) -> Result:
+    """Time a call of a small network's gradients (9 leaves) and its parts, by ranks or a leading script."""
+    process.prepare()
+    if led:
+        jm.fork(2, kind="processes")
     rng = np.random.default_rng(0)
-    params = {f"w{i}": rng.standard_normal((64, 48)).astype(np.float32) / 8 for i in range(9)}
-    x, y = rng.standard_normal((share, 64)).astype(np.float32), rng.standard_normal(share).astype(np.float32)
+    params = {f"w{i}": jnp.asarray(rng.standard_normal((64, 48)).astype(np.float32) / 8) for i in range(9)}
+    x, y = rng.standard_normal((256, 64)).astype(np.float32), rng.standard_normal(256).astype(np.float32)
 
     def loss(params: Any, x: Any, y: Any) -> Any:
         return jnp.mean((sum((jnp.tanh(x @ w) for w in params.values()), jnp.zeros(())).mean(1) - y) ** 2)
 
-    return lambda x, y, params: jax.value_and_grad(loss)(params, x, y), (x, y), jax.tree.map(jnp.asarray, params)
+    def f(x: Any, y: Any, params: Any) -> Any:
+        return jax.value_and_grad(loss)(params, x, y)
 
-
-def calls(rounds: int, led: bool) -> Result:
-    """Time a call and its parts, by ranks or a leading script."""
-    process.prepare()
-    if led:
-        jm.fork(2, kind="processes")
-    f, (x, y), params = network(256)
     wrapped = jm.function(f, (jm.scatter, jm.scatter, jm.broadcast), (jm.mean, jm.mean))
     bare, half = jax.jit(f), (x[:128], y[:128])
     parts: dict[str, Callable] = {"call": lambda: wrapped(x, y, params), "bare": lambda: bare(*half, params)}
@@ -63,22 +75,30 @@ def calls(rounds: int, led: bool) -> Result:
     seconds = harness.take_turns(runs, rounds, warm_up=rounds // 10 + 3)
     result: Result = {f"{name}_ms": 1e3 * float(np.median(values)) for name, values in seconds.items()}
     if led:
-        result |= bytes_moved(wrapped, x, y, params)
+        new = jax.tree.map(lambda leaf: leaf + 0, params)
+        result["bytes_new"], result["bytes_same"] = (
+            profiled(lambda: wrapped(x, y, new))["sent_bytes"] for _ in range(2)
+        )
+        result["bytes_share"] = (x.nbytes + y.nbytes) // 2
     return result
 
 
-def bytes_moved(f: Callable, x: np.ndarray, y: np.ndarray, params: Any) -> Result:
-    """Bytes to the other worker with new params, and with the same."""
-    new = jax.tree.map(lambda leaf: leaf + 0, params)
-    bytes_new, bytes_same = (profiled(lambda: f(x, y, new))["sent_bytes"] for _ in range(2))
-    return {"bytes_new": bytes_new, "bytes_same": bytes_same, "bytes_share": (x.nbytes + y.nbytes) // 2}
+def show_calls(options: argparse.Namespace) -> Result:
+    """Print a call's time beyond its parts, by ranks and leading script."""
+    ranks, led = job(calls, options.rounds, False, ranks=2), job(calls, options.rounds, True)
+    led["exchange_ms"] = ranks["exchange_ms"]
+    for name, row in (("every rank runs the script", ranks), ("a script leads", led)):
+        row["beyond_ms"] = row["call_ms"] - row["bare_ms"] - row["exchange_ms"]
+        parts = f"call {row['call_ms']:.2f} ms, bare {row['bare_ms']:.2f}, exchange {row['exchange_ms']:.2f}"
+        print(f"{name}: {parts}: {row['beyond_ms']:.2f} ms beyond (goal 1)")
+    print(
+        f"bytes to the other worker: {led['bytes_new']} with new params, {led['bytes_same']} with the same, of which "
+        f"{led['bytes_share']} are its examples"
+    )
+    return {"ranks": ranks, "led": led}
 
 
-def profiled(run: Callable[[], Any]) -> Result:
-    """Run once; the profile of all calls in it, added up."""
-    with jm.profile() as profile:
-        run()
-    return {key: sum(row[key] for row in profile.rows) for key in profile.rows[0] if key != "function"}
+# ---------------------------------------------------------------- rows by index
 
 
 def shuffle(rounds: int) -> Result:
@@ -97,8 +117,7 @@ def shuffle(rounds: int) -> Result:
         return profiled(lambda: f(data, batch=order))["shuffle_s"]
 
     def take() -> float:
-        control.barrier()
-        return harness.seconds(lambda: np.take(data.array, mine, axis=0))
+        return harness.together(lambda: np.take(data.array, mine, axis=0))
 
     found = [[fetch(), take(), take(), fetch()] for _ in range(rounds + 3)][3:]  # slow drifts cancel
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -112,37 +131,32 @@ def shuffle(rounds: int) -> Result:
     }
 
 
+def show_shuffle(options: argparse.Namespace) -> Result:
+    """Print the times of rows by index."""
+    row = job(shuffle, options.rounds, ranks=2)
+    print(f"medians of {options.rounds} rounds, and between what they lie with 95 %")
+    for rank, (rows, low, high, take_ms) in enumerate(row["workers"]):
+        ratio = f"rows by index {rows:.3f} ({low:.3f} to {high:.3f}) of it, goal 1.10"
+        print(f"worker {rank}: its own take {take_ms:.2f} ms; {ratio}")
+    print(f"memory grew by {row['memory_grown_mb']:.0f} MB; share {row['share_mb']:.0f}, data {row['data_mb']:.0f}")
+    return row
+
+
 # ---------------------------------------------------------------- ResNet-50
 
 
-class Net(NamedTuple):
-    """ResNet-50 with examples, and the two functions of a step."""
+def resnet(workers: int, examples: int, size: int, steps: int, bare: bool) -> Result:
+    """Median seconds of a step's parts: gradients, all-reduce and updates, as in the paper.
 
-    x: np.ndarray  # f32[4 batch, size, size, 3]
-    y: np.ndarray  # i32[4 batch]
-    params: Any
-    stats: Any
-    gradient: Callable  # (x, y, params, stats) -> loss, flat gradient, stats
-    update: Callable  # (flat gradient, params) -> params
-
-
-def resnet(settings: Result) -> Result:
-    """Median seconds of a step's parts, in a script that leads workers."""
-    options = argparse.Namespace(**settings)
-    if options.workers == 1:  # one core a worker, as forked processes have it
+    A script leads workers, a core each; or, if `bare`, one worker runs plain JAX.
+    """
+    if workers == 1:  # one core a worker, as forked processes have it
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     process.prepare()
-    net = build_net(options)
-    return (bare_resnet if options.bare else spread_resnet)(options, net)
-
-
-def build_net(options: argparse.Namespace) -> Net:
-    """The model, and random examples for four batches."""
-    model = resnet50(classes=10, image_size=options.size)
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((4 * options.batch, options.size, options.size, 3)).astype(np.float32)
-    y = rng.integers(0, 10, 4 * options.batch, dtype=np.int32)
-    params, stats = model.init(jax.random.key(0), jax.numpy.asarray(x[:1]))
+    model, rng = resnet50(classes=10, image_size=size), np.random.default_rng(0)
+    images = rng.standard_normal((4 * examples, size, size, 3)).astype(np.float32)
+    labels = rng.integers(0, 10, 4 * examples, dtype=np.int32)
+    params, stats = model.init(jax.random.key(0), jnp.asarray(images[:1]))
     leaves, structure = jax.tree.flatten(params)
 
     def loss(params: Any, stats: Any, x: Any, y: Any) -> tuple[Any, Any]:
@@ -157,102 +171,59 @@ def build_net(options: argparse.Namespace) -> Net:
         grads = jax.tree.unflatten(structure, split(flat, leaves))
         return jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
 
-    return Net(x, y, params, stats, gradient, update)
+    order = np.random.default_rng(0)
+    batches = [order.permutation(len(images))[:examples] for _ in range(steps + WARM_UP)]
+    steps_of = plain_steps if bare else spread_steps
+    rows = steps_of(images, labels, params, stats, gradient, update, workers, batches)[WARM_UP:]
+    parts = np.array([[row["total_s"], *(row[key] for key in COUNTED)] for row in rows])
+    parts = np.insert(parts, 1, parts[:, 0] - parts[:, 1:].sum(1), axis=1)  # the rest is the functions'
+    figures = dict(zip(("total_s", "function_s", *COUNTED), np.median(parts, axis=0).tolist(), strict=True))
+    return figures | {"examples": examples, "workers": workers}
 
 
-def spread_resnet(options: argparse.Namespace, net: Net) -> Result:
-    """Time steps as in the paper: gradients, all-reduce, updates on each worker."""
-    jm.fork(options.workers, kind="processes")
-    x, y = jm.shared(net.x), jm.shared(net.y)
-    params, stats = jm.variable(net.params), jm.variable(net.stats)
-    flat = jm.variable(np.zeros(sum(leaf.size for leaf in jax.tree.leaves(net.params)), np.float32))
-    first = jm.function(net.gradient, (jm.scatter, jm.scatter, params, stats), (jm.mean,), (flat, stats))
-    second = jm.function(lambda flat, params: (net.update(flat, params),), (flat, params), (), (params,))
-    rng = np.random.default_rng(0)
+def spread_steps(
+    images: Any, labels: Any, params: Any, stats: Any, gradient: Any, update: Any, workers: int, batches: Any
+) -> list[Result]:
+    """Steps of workers that a script leads."""
+    jm.fork(workers, kind="processes")
+    x, y = jm.shared(images), jm.shared(labels)
+    flat = jm.variable(np.zeros(sum(leaf.size for leaf in jax.tree.leaves(params)), np.float32))
+    params, stats = jm.variable(params), jm.variable(stats)
+    first = jm.function(gradient, (jm.scatter, jm.scatter, params, stats), (jm.mean,), (flat, stats))
+    second = jm.function(lambda flat, params: (update(flat, params),), (flat, params), (), (params,))
 
-    def step() -> None:
-        batch = options.batch
-        first(x, y, batch=rng.permutation(len(x))[:batch])
+    def step(batch: np.ndarray) -> None:
+        first(x, y, batch=batch)
         flat.all_reduce("mean")
         second()
 
-    return medians([profiled(step) for _ in range(options.steps + WARM_UP)], options)
+    return [profiled(lambda batch=batch: step(batch)) for batch in batches]
 
 
-def medians(rows: list[Result], options: argparse.Namespace) -> Result:
-    """Median seconds of steps and parts; the rest is the functions'."""
-    parts = np.array([[row["total_s"], *(row[key] for key in COUNTED)] for row in rows[WARM_UP:]])
-    parts = np.insert(parts, 1, parts[:, 0] - parts[:, 1:].sum(1), axis=1)
-    figures = np.median(parts, axis=0).tolist()
-    return dict(zip(("total_s", "function_s", *COUNTED), figures, strict=True)) | {"examples": options.batch}
-
-
-def bare_resnet(options: argparse.Namespace, net: Net) -> Result:
-    """Time the same steps in plain JAX, one worker."""
-    first, second = jax.jit(net.gradient), jax.jit(net.update)
-    rng = np.random.default_rng(0)
-    state = net.params, net.stats
-
-    def step() -> Result:
-        nonlocal state
+def plain_steps(
+    images: Any, labels: Any, params: Any, stats: Any, gradient: Any, update: Any, workers: int, batches: Any
+) -> list[Result]:
+    """The same steps in plain JAX, one worker."""
+    first, second, rows = jax.jit(gradient), jax.jit(update), []
+    for batch in batches:
         begin = time.perf_counter()
-        rows = rng.permutation(len(net.x))[: options.batch]
-        taken = [np.take(array, rows, axis=0) for array in (net.x, net.y)]
+        taken = [np.take(array, batch, axis=0) for array in (images, labels)]
         shuffled = time.perf_counter()
-        _, flat, stats = first(*taken, *state)
-        state = jax.block_until_ready((second(flat, state[0]), stats))
+        _, flat, stats = first(*taken, params, stats)
+        params = jax.block_until_ready(second(flat, params))
         spent = {"shuffle_s": shuffled - begin, "total_s": time.perf_counter() - begin}
-        return dict.fromkeys(COUNTED, 0.0) | spent
-
-    return medians([step() for _ in range(options.steps + WARM_UP)], options)
-
-
-# ---------------------------------------------------------------- jobs and tables
-
-
-def job(function: Callable[..., Result], *arguments: Any, ranks: int) -> Result:
-    """Run a job of so many workers; return rank 0's result."""
-    return harness.on_ranks(function, *arguments, ranks=ranks if ranks > 1 else 0, env={"JAX_PLATFORMS": "cpu"})
-
-
-def show_calls(options: argparse.Namespace) -> Result:
-    """Print a call's time beyond its parts, by ranks and leading script."""
-    ranks, led = (job(calls, options.rounds, led, ranks=1 if led else 2) for led in (False, True))
-    led["exchange_ms"] = ranks["exchange_ms"]
-    for name, row in (("every rank runs the script", ranks), ("a script leads", led)):
-        row["beyond_ms"] = row["call_ms"] - row["bare_ms"] - row["exchange_ms"]
-        parts = f"call {row['call_ms']:.2f} ms, bare {row['bare_ms']:.2f}, exchange {row['exchange_ms']:.2f}"
-        print(f"{name}: {parts}: {row['beyond_ms']:.2f} ms beyond (goal 1)")
-    print(
-        f"bytes to the other worker: {led['bytes_new']} with new params, {led['bytes_same']} with the same, of which "
-        f"{led['bytes_share']} are its examples"
-    )
-    return {"ranks": ranks, "led": led}
-
-
-def show_shuffle(options: argparse.Namespace) -> Result:
-    """Print the times of rows by index."""
-    row = job(shuffle, options.rounds, ranks=2)
-    print(f"medians of {options.rounds} rounds, and between what they lie with 95 %")
-    for rank, (rows, low, high, take_ms) in enumerate(row["workers"]):
-        print(
-            f"worker {rank}: its own take {take_ms:.2f} ms; rows by index {rows:.3f} ({low:.3f} to {high:.3f}) of it, "
-            "goal 1.10"
-        )
-    print(f"memory grew by {row['memory_grown_mb']:.0f} MB; share {row['share_mb']:.0f}, data {row['data_mb']:.0f}")
-    return row
+        rows.append(dict.fromkeys(COUNTED, 0.0) | spent)
+    return rows
 
 
 def show_resnet(options: argparse.Namespace) -> Result:
     """Print weak and strong scaling, and the profile."""
-    batch, rows = options.batch, Result()
-    jobs = {PLAIN: (1, batch)} | {f"weak, {n}": (n, n * batch) for n in options.workers}
-    jobs |= {f"strong, {n}": (n, batch) for n in options.workers if n > 1}
-    for name, (workers, examples) in jobs.items():
+    jobs = {PLAIN: (1, options.batch)} | {f"weak, {n}": (n, n * options.batch) for n in options.workers}
+    jobs |= {f"strong, {n}": (n, options.batch) for n in options.workers if n > 1}
+    rows = Result()
+    for name, sizes in jobs.items():
         if name == PLAIN or any(word in name for word in options.only):
-            settings = {"workers": workers, "batch": examples, "bare": name == PLAIN}
-            settings |= {"size": options.size, "steps": options.steps}
-            rows[name] = job(resnet, settings, ranks=1) | {"workers": workers}
+            rows[name] = job(resnet, *sizes, options.size, options.steps, name == PLAIN)
     cores = len(os.sched_getaffinity(0))
     print(harness.table(("", "ms an example", "speedup", "function", "shuffle", "straggler", "all-reduce")))
     for name, row in rows.items():
@@ -264,9 +235,6 @@ def show_resnet(options: argparse.Namespace) -> Result:
     return rows
 
 
-PLAIN = "plain JAX, 1"
-COUNTED = ("shuffle_s", "straggler_s", "reduce_s")  # parts of a step beside its functions, as a profile has them
-WARM_UP = 2  # steps
 SHOWS = {"calls": show_calls, "shuffle": show_shuffle, "resnet": show_resnet}
 
 

@@ -66,7 +66,7 @@ SIZES = {  # defaults of the options, by --dry
     True: {"models": ["alexnet_tiny", "resnet18_tiny"], "batch": 4, "rounds": 3, "steps": 1},
 }
 TORCH_MODES = ("default", "reduce-overhead", "max-autotune")
-Run = Callable[[int], None]  # does a part so many times and waits for the last
+Run = Callable[[int], Any]  # does a part so many times and waits for the last
 FORMS = {  # forms of a step between ranks, by name
     "no exchange": ExchangeConfig("none"),
     "asa32": ExchangeConfig("asa32", overlap="off"),
@@ -87,60 +87,41 @@ class Jaxmpi:
     """The trainer's step and its parts."""
 
     def __init__(self, config: Experiment, dry: bool, torch_mode: str, workers: Workers = ALONE) -> None:
-        job, self.functions, self.state = harness.build_training(config, workers)
-        self.config = job.experiment
+        job, functions, self.state = harness.build_training(config, workers)
+        self.config, self.train_step = job.experiment, functions.train_step
         batches = host_batches(config, workers)
-        self.batches, self.batch = itertools.cycle(batches), jax.device_put(batches[0])
+        self.batches, batch = itertools.cycle(batches), jax.device_put(batches[0])
         local_gradients, *_ = build.local_functions(job)
-        self.gradients = jax.jit(local_gradients)
 
-        def forward(*args: Any) -> tuple[Any, jax.Array]:
+        def loss_alone(*args: Any) -> tuple[Any, jax.Array]:
             _, model_state, metrics = local_gradients(*args)
             return model_state, metrics.loss  # XLA leaves out what only gradients need, as their norm
 
-        self.forward = jax.jit(forward)
-        self.update = jax.jit(self.functions.rule.update)
+        forward, gradients, update = map(jax.jit, (loss_alone, local_gradients, functions.rule.update))
+        arguments = lambda: (  # noqa: E731
+            self.state.params, self.state.model_state, batch, self.state.key, self.state.step,
+        )  # fmt: skip
         self.parts: dict[str, Run] = {
             "step": self.steps,
-            "to device": self.times(lambda: jax.device_put(next(self.batches)), wait_each=True),
-            "forward": self.times(lambda: self.forward(*self.arguments())),
-            "forward+backward": self.times(lambda: self.gradients(*self.arguments())),
-            "update": self.times(self.one_update),
+            "to device": lambda n: [jax.block_until_ready(jax.device_put(next(self.batches))) for _ in range(n)],
+            "forward": repeated(lambda: forward(*arguments()), jax.block_until_ready),
+            "forward+backward": repeated(lambda: gradients(*arguments()), jax.block_until_ready),
+            # With params as gradients: the values do not matter.
+            "update": repeated(
+                lambda: update(self.state.params, self.state.rule_state, self.state.params), jax.block_until_ready
+            ),
         }
 
     def steps(self, n: int) -> None:
         """The loop of `jaxmpi.train`, without log, evaluation and checkpoints."""
         late = []
         for _ in range(n):
-            self.state, metrics = self.functions.train_step(self.state, next(self.batches))
+            self.state, metrics = self.train_step(self.state, next(self.batches))
             late.append(metrics.loss)
             if len(late) > 1:
                 read(float(late.pop(0)))
         jax.block_until_ready(self.state)
         read(float(late[0]))
-
-    def arguments(self) -> tuple:
-        """Arguments of `local_gradients`."""
-        state = self.state
-        return state.params, state.model_state, self.batch, state.key, state.step
-
-    def one_update(self) -> Any:
-        """Run one update, with params as gradients: the values do not matter."""
-        return self.update(self.state.params, self.state.rule_state, self.state.params)
-
-    @staticmethod
-    def times(call: Callable[[], Any], wait_each: bool = False) -> Run:
-        """A part from a function that returns before the device is done."""
-
-        def run(n: int) -> None:
-            result = None
-            for _ in range(n):
-                result = call()
-                if wait_each:
-                    jax.block_until_ready(result)
-            jax.block_until_ready(result)
-
-        return run
 
     def peak_bytes(self) -> int:
         """Peak memory since the start; without counters XLA's plan for a step."""
@@ -173,10 +154,10 @@ class Torch:
         self.batches, self.batch = itertools.cycle(batches), self.to_device(batches[0])
         self.parts: dict[str, Run] = {
             "step": self.steps,
-            "to device": self.times(lambda: (self.to_device(next(self.batches)), self.wait())),
-            "forward": self.times(self.forward),
-            "forward+backward": self.times(self.gradients),
-            "update": self.times(self.optimizer.step),
+            "to device": lambda n: [(self.to_device(next(self.batches)), self.wait()) for _ in range(n)],
+            "forward": repeated(self.forward, self.wait),
+            "forward+backward": repeated(lambda: self.gradients(self.batch), self.wait),
+            "update": repeated(self.optimizer.step, self.wait),
         }
 
     def tensors(self, batch: Batch) -> tuple[Any, Any]:
@@ -204,27 +185,17 @@ class Torch:
         with self.torch.no_grad():
             self.loss(*self.batch)
 
-    def gradients(self, batch: tuple[Any, Any] | None = None) -> Any:
+    def gradients(self, batch: tuple[Any, Any]) -> Any:
         """Compute new gradients of all params; return the loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss(*(batch or self.batch))
+        loss = self.loss(*batch)
         loss.backward()
         return loss.detach()
 
-    def wait(self) -> None:
+    def wait(self, _: Any = None) -> None:
         """Wait for the device."""
         if self.on_gpu:
             self.torch.cuda.synchronize()
-
-    def times(self, call: Callable[[], Any]) -> Run:
-        """A part from a function that returns before the device is done."""
-
-        def run(n: int) -> None:
-            for _ in range(n):
-                call()
-            self.wait()
-
-        return run
 
     def peak_bytes(self) -> int:
         """Peak GPU memory of two steps; 0 on a CPU."""
@@ -233,6 +204,18 @@ class Torch:
         self.torch.cuda.reset_peak_memory_stats()
         self.steps(2)
         return self.torch.cuda.max_memory_allocated()
+
+
+def repeated(call: Callable[[], Any], wait: Callable[[Any], Any]) -> Run:
+    """A part from a function that returns before the device is done."""
+
+    def run(n: int) -> None:
+        result = None
+        for _ in range(n):
+            result = call()
+        wait(result)
+
+    return run
 
 
 SIDES = {"jaxmpi": Jaxmpi, "torch": Torch}
@@ -267,7 +250,8 @@ def serve(name: str, model: str, dtype: str, batch: int, dry: bool, torch_mode: 
 def started(name: str, model: str, dtype: str, options: argparse.Namespace) -> Iterator[Callable[[str, int], float]]:
     """Start a side as a process; yield `ask(part, times)`."""
     line = harness.call(serve, name, model, dtype, options.batch, options.dry, options.torch_mode)
-    env, pipe = environment(name, options.dry), subprocess.PIPE
+    on_cpu = {"JAX_PLATFORMS": "cpu"} if options.dry or name == "torch" else {}
+    env, pipe = os.environ | on_cpu | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, subprocess.PIPE  # room for both sides
     side = subprocess.Popen(line, bufsize=0, env=env, stdin=pipe, stdout=pipe)
     assert side.stdin is not None
     assert side.stdout is not None
@@ -286,12 +270,6 @@ def started(name: str, model: str, dtype: str, options: argparse.Namespace) -> I
             yield ask
         finally:
             side.kill() if sys.exc_info()[0] else questions.close()
-
-
-def environment(name: str, dry: bool) -> dict[str, str]:
-    """Variables of a side: JAX preallocates nothing, and leaves PyTorch the GPU."""
-    on_cpu = {"JAX_PLATFORMS": "cpu"} if dry or name == "torch" else {}
-    return os.environ | on_cpu | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 def measure(model: str, dtype: str, options: argparse.Namespace, sides: list[str]) -> dict[str, Any]:
@@ -330,13 +308,6 @@ def speed_row(row: dict[str, Any]) -> list[str]:
     return cells + [f"{peak[name] / 1e9:.3g}" if peak.get(name) else "-" for name in SIDES]
 
 
-def parts_rows(row: dict[str, Any]) -> Iterator[list[str]]:
-    """Milliseconds by part, a row a side."""
-    for name in row["seconds"]["step"]:
-        times = [quartiles(1e3 * np.array(row["seconds"][part][name]), ".2f") for part in PARTS]
-        yield [row["model"], row["dtype"], name, *times]
-
-
 SPEED = ("model", "dtype", "batch", "jaxmpi images/s", "torch images/s", "jaxmpi / torch", "jaxmpi GB", "torch GB")
 
 
@@ -344,7 +315,17 @@ def markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """All tables."""
     head = [f"- {name}: {value}" for name, value in facts.items()]
     speed = harness.table(SPEED, [speed_row(row) for row in rows])
-    parts = harness.table(("model", "dtype", "ms", *PARTS), [cells for row in rows for cells in parts_rows(row)])
+    each = [
+        [
+            row["model"],
+            row["dtype"],
+            name,
+            *(quartiles(1e3 * np.array(row["seconds"][part][name]), ".2f") for part in PARTS),
+        ]
+        for row in rows
+        for name in row["seconds"]["step"]
+    ]
+    parts = harness.table(("model", "dtype", "ms", *PARTS), each)
     return "\n".join([*head, "", speed, "", parts, ""])
 
 

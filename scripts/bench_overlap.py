@@ -122,7 +122,7 @@ def with_jaxmpi(strategy: str, beside: bool) -> Callable[[int], Timed]:
             return *descend(grads, state, params), value
 
         params = jax.tree.map(jnp.asarray, initial_params())
-        state, data = init(params), jax.tree.map(jnp.asarray, random_batch(jaxmpi.world().rank, batch))
+        state, data = init(params), jax.tree.map(jnp.asarray, random_batch(int(jaxmpi.world().rank), batch))
         run, compute = (Loop(jax.jit(f), params, state, data) for f in (step, alone))
         exchange = jax.jit(lambda tree: mean(jax.tree.map(lambda x: x * 2, tree)))
 

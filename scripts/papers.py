@@ -1,7 +1,7 @@
 """Tables of four papers as data: what is run for each, how its output is read, and the paper's own figures.
 
 Ma et al. 2016 (Theano-MPI), Gibiansky 2017 (Baidu's ring), Kumar et al. 2018 (IBM), Stooke and Abbeel 2017
-(Synkhronos). `reproduce.py` runs an entry of `TABLES` by its name.
+(Synkhronos). `reproduce.py` runs an entry of `TABLES` by its name. How our settings differ: docs/papers.md.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import harness
 
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 
 PYTHON = sys.executable
 SLOW, FAST = "200mbit", "10gbit"  # links of emulated hosts
@@ -29,9 +29,8 @@ class PaperTable(NamedTuple):
 
     source: str
     commands: Callable[[Options], list[list[str]]]  # {out} stands for a new file, {kept} for one that may exist
-    read: Callable[[list[str], list[str]], Values]  # (their output, text of their files) -> our figures
+    read: Callable[[list[str]], Values]  # each command's file, or what it printed if it has none -> our figures
     paper: Callable[[Options], Values]
-    remark: str  # how the settings differ
     on_hosts: bool = True  # may run on emulated hosts
     drawn: str = ""  # regular expression of the quantities in the picture
 
@@ -75,23 +74,15 @@ def worker_counts(options: Options, default: Sequence[int]) -> list[int]:
         UsageError: one is not among them.
     """
     counts = options.workers or default
-    check(1 in counts, f"--workers: got {' '.join(map(str, counts))}; expected 1 among them, whose speed is the base")
+    if 1 not in counts:
+        raise UsageError(f"--workers: got {counts}; expected 1 among them, whose speed is the base")
     return sorted(set(counts))
-
-
-# ---------------------------------------------------------------- output
 
 
 def medians(text: str) -> dict[str, Values]:
     """Seconds by case and contender in a file of `jaxmpi bench`."""
     cases = json.loads(text)["cases"]
     return {case["case"]: {row["by"]: statistics.median(row["seconds"]) for row in case["rows"]} for case in cases}
-
-
-def table_rows(text: str) -> list[list[str]]:
-    """Cells of a text's Markdown rows, without heads and separators."""
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    return [row for row in rows if set(row[0]) != {"-"}][1:]
 
 
 # ---------------------------------------------------------------- Ma et al. 2016
@@ -143,10 +134,8 @@ def runs_by_cell(text: str, model: str, factor: int) -> dict[str, dict[int, dict
         cell, batch = row["cell"], factor * int(row["cell"].get("local-batch", 8))
         workers = f"{cell['workers']} worker{'s' * (cell['workers'] != '1')} of {batch} at {cell['optim.lr']}"
         runs = cells.setdefault(f"{model}, {workers}{BITS[cell.get('exchange.strategy', 'asa32')]}", {})
-        check(
-            all(run["cell"] == cell for run in runs.values()),
-            f"{model}, {workers}: got runs of several settings; remove the file of earlier ones, kept_*.jsonl in --out",
-        )
+        if any(run["cell"] != cell for run in runs.values()):
+            raise UsageError(f"{model}, {workers}: got runs of several settings; remove kept_*.jsonl of earlier ones")
         if "failed" not in row:
             runs[row["seed"]] = row
     return {name: runs for name, runs in cells.items() if runs}
@@ -158,7 +147,7 @@ def mean_and_error(name: str, values: Sequence[float]) -> Values:
     return {name: statistics.mean(values)} | error
 
 
-def errors(printed: list[str], files: list[str]) -> Values:
+def errors(files: list[str]) -> Values:
     """Top-5 and top-1 errors by cell, ratios to one worker's, and points that 16 bits cost.
 
     If a seed has stayed at chance, the others have rows of their own.
@@ -203,7 +192,7 @@ def paper_errors(options: Options) -> Values:
     return paper
 
 
-def parameters(printed: list[str], files: list[str]) -> Values:
+def parameters(printed: list[str]) -> Values:
     """Parameters by model, printed by `jaxmpi models`."""
     rows = [[cell.strip() for cell in re.split(r"[│|]", line) if cell.strip()] for line in printed[0].splitlines()]
     counts = {row[0]: float(row[2].replace(",", "")) for row in rows if len(row) == 6 and row[1].isdigit()}
@@ -231,7 +220,7 @@ def cost_rows(model: str, batch: int, workers: int, alone: float, train: float, 
     return row
 
 
-def costs(printed: list[str], files: list[str]) -> Values:
+def costs(files: list[str]) -> Values:
     """Ratios of exchanges, seconds of 5,120 images, and speed-ups."""
     exchange = {case.removesuffix("_tiny"): by for case, by in medians(files[0]).items()}
     workers = int(json.loads(files[0])["cases"][0]["ranks"])
@@ -279,7 +268,7 @@ def named_speedups(model: str, batch: int, strategy: str, by_workers: Mapping[in
     return {f"{model}, {n} workers of {batch}{BITS[strategy]}": value for n, value in by_workers.items()}
 
 
-def speedups(printed: list[str], files: list[str]) -> Values:
+def speedups(files: list[str]) -> Values:
     """Images/s over those of one worker with as many images, from records."""
     rates: dict[tuple[str, int, str], dict[int, float]] = {}
     for text in files:
@@ -312,7 +301,7 @@ def ring_runs(options: Options) -> list[list[str]]:
     return [bench(options, n, *args) for n in powers_up_to(ranks_of(options))]
 
 
-def root_over_ring(printed: list[str], files: list[str]) -> Values:
+def root_over_ring(files: list[str]) -> Values:
     """Time through one rank over that of a ring, by ranks."""
     by_ranks = {json.loads(text)["cases"][0]["ranks"]: next(iter(medians(text).values())) for text in files}
     return {f"root / ring32, {n} workers": by["root"] / by["ring32"] for n, by in by_ranks.items()}
@@ -325,7 +314,7 @@ def language_runs(options: Options) -> list[list[str]]:
     return [script("bench_language", "--hosts", *hosts, "--rate", options.rate or FAST, *size, "--json", "{out}")]
 
 
-def language_samples(printed: list[str], files: list[str]) -> Values:
+def language_samples(files: list[str]) -> Values:
     """Samples/s of `bench_language.py` over those of one host, measured and predicted."""
     one, *others = sorted(json.loads(files[0])["rows"], key=lambda row: row["hosts"])
     ours: Values = {}
@@ -349,11 +338,7 @@ def language_samples(printed: list[str], files: list[str]) -> Values:
 
 RECIPES = {"resnet50": "ResNet-50", "googlenetbn": "GoogLeNetBN"}
 EPOCH = {  # quantity of an epoch, and the contenders of `bench_epoch.py` whose seconds are divided, by their start
-    "data": {
-        "an epoch, memory / files": ("memory", "files"),
-        "an epoch, memory / files with 10 ms a read": ("memory", "files with"),
-        "an epoch, packed / files": ("packed", "files"),
-    },
+    "data": {"an epoch, memory / files": ("memory", "files"), "an epoch, packed / files": ("packed", "files")},
     "devices": {"an epoch, a process for several devices / for one": ("a process for", "a process a")},
     "together": {"an epoch, both / neither": ("memory and", "files and")},
 }
@@ -365,26 +350,24 @@ def shuffle_run(options: Options, workers: Sequence[int]) -> list[str]:
     size = ["--ranks", *counts, *(["--mb", "8"] if options.quick else [])]
     if options.hosts:
         size = ["--hosts", *counts, "--rate", options.rate or SLOW, "--mb", "40"]
-    return script("bench_shuffle", "shuffle", *size, "--rounds", str(options.rounds))
+    return script("bench_shuffle", *size, "--rounds", str(options.rounds), "--json", "{out}")
 
 
 def memory_runs(options: Options) -> list[list[str]]:
-    """Time the shuffle with few and many workers, and all sources."""
+    """Time the shuffle with few and many workers, and loaders by format."""
     images, rounds = "48" if options.quick else "200", str(min(options.rounds, 3))
-    sources = script("bench_shuffle", "sources", "--images", images, "--rounds", rounds)
-    return [shuffle_run(options, sorted({2, ranks_of(options)})), sources]
+    formats = script("bench_data", "--part", "formats", "--images", images, "--rounds", rounds, "--json", "{out}")
+    return [shuffle_run(options, sorted({2, ranks_of(options)})), formats]
 
 
-def memory_ratios(printed: list[str], files: list[str]) -> Values:
+def memory_ratios(files: list[str]) -> Values:
     """Ratios of the shuffle over all workers, and of reading an epoch from memory."""
-    whole = {int(row[0]): row for row in table_rows(printed[0]) if row[0] == row[1]}
+    whole = {row["ranks"]: row for row in json.loads(files[0]) if row["ranks"] == row["group"]}
     few, many = min(whole), max(whole)
-    rates = {row[0]: float(row[1].replace(",", "")) for row in table_rows(printed[1])}
-    kept = rates["memory, packed at 256 px"]
-    return {f"shuffle, {n} workers, bare Alltoallv / ours": float(row[-1]) for n, row in whole.items()} | {
-        f"shuffle, {many} workers / {few}": float(whole[many][3]) / float(whole[few][3]),
-        "reading an epoch, memory / files": rates["folder"] / kept,
-        "reading an epoch, memory / files with 10 ms a read": rates["folder, reads take longer"] / kept,
+    rates = json.loads(files[1])["formats"]
+    return {f"shuffle, {n} workers, bare Alltoallv / ours": row["ratio"] for n, row in whole.items()} | {
+        f"shuffle, {many} workers / {few}": whole[many]["shuffle_s"] / whole[few]["shuffle_s"],
+        "reading an epoch, memory / files": rates["imagefolder"] / rates["packed, in memory"],
     }
 
 
@@ -393,16 +376,16 @@ def group_workers(options: Options) -> list[int]:
     return sorted({max(ranks_of(options) // divisor, 2) for divisor in (4, 2, 1)})
 
 
-def group_ratios(printed: list[str], files: list[str]) -> Values:
+def group_ratios(files: list[str]) -> Values:
     """Ratios of a shuffle's memory and time, by workers and by groups of all workers."""
-    rows = [[float(cell) for cell in row[:4]] for row in table_rows(printed[0]) if row[3] != "indices only"]
-    whole = {int(ranks): row for ranks, group, *row in rows if group == ranks}
+    rows = [row for row in json.loads(files[0]) if row["shuffle_s"]]
+    whole = {row["ranks"]: row for row in rows if row["group"] == row["ranks"]}
     few, many = min(whole), max(whole)
-    groups = {int(many / group): row for ranks, group, *row in rows if ranks == many and group < many}
+    groups = {many // row["group"]: row for row in rows if row["ranks"] == many > row["group"]}
     ours: Values = {}
-    for i, what in enumerate(("MB a worker", "shuffle")):
-        ours |= {f"{many} workers / {few}, {what}": whole[many][i] / whole[few][i]} if many > few else {}
-        ours |= {f"{many} workers, {n} groups / 1, {what}": row[i] / whole[many][i] for n, row in groups.items()}
+    for key, what in (("MB", "MB a worker"), ("shuffle_s", "shuffle")):
+        ours |= {f"{many} workers / {few}, {what}": whole[many][key] / whole[few][key]} if many > few else {}
+        ours |= {f"{many} workers, {n} groups / 1, {what}": row[key] / whole[many][key] for n, row in groups.items()}
     return ours
 
 
@@ -421,26 +404,25 @@ def epoch_runs(what: str, options: Options) -> list[list[str]]:
     images = ["--images", "160"] if what == "together" else []  # a step takes seconds
     short = ["--images", "96", "--train-for", "2ep"] if options.quick else images
     line = ("--ranks", str(ranks), "--rounds", str(min(options.rounds, 5)), *rate, *short)
-    return [script("bench_epoch", what, "--recipe", recipe, *line) for recipe in RECIPES]
+    return [script("bench_epoch", what, "--recipe", recipe, *line, "--json", "{out}") for recipe in RECIPES]
 
 
-def epoch_ratios(what: str, printed: list[str], files: list[str]) -> Values:
+def epoch_ratios(what: str, files: list[str]) -> Values:
     """Time of one contender's epoch over another's."""
     ratios: Values = {}
-    for model, text in zip(RECIPES.values(), printed, strict=True):
-        seconds = {row[0]: float(row[1]) for row in table_rows(text)}
+    for model, seconds in zip(RECIPES.values(), map(json.loads, files), strict=True):
         for name, pair in EPOCH[what].items():
             above, below = (next(s for key, s in seconds.items() if key.startswith(prefix)) for prefix in pair)
             ratios[f"{model}, {name}"] = above / below
     return ratios
 
 
-def epoch_table(what: str, source: str, paper: Sequence[float], remark: str) -> PaperTable:
+def epoch_table(what: str, source: str, paper: Sequence[float]) -> PaperTable:
     """A table of epochs whose paper has a figure for each of RECIPES, of the first quantity."""
     name = next(iter(EPOCH[what]))
     figures = {f"{model}, {name}": value for model, value in zip(RECIPES.values(), paper, strict=True)}
     read = partial(epoch_ratios, what)
-    return PaperTable(f"Kumar et al. 2018, {source}", partial(epoch_runs, what), read, lambda o: figures, remark)
+    return PaperTable(f"Kumar et al. 2018, {source}", partial(epoch_runs, what), read, lambda o: figures)
 
 
 # ---------------------------------------------------------------- Stooke and Abbeel 2017
@@ -450,18 +432,21 @@ def function_runs(options: Options) -> list[list[str]]:
     """Scale ResNet-50 over functions."""
     short = ["--steps", "2", "--batch", "4"] if options.quick else []
     workers = map(str, worker_counts(options, (1, 2)))
-    return [script("bench_functions", "resnet", "--workers", *workers, *short)]
+    return [script("bench_functions", "resnet", "--workers", *workers, *short, "--json", "{out}")]
 
 
-def function_scaling(printed: list[str], files: list[str]) -> Values:
+def function_scaling(files: list[str]) -> Values:
     """Speed-ups over the number of workers, and shares of the time, of the job with the most workers."""
-    rows = {row[0].removesuffix(" (beyond the cores)"): [*map(float, row[1:])] for row in table_rows(printed[0])}
+    rows = json.loads(files[0])
     workers = max(int(name.split()[-1]) for name in rows if name.startswith("weak"))
-    weak, strong = rows[f"weak, {workers}"], rows.get(f"strong, {workers}")
-    ours = {"weak scaling, speed-up over workers": weak[1] / workers}
-    ours |= {"strong scaling, speed-up over workers": strong[1] / workers} if strong else {}
-    parts = zip(("shuffle", "straggler", "all-reduce"), weak[3:], strict=True)
-    return ours | {f"weak scaling, {part} of the time": value / weak[0] for part, value in parts}
+    alone = rows["plain JAX, 1"]["total_s"] / rows["plain JAX, 1"]["examples"]
+    ours: Values = {}
+    for kind in ("weak", "strong"):
+        if row := rows.get(f"{kind}, {workers}"):
+            ours[f"{kind} scaling, speed-up over workers"] = alone / (row["total_s"] / row["examples"]) / workers
+    weak = rows[f"weak, {workers}"]
+    parts = {"shuffle": "shuffle_s", "straggler": "straggler_s", "all-reduce": "reduce_s"}
+    return ours | {f"weak scaling, {part} of the time": weak[key] / weak["total_s"] for part, key in parts.items()}
 
 
 TABLES = {
@@ -470,9 +455,6 @@ TABLES = {
         accuracy_runs,
         errors,
         paper_errors,
-        "Theirs are ImageNet's 1000 classes after 62 and 70 epochs; ours ten classes of silhouettes, small variants of "
-        "the models, 12 epochs, an eighth (AlexNet) and a quarter (GoogLeNet) of the images a worker, at the paper's "
-        "rates. So compare errors over one worker's. Of 1,947 held-out images one is 0.05 points.",
         on_hosts=False,
         drawn="over 1 worker",
     ),
@@ -485,7 +467,6 @@ TABLES = {
             "googlenet, parameters": 13_378_280,
             "vgg16, parameters": 138_357_544,
         },
-        "Counts must be the same: the layers are those of the papers.",
         on_hosts=False,
     ),
     "table3": PaperTable(
@@ -493,9 +474,6 @@ TABLES = {
         cost_runs,
         costs,
         paper_costs,
-        "Their Allreduce went through the host and summed there; ours is Open MPI 5's own, tuned. Inside one host 16 "
-        "bits cost conversions and save memory traffic only. Training is one worker's on all cores of this machine, "
-        "divided by the workers, whereas the exchange runs on shared cores.",
         drawn="alexnet-128b.*/ training|ar / asa",
     ),
     "speedup": PaperTable(
@@ -503,72 +481,42 @@ TABLES = {
         trainings,
         speedups,
         paper_speedups,
-        "Theirs had a GPU a worker; ours are AlexNet's small variant and GoogLeNet at 64 px on digits, with an eighth "
-        "of the images a worker. Workers that share a machine's cores cannot go beyond its cores.",
     ),
     "ring": PaperTable(
         "Gibiansky 2017: everything through one rank over the ring, by its formula N / 2",
         ring_runs,
         root_over_ring,
         lambda o: {f"root / ring32, {n} workers": n / 2 for n in powers_up_to(ranks_of(o))},
-        "Their formula counts what the one rank receives; ours also sends the sum back, which makes N. "
-        "Inside one host links are memory, which ranks share.",
     ),
     "baidu": PaperTable(
         "Gibiansky 2017: samples/s of a language model over a ring, measured and predicted",
         language_runs,
         language_samples,
         lambda o: {"samples/s of a worker, most / 1": 370 / 675},  # ms of a step with 1 and with 40 workers
-        "Theirs are 300 million params, 40 GPUs on 5 nodes, 370 ms a step alone and 650 to 700 ms with all, and they "
-        "overlap; ours 103 million, all sizes over 1.7: of the whole size two hosts fit. Emulated hosts share one "
-        "machine's cores; with own cores: one host's computing time for all. Predicted by a probe on two hosts.",
         on_hosts=False,
     ),
     "multicolor": PaperTable(
         "Kumar et al. 2018: multi-colour trees over Open MPI's Allreduce, GoogLeNetBN",
         lambda o: [bench(o, ranks_of(o), "--tree", "googlenetbn", "--strategies", "ar", "color4:32")],
-        lambda printed, files: {
-            f"{case}, color4:32 / ar": by["color4:32"] / by["ar"] for case, by in medians(files[0]).items()
-        },
+        lambda files: {f"{case}, color4:32 / ar": by["color4:32"] / by["ar"] for case, by in medians(files[0]).items()},
         lambda o: {"googlenetbn, color4:32 / ar": 0.45},
-        "Theirs took 50 to 60 % less time on 16 nodes with RDMA; a tree inside one host only adds copies.",
     ),
     "dimd": PaperTable(
         "Kumar et al. 2018: data in memory, and its shuffle",
         memory_runs,
         memory_ratios,
         lambda o: {"reading an epoch, memory / files": 0.67},
-        "Theirs is the whole epoch of GoogLeNetBN on a cluster's file system (ResNet-50: 0.75); ours reading and "
-        "decoding alone, files in the page cache. Their shuffle of 220 GB took 4.2 s on 32 nodes and less with more.",
     ),
     "groups": PaperTable(
         "Kumar et al. 2018, Figs. 7 to 9: time and memory of the shuffle, by workers and groups",
         lambda o: [shuffle_run(o, group_workers(o))],
         group_ratios,
         group_layout,
-        "Memory follows from the layout. The paper's shuffle takes less time with more workers (4.2 s for 220 GB on 32 "
-        "nodes), and about as long with groups, since all its links are alike.",
     ),
-    "epoch": epoch_table(
-        "data",
-        "Figs. 10 and 11: an epoch with and without data in memory",
-        (0.75, 0.67),
-        "Theirs read ImageNet-1k from a cluster's file system; ours are small models of the kind, so that cores have "
-        "time for data, and files in the page cache.",
-    ),
-    "devices": epoch_table(
-        "devices",
-        "Fig. 12: an epoch with a better use of a node's devices",
-        (0.82, 0.85),
-        "Theirs improved one layout, Torch's data-parallel table; ours compares algorithm 1, one process a node, with "
-        "one process a device. Our devices are CPU devices that share cores.",
-    ),
+    "epoch": epoch_table("data", "Figs. 10 and 11: an epoch with and without data in memory", (0.75, 0.67)),
+    "devices": epoch_table("devices", "Fig. 12: an epoch with a better use of a node's devices", (0.82, 0.85)),
     "together": epoch_table(
-        "together",
-        "Table 1: an epoch with data in memory and trees over one with neither",
-        (1 / 2.2, 1 / 1.65),
-        "Theirs is throughput, 110 to 130 and 58 to 72 % more (here 120 and 65), on 8 to 32 nodes with a better use of "
-        "devices as well, over open code with Open MPI. Ours are the same models for images of 64 px, 8 a worker.",
+        "together", "Table 1: an epoch with data in memory and trees over one with neither", (1 / 2.2, 1 / 1.65)
     ),
     "synkhronos": PaperTable(
         "Stooke and Abbeel 2017, Figs. 2 and 3, Table 1",
@@ -581,8 +529,6 @@ TABLES = {
             "weak scaling, straggler of the time": 1.0 / 52.6,
             "weak scaling, all-reduce of the time": 0.46 / 52.6,
         },
-        "Theirs are 8 GPUs with NVLink and a batch of 64 each; ours cores of one processor, which share its memory, "
-        "and a batch of 8: an all-reduce is a larger part of a step.",
         on_hosts=False,
     ),
 }

@@ -8,8 +8,8 @@
     python scripts/reproduce.py all --quick                          every one of them, small: to see that all run
 
 It runs the project's other scripts and compares their results; it measures nothing itself. It writes NAME.md, with
-machine, date and a remark on differences, and NAME.png into --out (runs/papers); `all` writes all.md, too, and
-continues after a table that cannot run here.
+machine and date, and NAME.png into --out (runs/papers); `all` writes all.md, too, and continues after a table that
+cannot run here.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import harness
 from harness import ROOT
 from papers import ERROR, FAST, MODELS, PYTHON, SLOW, TABLES, PaperTable, Values
 
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.observe import plots
 
 BY_WORKERS = re.compile(r"\b(\d+) (?:workers|hosts)\b")
@@ -41,28 +41,26 @@ def run(table: PaperTable, options: argparse.Namespace, folder: Path) -> tuple[V
     """Run a table's commands; return our figures, and the commands.
 
     Raises:
-        UsageError: a script is missing, failed, took too long, or printed what cannot be read.
+        UsageError: a script failed, took too long, or wrote what cannot be read.
     """
-    shown, printed, files = [], [], []
+    shown, outputs = [], []
     for i, template in enumerate(table.commands(options), 1):
         out = folder / (f"kept_{i}.jsonl" if "{kept}" in template else f"out_{i}")
         if "{out}" in template:  # output of an earlier call
             shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
         line = [str(out) if arg in ("{out}", "{kept}") else arg for arg in template]
         shown.append(shlex.join(line).replace(PYTHON, "python").replace(f"{ROOT}/", ""))
-        missing = [arg for arg in line if arg.startswith("scripts/") and not (ROOT / arg).is_file()]
-        check(not missing, f"{', '.join(missing)}: not in this version")
         print("+ " + shown[-1], flush=True)
         if not options.show:
-            printed.append(output(line, options.timeout_s, shown[-1]))
+            printed = output(line, options.timeout_s, shown[-1])
             file = out / "record.jsonl" if out.is_dir() else out
-            files += [file.read_text()] if file.is_file() else []
+            outputs.append(file.read_text() if file.is_file() else printed)
     if options.show:
         return {}, shown
     try:
-        return table.read(printed, files), shown
+        return table.read(outputs), shown
     except (ArithmeticError, LookupError, StopIteration, ValueError) as error:
-        raise UsageError(f"{shown} printed what cannot be read: {error!r}") from error
+        raise UsageError(f"{shown} wrote what cannot be read: {error!r}") from error
 
 
 def output(line: list[str], timeout_s: float, shown: str) -> str:
@@ -79,7 +77,8 @@ def output(line: list[str], timeout_s: float, shown: str) -> str:
     finally:
         if job.poll() is None:  # also after Ctrl-C, which does not reach another session
             harness.end(job)
-    check(job.returncode == 0, f"ended with code {job.returncode}: {shown}")
+    if job.returncode:
+        raise UsageError(f"ended with code {job.returncode}: {shown}")
     return printed
 
 
@@ -138,7 +137,7 @@ def page(name: str, table: PaperTable, rows: Sequence[dict[str, Any]], lines: Se
     machine = f"{platform.machine()}, {cores} cores, {platform.system()}, {datetime.date.today()}."
     commands = [f"    {line}" for line in lines]
     text = [f"## {name}: {table.source}", "", *commands, "", harness.table(headings, cells), ""]
-    return "\n".join([*text, f"{table.remark} {machine}", ""])
+    return "\n".join([*text, f"How the settings differ: docs/papers.md. {machine}", ""])
 
 
 def format_value(value: Any) -> str:
@@ -184,16 +183,15 @@ def reproduce(name: str, options: argparse.Namespace) -> str:
         UsageError: a command failed, or the table does not run on emulated hosts.
     """
     table, folder = TABLES[name], options.out / name
-    if options.quick:
-        table = table._replace(remark=f"A try with --quick, so figures mean nothing. {table.remark}")
-    check(table.on_hosts or not options.hosts, f"--hosts: {name} runs on this machine alone; leave it out")
+    if options.hosts and not table.on_hosts:
+        raise UsageError(f"--hosts: {name} runs on this machine alone; leave it out")
     folder.mkdir(parents=True, exist_ok=True)
     ours, lines = run(table, options, folder)
     if options.show:
         return ""
     rows = compare(table.paper(options), ours)
     draw(table, rows, folder / f"{name}.png")
-    text = page(name, table, rows, lines)
+    text = "A try with --quick, so figures mean nothing.\n\n" * options.quick + page(name, table, rows, lines)
     (folder / f"{name}.md").write_text(text)
     return text
 

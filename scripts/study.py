@@ -43,34 +43,26 @@ from jaxmpi.trainer import main as trainer_main
 Cell = dict[str, str]  # flag of the trainer to value; "workers" among them
 
 
-class Grid(NamedTuple):
-    """All combinations of values, and the settings common to them."""
-
-    vary: Mapping[str, Sequence[str]]
-    common: Mapping[str, str]
-
-    def cells(self) -> list[Cell]:
-        """Cells in the order of the values, the last flag fastest."""
-        names = list(self.vary)
-        every = itertools.product(*self.vary.values())
-        return [{**self.common, **dict(zip(names, values, strict=True))} for values in every]
-
-
 class Study(NamedTuple):
-    """A question and its grids, whose first cell is the reference."""
+    """A question and its cells, of which the first is the reference."""
 
     question: str
     experiment: str
-    grids: Sequence[Grid]
+    cells: Sequence[Cell]
     launched: bool = False  # as ranks, because asynchronous rules need them
 
-    def cells(self) -> list[Cell]:
-        """Cells of all grids."""
-        return [cell for grid in self.grids for cell in grid.cells()]
+
+def grid(common: Cell, vary: Mapping[str, Sequence[str]] | None = None) -> list[Cell]:
+    """All combinations of values beside common settings, the last flag fastest."""
+    combined = itertools.product(*(vary or {}).values())
+    return [{**common, **dict(zip(vary or {}, values, strict=True))} for values in combined]
 
 
 DIGITS = "experiments/digits.py"
 EIGHT = {"workers": "8", "local-batch": "8", "train-for": "20ep", "eval-every": "5ep"}
+FOUR = EIGHT | {"workers": "4"}
+TEXT = {"workers": "4", "local-batch": "8", "train-for": "400st"}
+ONE, TWO = {"workers": "1", "local-batch": "8", "optim.b2": "0.95"}, {"workers": "2"}
 PERIODS = ("1", "2", "5", "10", "20", "45")
 STRATEGIES = ("ar", "asa32", "asa16", "ring32")
 ADAMW = {"optim.name": "adamw", "optim.lr": "0.004", "train-for": "300st"}
@@ -78,32 +70,29 @@ STUDIES = {
     "batch": Study(
         "Does 8 x b cost accuracy against 1 x b? The same epochs; the rate as it is, and times 8.",
         DIGITS,
-        [
-            Grid({}, EIGHT | {"workers": "1", "local-batch": "8", "optim.lr": "0.02"}),
-            Grid({"optim.lr": ("0.02", "0.05", "0.16")}, EIGHT),
-        ],
+        grid(EIGHT | {"workers": "1", "optim.lr": "0.02"}) + grid(EIGHT, {"optim.lr": ("0.02", "0.05", "0.16")}),
     ),
     "wires": Study(
         "What do coarser exchanges cost?",
         DIGITS,
-        [Grid({"exchange.strategy": ("asa32", "asa16", "asabf16", "asa8", "lowrank4", "topk10")}, EIGHT)],
+        grid(EIGHT, {"exchange.strategy": ("asa32", "asa16", "asabf16", "asa8", "lowrank4", "topk10")}),
     ),
     "periods": Study(
         "How far can H grow?",
         DIGITS,
         [
-            Grid({}, EIGHT | {"rule.name": "gradients", "optim.lr": "0.05"}),
-            Grid({"rule.local-steps": PERIODS}, EIGHT | {"rule.name": "local_sgd", "optim.lr": "0.05"}),
+            *grid(EIGHT | {"rule.name": "gradients", "optim.lr": "0.05"}),
+            *grid(EIGHT | {"rule.name": "local_sgd", "optim.lr": "0.05"}, {"rule.local-steps": PERIODS}),
             # The outer optimizer multiplies what workers move by eta / (1 - mu) = 7 in the long run.
-            Grid({"rule.local-steps": PERIODS[2:]}, EIGHT | {"rule.name": "diloco", "optim.lr": "0.007"}),
+            *grid(EIGHT | {"rule.name": "diloco", "optim.lr": "0.007"}, {"rule.local-steps": PERIODS[2:]}),
         ],
     ),
     "strategies": Study(
         "Does every rule learn over every strategy? SUBGD sums updates, so it runs 1/4 of the learning rate.",
         DIGITS,
         [
-            Grid({"exchange.strategy": STRATEGIES}, {"workers": "4", "rule.name": "subgd", "optim.lr": "0.005"}),
-            Grid({"rule.name": ("awagd", "gradients"), "exchange.strategy": STRATEGIES}, {"workers": "4"}),
+            *grid({"workers": "4", "rule.name": "subgd", "optim.lr": "0.005"}, {"exchange.strategy": STRATEGIES}),
+            *grid({"workers": "4"}, {"rule.name": ("awagd", "gradients"), "exchange.strategy": STRATEGIES}),
         ],
         launched=True,
     ),
@@ -111,10 +100,10 @@ STUDIES = {
         "Which alpha and tau for EASGD?",
         DIGITS,
         [
-            Grid({}, FOUR := {"workers": "4", "local-batch": "8", "train-for": "20ep", "eval-every": "5ep"}),
-            Grid(
-                {"rule.tau": ("1", "4", "16"), "rule.alpha": ("0.1", "0.25", "0.5", "0.9")},
+            FOUR,
+            *grid(
                 FOUR | {"rule.name": "easgd"},
+                {"rule.tau": ("1", "4", "16"), "rule.alpha": ("0.1", "0.25", "0.5", "0.9")},
             ),
         ],
         launched=True,
@@ -123,56 +112,51 @@ STUDIES = {
         "How far can H grow on text? Bits per byte.",
         "experiments/gpt.py",
         [
-            Grid({"rule.name": ("gradients",)}, TEXT := {"workers": "4", "local-batch": "8", "train-for": "400st"}),
-            Grid({"rule.local-steps": ("10", "50")}, TEXT | {"rule.name": "local_sgd"}),
+            TEXT | {"rule.name": "gradients"},
+            *grid(TEXT | {"rule.name": "local_sgd"}, {"rule.local-steps": ("10", "50")}),
             # A third of the rate, as its outer optimizer makes more of it.
-            Grid({"rule.local-steps": ("10", "50")}, TEXT | {"rule.name": "diloco", "optim.lr": "0.0007"}),
+            *grid(TEXT | {"rule.name": "diloco", "optim.lr": "0.0007"}, {"rule.local-steps": ("10", "50")}),
         ],
     ),
     "muon": Study(
         "How many of AdamW's 300 steps does Muon need? Each at the rate that is best with seed 100. Bits per byte.",
         "experiments/gpt.py",
-        [
-            Grid({}, {**(ONE := {"workers": "1", "local-batch": "8", "optim.b2": "0.95"}), **ADAMW}),
-            Grid({"train-for": ("225st", "150st")}, ONE | {"optim.name": "muon", "optim.lr": "0.04"}),
-        ],
+        [ONE | ADAMW, *grid(ONE | {"optim.name": "muon", "optim.lr": "0.04"}, {"train-for": ("225st", "150st")})],
     ),
     "figure4": Study(
         "Ma et al. 2016, figure 4 and table 1: what do more workers and 16 bits cost AlexNet, at the paper's rates?",
         "experiments/scaling/alexnet.py",
         [
-            Grid({"workers": ("1", "2", "4")}, {"local-batch": "16", "optim.lr": "0.01"}),
-            Grid({}, {"workers": "8", "local-batch": "16", "optim.lr": "0.005"}),
-            Grid({"exchange.strategy": ("asa32", "asa16")}, {"workers": "8", "local-batch": "4", "optim.lr": "0.005"}),
+            *grid({"local-batch": "16", "optim.lr": "0.01"}, {"workers": ("1", "2", "4")}),
+            {"workers": "8", "local-batch": "16", "optim.lr": "0.005"},
+            *grid({"workers": "8", "local-batch": "4", "optim.lr": "0.005"}, {"exchange.strategy": ("asa32", "asa16")}),
         ],
     ),
     "figure5": Study(
         "Ma et al. 2016, figure 5 and table 1: what do more workers and 16 bits cost GoogLeNet, at the paper's rates?",
         "experiments/scaling/googlenet.py",
         [
-            Grid({}, {"workers": "1", "optim.lr": "0.01"}),
-            Grid({}, {"workers": "2", "optim.lr": "0.007"}),
-            Grid({}, {"workers": "4", "optim.lr": "0.005"}),
-            Grid({"exchange.strategy": ("asa32", "asa16")}, {"workers": "8", "optim.lr": "0.005"}),
+            *({"workers": n, "optim.lr": lr} for n, lr in (("1", "0.01"), ("2", "0.007"), ("4", "0.005"))),
+            *grid({"workers": "8", "optim.lr": "0.005"}, {"exchange.strategy": ("asa32", "asa16")}),
         ],
     ),
     "alexnet": Study(
         "Does the paper's AlexNet learn? In pixels, and divided by their standard deviation.",
         "experiments/papers/alexnet.py",
-        [Grid({}, TWO := {"workers": "2"}), Grid({"data.std": ("0.376",)}, TWO)],
+        [TWO, TWO | {"data.std": "0.376"}],
     ),
     "vgg16": Study(
         "Does the paper's VGG-16 learn? In pixels, and divided by their standard deviation.",
         "experiments/papers/vgg16.py",
-        [Grid({}, TWO), Grid({"data.std": ("0.376",)}, TWO)],
+        [TWO, TWO | {"data.std": "0.376"}],
     ),
     "googlenet": Study(
         "Does the paper's GoogLeNet learn? At a rate for 10 classes, and at the paper's for 2 workers.",
         "experiments/papers/googlenet.py",
-        [Grid({}, TWO), Grid({"optim.lr": ("0.007",)}, TWO)],
+        [TWO, TWO | {"optim.lr": "0.007"}],
     ),
-    "resnet50": Study("Does the paper's ResNet-50 learn?", "experiments/papers/resnet50.py", [Grid({}, TWO)]),
-    "googlenetbn": Study("Does the paper's GoogLeNetBN learn?", "experiments/papers/googlenetbn.py", [Grid({}, TWO)]),
+    "resnet50": Study("Does the paper's ResNet-50 learn?", "experiments/papers/resnet50.py", [TWO]),
+    "googlenetbn": Study("Does the paper's GoogLeNetBN learn?", "experiments/papers/googlenetbn.py", [TWO]),
 }
 
 
@@ -260,7 +244,7 @@ def run_missing(study: Study, seeds: Sequence[int], out: Path, launched: bool) -
     Raises:
         SystemExit: a job failed for another reason; its message is above.
     """
-    cells = study.cells()
+    cells = study.cells
     for number, cell in enumerate(cells, 1):
         before = [row for row in read_rows(out, study) if row["cell"] == cell]
         while missing := sorted(set(seeds) - {row["seed"] for row in before}):
@@ -312,7 +296,7 @@ def metric(row: Mapping[str, Any]) -> float:
 def summaries(study: Study, rows: Sequence[dict[str, Any]]) -> list[Summary]:
     """Summaries of all cells that have been run, in order."""
     made: list[Summary] = []
-    for cell in study.cells():
+    for cell in study.cells:
         recorded = [row for row in rows if row["cell"] == cell]
         if not recorded:
             continue
@@ -327,7 +311,7 @@ def summaries(study: Study, rows: Sequence[dict[str, Any]]) -> list[Summary]:
 
 def title(cell: Cell, study: Study) -> str:
     """Settings that distinguish a cell from the others of its study."""
-    cells = study.cells()
+    cells = study.cells
     names = [name for name in dict.fromkeys(itertools.chain(*cells)) if len({each.get(name) for each in cells}) > 1]
     return ", ".join(f"{name} {cell[name]}" for name in names if name in cell) or "the experiment as it is"
 
@@ -363,13 +347,13 @@ def shortest(study: Study, rows: Sequence[dict[str, Any]]) -> dict[str, dict[int
 
     Cells that differ only in their length count as one. Empty if all cells have the same length.
     """
-    lengths = {cell.get("train-for") for cell in study.cells() if any(row["cell"] == cell for row in rows)}
+    lengths = {cell.get("train-for") for cell in study.cells if any(row["cell"] == cell for row in rows)}
     shares: dict[str, dict[int, float]] = {}
     if len(lengths) < 2:
         return shares
     finished = [row for row in rows if "failed" not in row]
-    reference = {row["seed"]: row for row in finished if row["cell"] == study.cells()[0]}
-    for cell in study.cells()[1:]:
+    reference = {row["seed"]: row for row in finished if row["cell"] == study.cells[0]}
+    for cell in study.cells[1:]:
         name = title({k: v for k, v in cell.items() if k != "train-for"}, study)
         by_seed = shares.setdefault(name, {})
         for row in finished:
@@ -453,33 +437,27 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--launch", action="store_true", help="ranks under mpirun instead of devices of one process")
     parser.add_argument("--show", action="store_true", help="tables of what is there; run nothing")
     options = parser.parse_args()
-    grid = [name for name in ("experiment", "workers", "vary") if getattr(options, name) is not None]
-    if options.studies and grid:
-        parser.error(f"--{grid[0]}: it is of a grid, but {options.studies[0]} has its own; leave one of them out")
+    if options.studies and (options.experiment or options.workers or options.vary):
+        parser.error(f"--experiment, --workers and --vary are of a grid; {options.studies[0]} has its own")
     if options.set and not options.studies:
         parser.error("--set: it is of a study by name; a grid has --vary")
     options.out = options.out.resolve()  # jobs run in ROOT
-    if options.experiment and not (ROOT / options.experiment).is_file():
-        options.experiment = str(Path(options.experiment).resolve())
     return options
 
 
 def chosen_studies(options: argparse.Namespace) -> list[Study]:
     """The named studies with the values of --set in every cell, or a grid."""
-    if not options.studies:
-        vary = {"workers": [str(n) for n in options.workers or (8,)]}
-        vary |= {name: values.split(",") for name, values in options.vary or ()}
-        return [Study("A grid.", options.experiment or DIGITS, [Grid(vary, {})])]
-    fixed, studies = dict(options.set), [STUDIES[name] for name in options.studies]
-    return [
-        study._replace(
-            grids=[
-                Grid({k: v for k, v in grid.vary.items() if k not in fixed}, {**grid.common, **fixed})
-                for grid in study.grids
-            ]
-        )
-        for study in studies
-    ]
+    if options.studies:
+        studies = [STUDIES[name] for name in options.studies]
+        changed = [[{**cell, **dict(options.set)} for cell in study.cells] for study in studies]
+        return [
+            study._replace(cells=[cell for i, cell in enumerate(cells) if cell not in cells[:i]])
+            for study, cells in zip(studies, changed, strict=True)
+        ]
+    vary = {"workers": [str(n) for n in options.workers or (8,)]}
+    vary |= {name: values.split(",") for name, values in options.vary or ()}
+    file = options.experiment or DIGITS
+    return [Study("A grid.", file if (ROOT / file).is_file() else str(Path(file).resolve()), grid({}, vary))]
 
 
 def main() -> None:

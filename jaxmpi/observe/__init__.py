@@ -1,9 +1,9 @@
 """Output of a run: its record, terminal, trace, plots and report.
 
 In reading order: `record_format`, words of the record; `step_timing`, parts of a step's time; `flops` of a step;
-`gradient_noise`, how far the batch can grow; `samples` of a model; `sinks`, where lines of the record go too;
-`terminal`; `recorder`, the record; `trace`, a timeline of all ranks; `plots` in files; `record_reader`;
-`report_charts`, figures of a report; `report_page`, made of the files in `page/`; `report`, the command.
+`gradient_noise`, how far the batch can grow; `sinks`, where lines of the record go too; `terminal`; `recorder`, the
+record; `trace`, a timeline of all ranks; `plots` in files; `record_reader`; `report_charts`, figures of a report;
+`report_page`, made of the files in `page/`; `report`, the command.
 
 It imports `core`, `runtime` and `comm`.
 """

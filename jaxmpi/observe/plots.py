@@ -9,7 +9,6 @@ ten of Petroff 2021, which most eyes can distinguish.
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -45,14 +44,13 @@ class Quantity(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Named lines with optional whiskers; values > 0 if axes have bases."""
+    """Named lines; values > 0 if axes have bases."""
 
     title: str
     x: Quantity
     y: Quantity
     series: Mapping[str, Sequence[Point]]
     bound: Sequence[Point] = ()
-    errors: Mapping[str, Sequence[float]] = MappingProxyType({})  # half lengths of the whiskers along y, by line
 
     @property
     def height(self) -> float:
@@ -64,11 +62,10 @@ class Lines(NamedTuple):
         for i, (name, line) in enumerate(self.series.items()):
             every = max(1, len(line) // MARKED)
             look = STYLES[i // 10 % len(STYLES)]
-            axes.plot(*columns(line), look, color=colour(i), label=literal(name), markersize=4, markevery=every)
-            if name in self.errors:
-                axes.errorbar(*columns(line), yerr=self.errors[name], fmt="none", ecolor=colour(i), capsize=3)
+            xs, ys = zip(*line, strict=True)
+            axes.plot(xs, ys, look, color=colour(i), label=literal(name), markersize=4, markevery=every)
         if self.bound:
-            axes.plot(*columns(self.bound), **BOUND)
+            axes.plot(*zip(*self.bound, strict=True), **BOUND)
         points = [point for line in [*self.series.values(), self.bound] for point in line]
         scale(axes, "x", self.x, [x for x, _ in points])
         scale(axes, "y", self.y, [y for _, y in points])
@@ -178,10 +175,10 @@ def save_both(panels: Sequence[Panel], path: Path) -> str:
     """
     from matplotlib import rc_context
 
-    made, text = figure(panels), io.StringIO()
+    fig, text = figure(panels), io.StringIO()
     with rc_context({"svg.fonttype": "none"}):
-        made.savefig(text, format="svg", metadata={"Date": None})
-    made.savefig(path)
+        fig.savefig(text, format="svg", metadata={"Date": None})
+    fig.savefig(path)
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
@@ -203,9 +200,9 @@ def figure(panels: Sequence[Panel]) -> "Figure":
     from matplotlib.figure import Figure
 
     heights = [panel.height for panel in panels]
-    made = Figure((WIDTH, sum(heights)), layout="constrained")
-    FigureCanvasAgg(made)
-    rows = made.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    fig = Figure((WIDTH, sum(heights)), layout="constrained")
+    FigureCanvasAgg(fig)
+    rows = fig.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     for axes, panel in zip(rows, panels, strict=True):
         panel.draw(axes)
         axes.set_title(literal(panel.title), loc="left")
@@ -215,10 +212,10 @@ def figure(panels: Sequence[Panel]) -> "Figure":
         count = len(axes.get_legend_handles_labels()[0])
         if count:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1), ncols=-(-count // NAMES), fontsize="small")
-    if engine := made.get_layout_engine():
-        engine.execute(made)
-    made.set_layout_engine(None)  # once; otherwise every file would lay it out again
-    return made
+    if engine := fig.get_layout_engine():
+        engine.execute(fig)
+    fig.set_layout_engine(None)  # once; otherwise every file would lay it out again
+    return fig
 
 
 def scale(axes: "Axes", which: Literal["x", "y"], quantity: Quantity, values: Sequence[float]) -> None:
@@ -240,11 +237,6 @@ def scale(axes: "Axes", which: Literal["x", "y"], quantity: Quantity, values: Se
 def without_unit(value: float) -> str:
     """Three digits or a whole number; no prefix: `515 m` suggests metres."""
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
-
-
-def columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
-    """All x, all y."""
-    return [x for x, _ in points], [y for _, y in points]
 
 
 def colour(i: int) -> Any:

@@ -93,7 +93,7 @@ class Recorder:
             row = {"kind": kind, **{name: as_json_number(value) for name, value in fields.items()}}
             with writing(Path(self._file.name)):
                 write_all(self._file, (json.dumps(row) + "\n").encode())
-            send(self._sinks, row)
+            send(self._sinks, row)  # after the file: a sink may read it, as `Csv` does
 
     def note(self, kind: str, **fields: Any) -> None:
         """Append a line of the user's own.
@@ -350,6 +350,7 @@ def open_record(path: Path) -> FileIO:
 
 def as_json_number(value: Any) -> Any:
     """Round floats to significant digits; turn NaN and infinities into null."""
+    # JSON has no NaN: Python's reader would take it, jq and browsers would refuse the line.
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value

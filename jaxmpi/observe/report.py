@@ -46,8 +46,8 @@ def write(runs: Sequence[Path], folder: Path) -> Path:
     records = all_records(runs)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for made in (folder.parent, folder) if folder.parent in runs else ():  # a stranger may have made them
-            refuse_ways_out(made, repr(str(made)), "a report is not written through those: remove it, or use --out")
+        for place in (folder.parent, folder) if folder.parent in runs else ():  # a stranger may have filled them
+            refuse_ways_out(place, repr(str(place)), "a report is not written through those: remove it, or use --out")
         printed = draw_pngs(records, folder)
         # Names in a record, and of folders, may hold surrogates, which no encoding has.
         (folder / "index.html").write_bytes(page(records, printed).encode(errors="replace"))

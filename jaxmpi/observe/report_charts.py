@@ -64,16 +64,16 @@ def charts(records: Sequence[Record]) -> list[Chart]:
     is_measured = any(record.facts.get("peak") == "measured" for record in records)
     peak, goodput = "of a peak that was measured" * is_measured, "seconds of compute over seconds since the start"
     noise = "the batch beyond which examples tell less"
-    made = [
+    described = [
         Chart("learning", "Loss", Quantity("loss"), loss),
         Chart("learning", "Accuracy", Quantity("accuracy", "%", base=None, low=None), tops),
     ]
     for field in custom_figures(records):
         quantity = Quantity(field.removeprefix("eval_"), base=None, low=None)
-        made.append(Chart("learning", figure_title(field), quantity, (Series("evaluations", field),)))
+        described.append(Chart("learning", figure_title(field), quantity, (Series("evaluations", field),)))
     for field in filter(is_speed, curve_fields(records, "train")):
-        made.append(of_step("speed", f"Speed, {speed_unit(field)}", Quantity(speed_unit(field), base=None), field))
-    made += [
+        described.append(of_step("speed", f"Speed, {speed_unit(field)}", Quantity(speed_unit(field), base=None), field))
+    described += [
         of_step("speed", "Model FLOP/s", Quantity("all workers", "FLOP/s", base=None), "model_flops_per_s"),
         of_step("speed", "Model FLOPs utilisation", Quantity("MFU", "%", base=None), "mfu", 100, peak),
         of_step("speed", "Time of a step", Quantity("time", "s", base=None), "step_s"),
@@ -84,15 +84,17 @@ def charts(records: Sequence[Record]) -> list[Chart]:
         Chart("course", "Shuffles of data in memory", Quantity("time", "s"), (Series("shuffles", "shuffle_s"),)),
         Chart("course", "What shuffles move", Quantity("bytes of all", "B"), (Series("shuffles", "moved_bytes"),)),
     ]
-    drawn = {(series.table, series.field) for chart in made for series in chart.series}
+    drawn = {(series.table, series.field) for chart in described for series in chart.series}
     for table, section in (("train", "more"), ("workers", "workers")):
         for field in curve_fields(records, table):
             if (table, field) in drawn or field in SHOWN_ELSEWHERE or field.startswith("worker_steps."):
                 continue
             unit = "s" if field.endswith("_s") else "B" if field.endswith("_bytes") else ""
             title, quantity = field.removesuffix("_s").replace("_", " "), Quantity(field, unit, base=None, low=None)
-            made.append(Chart(section, title, quantity, (Series(table, field),)))
-    return [chart for chart in made if any(has_values(record, each) for record in records for each in chart.series)]
+            described.append(Chart(section, title, quantity, (Series(table, field),)))
+    return [
+        chart for chart in described if any(has_values(record, each) for record in records for each in chart.series)
+    ]
 
 
 def of_step(section: str, title: str, quantity: Quantity, field: str, factor: float = 1.0, note: str = "") -> Chart:
@@ -257,7 +259,7 @@ def pictures(records: Sequence[Record], shown: Sequence[Chart]) -> dict[str, lis
 
 def panels(records: Sequence[Record], shown: Sequence[Chart], section: str, x: str) -> list[Panel]:
     """A section's panels with data, logarithmic only if values are > 0."""
-    made: list[Panel] = []
+    result: list[Panel] = []
     for chart in shown:
         drawn: dict[str, Sequence[plots.Point]] = {}
         for series in chart.series if chart.section == section else ():
@@ -268,8 +270,8 @@ def panels(records: Sequence[Record], shown: Sequence[Chart], section: str, x: s
             is_positive = all(value > 0 for line in drawn.values() for _, value in line)
             y = chart.quantity if is_positive else chart.quantity._replace(base=None)
             title = f"{chart.title}{': ' * bool(chart.note)}{chart.note}, by {AXES[x].name}"
-            made.append(Lines(title, AXES[x], y, drawn))
-    return made
+            result.append(Lines(title, AXES[x], y, drawn))
+    return result
 
 
 def points(record: Record, series: Series, x: str) -> list[plots.Point]:
@@ -334,11 +336,11 @@ def slowest_buckets(record: Record) -> list[list[Any]]:
 
 def bucket_bars(record: Record) -> list[Panel]:
     """Seconds that every bucket is in flight, and waited for."""
-    made: list[Panel] = []
+    result: list[Panel] = []
     for column, kind in enumerate(("in flight", "waited for"), 1):
         rows = [(row[0][:48], row[column]) for row in slowest_buckets(record) if row[column] > 0]
         bars = [(label, seconds, seconds, seconds) for label, seconds in rows]
         if bars:
             title, time = f"{record.name}: buckets {kind}, on rank 0", Quantity("time a step", "s", base=None)
-            made.append(Bars(title, time, bars))
-    return made
+            result.append(Bars(title, time, bars))
+    return result

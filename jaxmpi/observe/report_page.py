@@ -66,6 +66,7 @@ def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str
     }
     style, script, uplot = map(read_asset, ("report.css", "report.js", "uplot/uPlot.iife.min.js"))
     styles = read_asset("uplot/uPlot.min.css") + style
+    # Names come from records, perhaps of a stranger. Should escaping ever fail, the browser runs these scripts only.
     scripts = " ".join(f"'sha256-{digest(text)}'" for text in (uplot, script))
     return Template(read_asset("template.html")).substitute(
         policy=f"default-src 'none'; style-src 'sha256-{digest(styles)}'; script-src {scripts}; img-src data:",
@@ -79,6 +80,7 @@ def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str
         samples="".join(sample_figures(record, len(records)) for record in records if record.samples),
         differences=differences(records) if len(records) > 1 else "",
         configuration=configuration(records),
+        # No name in it may end the script element, as `</script>` would.
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c"),
         uplot=uplot,
         script=script,
@@ -131,16 +133,16 @@ def group_runs(records: Sequence[Record]) -> list[Group]:
     for runs in members.values():
         seeds = {json.dumps(fact(records[i], "experiment", "seed")) for i in runs}
         grouped += [runs] if len(seeds) == len(runs) else [[i] for i in runs]
-    grouped.sort()
+    grouped.sort()  # by the first run, in the order of the command line
     firsts = [settings[runs[0]] for runs in grouped]
     odd = [path for path in dict.fromkeys(chain(*firsts)) if len({first.get(path) for first in firsts}) > 1]
-    made = []
+    named = []
     for runs, first in zip(grouped, firsts, strict=True):
         words = [f"{path.removeprefix('experiment.')} {first[path].strip(chr(34))}" for path in odd if path in first]
         name = ", ".join(words)
         is_short = len(runs) > 1 and 0 < len(name) <= MOST_WORDS
-        made.append(Group(name if is_short else records[runs[0]].name, runs))
-    return made
+        named.append(Group(name if is_short else records[runs[0]].name, runs))
+    return named
 
 
 def run_settings(record: Record) -> dict[str, str]:
@@ -319,7 +321,7 @@ def shares_of_workers(record: Record) -> str:
     each, total = record.worker_steps, sum(record.worker_steps)
     if not total:
         return ""
-    shown = [f"{made:.0f} ({100 * made / total:.1f} %)" for made in each[:MOST_SHARES]]
+    shown = [f"{count:.0f} ({100 * count / total:.1f} %)" for count in each[:MOST_SHARES]]
     more = f", ... of {len(each)}: least {min(each):.0f}, most {max(each):.0f}" * (len(each) > MOST_SHARES)
     return ", ".join(shown) + more
 

@@ -229,14 +229,14 @@ def summary_asynchronous(spent: dict[str, np.ndarray]) -> Summary:
 
     Workers that made no step in this window count only in `own_s`, as 0, and in `spent`.
     """
-    made = spent["steps"]
-    return over_ranks(spent | {"hidden": np.zeros(len(made))}, made, float(made[made > 0].mean()), "measured")
+    counts = spent["steps"]
+    return over_ranks(spent | {"hidden": np.zeros(len(counts))}, counts, float(counts[counts > 0].mean()), "measured")
 
 
-def over_ranks(parts: dict[str, np.ndarray], made: np.ndarray, steps: float, source: str) -> Summary:
-    """Summarise f64[ranks] seconds of each part, in which each rank made so many steps."""
+def over_ranks(parts: dict[str, np.ndarray], counts: np.ndarray, steps: float, source: str) -> Summary:
+    """Summarise f64[ranks] seconds of each part, in which each rank made `counts` steps."""
     spent = np.array([parts[part] for part in PARTS])
-    each, ranks = spent / np.maximum(made, 1), np.flatnonzero(made > 0)
+    each, ranks = spent / np.maximum(counts, 1), np.flatnonzero(counts > 0)
     seen = each[:, ranks]
     columns = seen.min(axis=1), np.median(seen, axis=1), seen.max(axis=1), ranks[seen.argmax(axis=1)]
     table = dict(zip(PARTS, zip(*(column.tolist() for column in columns), strict=True), strict=True))

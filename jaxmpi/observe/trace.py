@@ -45,7 +45,7 @@ class Tracer:
         self._kept += noted
         if step < self.last and not is_end:
             return ""
-        offsets = clock_offsets(self.processes)
+        offsets = clock_offsets(self.processes)  # now, not at the start: clocks of hosts drift by microseconds a second
         every = self.processes.allgather_object(select_steps(self._kept, (self.first, self.last)))
         last = min(self.last, step)
         self._kept, self.last = [], 0
@@ -88,6 +88,7 @@ class UncoordinatedTrace:
         """
         if not self.last:
             return ""
+        # Files, since workers end at different times and no collective brings them together.
         parts = [self._part(worker) for worker in range(workers)]
         texts = [part.read_text() if part.exists() else "[]" for part in parts]  # a dead worker has none
         ranks = [[Span(*span) for span in json.loads(text)] for text in texts]

@@ -51,13 +51,6 @@ def test_an_axis_is_logarithmic_where_values_span_a_decade():
     assert [a.get_xlabel() for a in axes] == ["vector (B)", "vector (B)", "time (s)", "time (s)"]
 
 
-def test_points_have_the_whiskers_that_are_known():
-    panel = Lines("errors", SIZE, SHARE, {"a": [(1.0, 2.0), (2.0, 4.0)], "b": [(1.0, 1.0)]}, errors={"a": [0.5, 1.0]})
-    axes = plots.figure([panel]).axes[0]
-    whiskers = [segment.tolist() for lines in axes.collections for segment in lines.get_segments()]  # pyright: ignore[reportAttributeAccessIssue] of a LineCollection
-    assert whiskers == [[[1.0, 1.5], [1.0, 2.5]], [[2.0, 3.0], [2.0, 5.0]]]
-
-
 def test_a_bar_says_its_value_with_a_prefix_only_if_it_has_a_unit():
     values = [0.51538, 1.2, 60_965_224.0, 12.0]
     plain = Bars("ratios", Quantity("over training", base=None), [(str(v), v, v, v) for v in values])

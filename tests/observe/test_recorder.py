@@ -1,8 +1,9 @@
+"""Lines of the record: on disk at once, with speed, parts of a step and the slowest rank; a full disk."""
+
 import dataclasses
 import io
 import json
 import math
-import re
 import shutil
 import sys
 import time
@@ -32,28 +33,38 @@ from launching import small_disk, train
 from line_task import LINE
 
 TRAIN = {
-    "step": 3,
-    "total_steps": 10,
-    "epoch": 0.3,
-    "examples": 96,
-    "loss": 1.23456789,
-    "lr": 0.1,
-    "wait_s": 0.25,
-    "skipped": 0,
+    **{"step": 3, "total_steps": 10, "epoch": 0.3, "examples": 96},
+    **{"loss": 1.23456789, "lr": 0.1, "wait_s": 0.25, "skipped": 0},
 }
+EVALUATION = {"step": 3, "epoch": 1.0, "examples": 96, "eval_count": 7, "eval_loss": 0.5, "eval_top1": 3 / 7}
 
 
 def arrays(source) -> Data:
     return Data("array", train=source, validation=source)
 
 
-def rows(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+def rows(folder: Path, kind: str = "") -> list[dict]:
+    found = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+    return [row for row in found if not kind or row["kind"] == kind]
 
 
-def recorder(folder, **kwargs) -> tuple[Recorder, io.StringIO]:
+def recorder(folder: Path | None, **kwargs) -> tuple[Recorder, io.StringIO]:
     out = io.StringIO()
     return Recorder(folder, terminal=Plain(out, line_s=0.0), **kwargs), out
+
+
+def window(compute: list[float], exposed: list[float], source: str = "measured", steps: int = 10) -> Summary:
+    """A window of ranks that compute and wait for so many seconds a step."""
+    flat = np.zeros((len(compute), HEAD + steps))
+    flat[:, LOCAL.index("compute")] = steps * np.array(compute)
+    flat[:, HEAD:] = np.array(exposed)[:, None]
+    flat[:, LOCAL.index("exposed")] = flat[:, HEAD:].sum(axis=1)
+    flat[:, len(LOCAL)] = SOURCES.index(source)
+    return summary(flat, steps)
+
+
+# One rank computes half as long again, and the others wait for it.
+UNEQUAL = window([1.0, 1.0, 1.5, 1.0], [0.75, 0.75, 0.25, 0.75])
 
 
 def test_lines_have_what_the_terminal_shows(tmp_path):
@@ -63,14 +74,45 @@ def test_lines_have_what_the_terminal_shows(tmp_path):
     names = ["kind", "step", "epoch", "examples", "elapsed_s", "loss", "images_per_s", "lr", "wait_s", "skipped"]
     assert list(row) == [*names, "gradient_norm"]
     assert (row["kind"], row["step"], row["loss"]) == ("train", 3, 1.23457)
-    record.evaluation(step=3, epoch=1.0, examples=96, eval_count=7, eval_loss=0.5, eval_top1=3 / 7, eval_top5=1.0)
+    record.evaluation(**EVALUATION)
     record.evaluation(step=1, epoch=1.0, examples=1, eval_count=0)
-    _, evaluated, nothing = rows(tmp_path)
-    assert [*evaluated][5:] == ["eval_count", "eval_loss", "eval_top1", "eval_top5"]
+    evaluated, nothing = rows(tmp_path, "eval")
+    assert [*evaluated][5:] == ["eval_count", "eval_loss", "eval_top1"]
     assert "eval_loss" not in nothing
-    for shown in ("loss 1.2346", "loss 0.5000  top-1 42.86 %  top-5 100.00 %", "evaluation on 0: no examples"):
+    for shown in ("loss 1.2346", "loss 0.5000  top-1 42.86 %", "evaluation on 0: no examples"):
         assert shown in out.getvalue()
     record.close()
+
+
+def test_other_ranks_write_and_say_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    record, out = recorder(None)
+    record.train(**TRAIN)
+    record.say("hello")
+    record.write("note", text="x")
+    record.close()
+    assert (out.getvalue(), [*tmp_path.iterdir()]) == ("", [])
+
+
+def test_a_record_drops_what_is_done_again_and_a_torn_line(tmp_path):
+    path = tmp_path / "record.jsonl"
+    path.write_text('{"kind": "run"}\n{"kind": "train", "step": 5}\n{"kind": "train", "step": 10}\n{"kind": "tr')
+    cut_record(path, 5)
+    assert path.read_text() == '{"kind": "run"}\n{"kind": "train", "step": 5}\n'
+    record, _ = recorder(tmp_path)
+    record.train(**{**TRAIN, "step": 9})
+    record.go_back(6)  # the run goes on in the same file
+    record.write("rollback", step=6, loss=math.nan, norm=np.float64(123456789.0))
+    record.close()
+    assert rows(tmp_path)[1:] == [
+        {"kind": "train", "step": 5},
+        {"kind": "rollback", "step": 6, "loss": None, "norm": 123457000.0},
+    ]
+    cut_record(tmp_path / "none.jsonl", 5)
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+# ---------------------------------------------------------------- speed
 
 
 def test_images_per_s_are_those_since_the_last_line(tmp_path):
@@ -80,35 +122,33 @@ def test_images_per_s_are_those_since_the_last_line(tmp_path):
     time.sleep(0.05)
     record.train(**{**TRAIN, "examples": 1100})
     took_s = time.monotonic() - begin  # more than the window, which is more than the sleep
-    assert 100 / took_s * (1 - 5e-6) <= rows(tmp_path)[0]["images_per_s"] <= 100 / 0.05  # written with 6 digits
     record.train(**{**TRAIN, "examples": 1100})
-    assert rows(tmp_path)[1]["images_per_s"] == 0
+    first, second = rows(tmp_path)
+    assert 100 / took_s * (1 - 5e-6) <= first["images_per_s"] <= 100 / 0.05  # written with 6 digits
+    assert second["images_per_s"] == 0
     record.close()
-
-
-def test_the_speed_of_text_is_in_tokens_and_bytes_and_that_of_other_examples_in_examples(tmp_path):
-    for unit, shown in ((Unit("tokens", 8, 20), "tokens/s"), (Unit("examples"), "examples/s")):
-        folder = tmp_path / unit.name
-        folder.mkdir()
-        record, out = recorder(folder, unit=unit)
-        for k in (1, 2, 3):
-            record.train(**{**TRAIN, "examples": k * 5120}, anatomy=seen())
-        record.close()
-        *_, row = rows(folder)
-        assert "images" not in out.getvalue()
-        assert f" {shown}  " in out.getvalue()
-        assert "images_per_s" not in row
-        if unit.bytes_each:
-            assert row["bytes_per_s"] == pytest.approx(20 / 8 * row["tokens_per_s"], rel=1e-5)
-        drawn = record_reader.read(folder)
-        [told] = [each.value for each in report_page.headlines(drawn, []) if each.name == shown]
-        assert re.match(r"\d", told)
-        assert speeds_drawn(folder)[0] == f"Speed, {shown}"
 
 
 def speeds_drawn(folder: Path) -> list[str]:
     charts = report_charts.charts([record_reader.read(folder)])
     return [chart.title for chart in charts if chart.section == "speed"]
+
+
+@pytest.mark.parametrize(("unit", "shown"), [(Unit("tokens", 8, 20), "tokens/s"), (Unit("examples"), "examples/s")])
+def test_the_speed_of_text_is_in_tokens_and_bytes_and_that_of_other_examples_in_examples(unit, shown, tmp_path):
+    record, out = recorder(tmp_path, unit=unit)
+    for k in (1, 2, 3):
+        record.train(**{**TRAIN, "examples": k * 5120}, anatomy=UNEQUAL)
+    record.close()
+    *_, row = rows(tmp_path)
+    assert "images" not in out.getvalue()
+    assert f" {shown}  " in out.getvalue()
+    assert "images_per_s" not in row
+    if unit.bytes_each:
+        assert row["bytes_per_s"] == pytest.approx(20 / 8 * row["tokens_per_s"], rel=1e-5)
+    headlines = report_page.headlines(record_reader.read(tmp_path), [])
+    assert [each.value[0].isdigit() for each in headlines if each.name == shown] == [True]
+    assert speeds_drawn(tmp_path)[0] == f"Speed, {shown}"
 
 
 def test_the_unit_of_speed_suits_the_task_and_the_data(tmp_path):
@@ -145,114 +185,22 @@ def test_model_flops_are_of_examples_that_were_seen_and_mfu_of_the_peak(tmp_path
     assert speeds_drawn(tmp_path) == ["Speed, images/s", "Model FLOP/s", "Model FLOPs utilisation"]
 
 
-def test_other_ranks_write_and_say_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    record, out = recorder(None)
-    record.train(**TRAIN)
-    record.say("hello")
-    record.write("note", text="x")
-    record.close()
-    assert out.getvalue() == ""
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_record_drops_what_is_done_again_and_a_torn_line(tmp_path):
-    path = tmp_path / "record.jsonl"
-    path.write_text('{"kind": "run"}\n{"kind": "train", "step": 5}\n{"kind": "train", "step": 10}\n{"kind": "tr')
-    cut_record(path, 5)
-    assert path.read_text() == '{"kind": "run"}\n{"kind": "train", "step": 5}\n'
-    record, _ = recorder(tmp_path)
-    record.train(**{**TRAIN, "step": 9})
-    record.go_back(6)  # the run goes on in the same file
-    record.write("rollback", step=6, loss=math.nan, norm=np.float64(123456789.0))
-    record.close()
-    assert rows(tmp_path)[1:] == [
-        {"kind": "train", "step": 5},
-        {"kind": "rollback", "step": 6, "loss": None, "norm": 123457000.0},
-    ]
-    cut_record(tmp_path / "none.jsonl", 5)
-    assert not (tmp_path / "none.jsonl").exists()
-
-
-# ---------------------------------------------------------------- a full disk
-
-FILLING = """
-import os
-from jaxmpi.config.data import Data
-from jaxmpi.config.schema import Experiment
-from jaxmpi.models.cnn import digits_cnn_tiny
-
-def fill(row):
-    if os.environ.get("FILL_AT") == f"{row['kind']} {row.get('step')}":
-        with open(os.environ["DISK"] + "/fill", "ab", buffering=0) as file:
-            while file.write(b"x" * 4096):  # ends with OSError, and the run drops this sink
-                pass
-
-data = Data("digits", channels=1, mean=(0.305,), std=(0.376,))
-experiment = Experiment(digits_cnn_tiny(), data=data, effective_batch=60, log_every=1, train_for="20st", sinks=(fill,))
-"""
-
-FULL = {
-    "record": ("train 5", ("--checkpoint-every", "0st"), "record.jsonl"),
-    "trace": ("train 5", ("--trace", "3:5"), "trace.json"),
-    "record at resume": ("", ("--resume",), "record.jsonl"),
-}
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name != "record")) for name in FULL])
-def test_a_full_disk_ends_a_run_with_the_file_and_the_way_out(case, tmp_path):
-    (tmp_path / "filling.py").write_text(FILLING)
-    at, flags, name = FULL[case]
-    with small_disk(tmp_path / "disk", "4m") as disk:
-        folder, env = disk / "run", {"DISK": str(disk)}
-        line = (str(tmp_path / "filling.py"), "--run-dir", str(folder), "--quiet")
-        if case == "record at resume":
-            begun = train(1, *line, "--train-for", "3st", env=env)
-            assert begun.code == 0, begun.out
-            (disk / "fill").write_bytes(b"x" * shutil.disk_usage(disk).free)
-        ended = train(1, *line, *flags, env=env | {"FILL_AT": at})
-        assert ended.code == 1, ended.out
-        assert "Traceback" not in ended.out
-        assert ended.out.count("cannot be written") == 1
-        assert f"error: '{folder / name}' cannot be written: No space left on device; " in ended.out
-        assert f"--resume --run-dir {folder}\n" in ended.out
-        assert not list(folder.glob("*.tmp"))
-        (disk / "fill").unlink()
-        again = train(1, *line, "--resume", env=env)
-        assert again.code == 0, again.out
-        assert [row["step"] for row in rows(folder) if row["kind"] == "train"] == [*range(1, 21)]
-
-
-# ---------------------------------------------------------------- anatomy in the record
-
-
-def seen(ranks: int = 4, steps: int = 10, slow: int = 2) -> Summary:
-    """A window in which one rank computes half as long again, and the others wait for it."""
-    rows = np.zeros((ranks, HEAD + steps))
-    compute = np.full(ranks, 1.0 * steps)
-    compute[slow] *= 1.5
-    rows[:, LOCAL.index("compute")] = compute
-    rows[:, HEAD:] = (0.25 + (compute.max() - compute) / steps)[:, None]
-    rows[:, LOCAL.index("exposed")] = rows[:, HEAD:].sum(axis=1)
-    rows[:, len(LOCAL)] = SOURCES.index("measured")
-    return summary(rows, steps)
+# ---------------------------------------------------------------- parts of a step
 
 
 def test_a_window_names_its_worst_rank(tmp_path):
     record, out = recorder(tmp_path, hosts=["a", "a", "node07", "b"])
     noted = [Span("travel", "bucket 1 of 1 (w)", 0.0, 2.0), Span("wait", "bucket 1 of 1 (w)", 1.0, 2.0)]
-    record.train(**TRAIN, gradient_norm=2.5, anatomy=seen(), noted=noted)
-    record.evaluation(step=3, epoch=1.0, examples=96, eval_count=7, eval_loss=0.5, eval_top1=0.5, eval_top5=1.0)
+    record.train(**TRAIN, gradient_norm=2.5, anatomy=UNEQUAL, noted=noted)
+    record.evaluation(**EVALUATION)
     record.close()
-    train, _, exchange = rows(tmp_path)
-    assert train["anatomy"].keys() == PARTS.keys()
-    assert train["anatomy"]["compute"] == [1.0, 1.0, 1.5, 2]
-    assert train["anatomy"]["sync"] == [0.0, 0.5, 0.5, 0]
-    assert train["anatomy"]["exchange"] == [0.25, 0.25, 0.25, 0]
-    assert (train["exchange_time"], train["gradient_norm"], train["step_s"]) == ("measured", 2.5, 1.75)
-    assert train["own_s"] == [1.0, 1.0, 1.5, 1.0]
-    assert train["slowest"] == "rank 2 on node07"
+    [train_row], [exchange] = rows(tmp_path, "train"), rows(tmp_path, "exchange")
+    assert train_row["anatomy"].keys() == PARTS.keys()
+    assert train_row["anatomy"]["compute"] == [1.0, 1.0, 1.5, 2]
+    assert train_row["anatomy"]["sync"] == [0.0, 0.5, 0.5, 0]
+    assert train_row["anatomy"]["exchange"] == [0.25, 0.25, 0.25, 0]
+    assert (train_row["exchange_time"], train_row["gradient_norm"], train_row["step_s"]) == ("measured", 2.5, 1.75)
+    assert (train_row["own_s"], train_row["slowest"]) == ([1.0, 1.0, 1.5, 1.0], "rank 2 on node07")
     assert "slowest rank 2 on node07" in out.getvalue()
     assert "compute 64 %" in out.getvalue()
     assert exchange["buckets"] == [["bucket 1 of 1 (w)", 0.2, 0.1]]
@@ -260,8 +208,8 @@ def test_a_window_names_its_worst_rank(tmp_path):
 
 def test_alike_ranks_have_no_slowest_and_many_are_listed_in_blocks_of_neighbours(tmp_path):
     record, _ = recorder(tmp_path, hosts=["a"] * 4)
-    record.train(**TRAIN, anatomy=seen()._replace(own_s=[1.0, 1.01, 1.05, 1.0]))
-    record.train(**TRAIN, anatomy=seen()._replace(own_s=[float(i) for i in range(1, 1000)]))
+    record.train(**TRAIN, anatomy=UNEQUAL._replace(own_s=[1.0, 1.01, 1.05, 1.0]))
+    record.train(**TRAIN, anatomy=UNEQUAL._replace(own_s=[float(i) for i in range(1, 1000)]))
     record.close()
     alike, many = rows(tmp_path)
     assert (alike["slowest"], alike["own_s"]) == ("", [1.0, 1.01, 1.05, 1.0])
@@ -269,26 +217,20 @@ def test_alike_ranks_have_no_slowest_and_many_are_listed_in_blocks_of_neighbours
     assert (many["own_s"][-1], many["own_ranks"]) == (999.0, -(-999 // MOST_RANKS))
 
 
-def test_a_time_that_nobody_knows_is_not_told_as_none(tmp_path):
+def test_a_time_that_nobody_knows_is_not_reported_as_zero(tmp_path):
     record, out = recorder(tmp_path)
-    for k, source in enumerate(["unknown", "unknown", "measured", "measured"]):
-        rows_of_ranks = np.zeros((2, HEAD + 10))
-        rows_of_ranks[:, LOCAL.index("compute")] = 10.0
-        if source == "measured":
-            rows_of_ranks[:, HEAD:], rows_of_ranks[:, LOCAL.index("exposed")] = 0.5, 5.0
-        rows_of_ranks[:, len(LOCAL)] = SOURCES.index(source)
-        record.train(**{**TRAIN, "examples": (k + 1) * 5120}, anatomy=summary(rows_of_ranks, 10))
+    for k, source in enumerate(["unknown", "unknown", "measured", "measured"], 1):
+        exposed = 0.5 if source == "measured" else 0.0
+        record.train(**{**TRAIN, "examples": k * 5120}, anatomy=window([1.0, 1.0], [exposed, exposed], source))
     record.close()
-    _, unknown, mixed, measured = [row for row in rows(tmp_path) if row["kind"] == "train"]
+    _, unknown, mixed, measured = rows(tmp_path)
     assert not {"exchange", "sync", "hidden"} & unknown["anatomy"].keys()
     assert mixed["anatomy"]["exchange"] == measured["anatomy"]["exchange"] == [0.5, 0.5, 0.5, 0]
     assert "compute 67 % exchange 33 %" in out.getvalue()
     drawn = record_reader.read(tmp_path)
-    assert drawn.exchange_time == {"unknown": 1, "measured": 2}
     [picture] = report_charts.areas(drawn)
     assert isinstance(picture, Areas)
     assert picture.parts["exchange"] == [0.0, 0.5, 0.5]
-    assert "before it is known, an exchange is in compute" in picture.title
     [told] = [each.value for each in report_page.headlines(drawn, []) if each.name == "time of exchanges"]
     assert told == "unknown in 1 of 3 lines, measured in 2 of 3 lines"
 
@@ -338,20 +280,65 @@ def test_tensorboard_gets_the_numbers(tmp_path):
     from tensorboardX.proto import event_pb2
 
     record, _ = recorder(tmp_path, sinks=[TensorBoard(tmp_path)])
-    record.train(**TRAIN, anatomy=seen())
+    record.train(**TRAIN, anatomy=UNEQUAL)
     record.close()
     [file] = (tmp_path / "tensorboard").iterdir()
-    data, found = file.read_bytes(), {}
-    while data:  # u64 length, its checksum, the event, its checksum
-        size = int.from_bytes(data[:8], "little")
-        event = event_pb2.Event.FromString(data[12 : 12 + size])  # pyright: ignore[reportAttributeAccessIssue] # made at import
+    raw, found = file.read_bytes(), {}
+    while raw:  # u64 length, its checksum, the event, its checksum
+        size = int.from_bytes(raw[:8], "little")
+        event = event_pb2.Event.FromString(raw[12 : 12 + size])  # pyright: ignore[reportAttributeAccessIssue] # made at import
         found |= {value.tag: (event.step, value.simple_value) for value in event.summary.value}
-        data = data[16 + size :]
+        raw = raw[16 + size :]
     assert found["train/loss"] == (3, pytest.approx(1.23457))
     assert found["train/anatomy/compute"] == (3, 1.0)
 
 
-# ---------------------------------------------------------------- a whole run
+# ---------------------------------------------------------------- whole runs
+
+FILLING = """
+import os
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
+from jaxmpi.models.cnn import digits_cnn_tiny
+
+def fill(row):
+    if os.environ.get("FILL_AT") == f"{row['kind']} {row.get('step')}":
+        with open(os.environ["DISK"] + "/fill", "ab", buffering=0) as file:
+            while file.write(b"x" * 4096):  # ends with OSError, and the run drops this sink
+                pass
+
+data = Data("digits", channels=1, mean=(0.305,), std=(0.376,))
+experiment = Experiment(digits_cnn_tiny(), data=data, effective_batch=60, log_every=1, train_for="20st", sinks=(fill,))
+"""
+FULL = {
+    "record": ("train 5", ("--checkpoint-every", "0st"), "record.jsonl"),
+    "trace": ("train 5", ("--trace", "3:5"), "trace.json"),
+    "record at resume": ("", ("--resume",), "record.jsonl"),
+}
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name != "record")) for name in FULL])
+def test_a_full_disk_ends_a_run_with_the_file_and_the_way_out(case, tmp_path):
+    (tmp_path / "filling.py").write_text(FILLING)
+    at, flags, name = FULL[case]
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        folder, env = disk / "run", {"DISK": str(disk)}
+        line = (str(tmp_path / "filling.py"), "--run-dir", str(folder), "--quiet")
+        if case == "record at resume":
+            begun = train(1, *line, "--train-for", "3st", env=env)
+            assert begun.code == 0, begun.out
+            (disk / "fill").write_bytes(b"x" * shutil.disk_usage(disk).free)
+        ended = train(1, *line, *flags, env=env | {"FILL_AT": at})
+        assert ended.code == 1, ended.out
+        assert "Traceback" not in ended.out
+        assert f"error: '{folder / name}' cannot be written: No space left on device; " in ended.out
+        assert f"--resume --run-dir {folder}\n" in ended.out
+        assert not list(folder.glob("*.tmp"))
+        (disk / "fill").unlink()
+        again = train(1, *line, "--resume", env=env)
+        assert again.code == 0, again.out
+        assert [row["step"] for row in rows(folder, "train")] == [*range(1, 21)]
 
 
 @pytest.mark.e2e
@@ -361,7 +348,7 @@ def test_a_quiet_run_with_profile_and_tensorboard_says_nothing_and_writes_both(t
     more = ("--quiet", "--sinks", "tensorboard", "--profile", "3:5", "--exchange.strategy", "ring32")
     ended = train(1, "experiments/digits.py", *steps, *more, "--run-dir", str(tmp_path / "run"))
     assert (ended.code, ended.out.strip()) == (0, "")
-    assert [row["step"] for row in rows(tmp_path / "run") if row["kind"] == "train"] == [1, 4, 8]
+    assert [row["step"] for row in rows(tmp_path / "run", "train")] == [1, 4, 8]
     [profile] = (tmp_path / "run" / "profile" / "rank_00000").rglob("*.xplane.pb")
     assert profile.stat().st_size > 1000
     [events] = (tmp_path / "run" / "tensorboard").iterdir()

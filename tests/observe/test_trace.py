@@ -47,6 +47,7 @@ def test_a_run_that_ends_before_says_so_and_one_that_goes_on_behind_leaves_the_t
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # 12 s of a profiler that starts twice
 def test_a_rollback_over_the_first_profiled_step_profiles_it_anew(tmp_path):
     """JAX's profiler was started while it ran."""
     back = ("--on-nonfinite", "rollback", "--inject", "nan:rank=0,step=6", "--checkpoint-every", "4st")

@@ -77,18 +77,14 @@
     const known = all.filter((series) => series.x.length);
     const begin = Math.max(...known.map((series) => series.x[0]));
     const xs = [...new Set(known.flatMap((series) => series.x))].filter((x) => x >= begin).sort((a, b) => a - b);
-    const made = { x: xs, y: [], low: [], high: [], runs: [], all: all.length };
-    for (const x of xs) {
+    const rows = xs.map((x) => {
       const there = known.filter((series) => x <= series.x.at(-1));
       const [values, means] = ["y", "mean"].map((field) => there.map((series) => valueAt(series, x, field)));
-      const isKnown = [...values, ...means].every((value) => value !== null);
-      made.runs.push(there.length);
-      made.y.push(isKnown ? means.reduce((a, b) => a + b) / means.length : null);
-      made.low.push(isKnown ? Math.min(...values) : null);
-      made.high.push(isKnown ? Math.max(...values) : null);
-    }
-    made.mean = made.y;
-    return made;
+      if ([...values, ...means].includes(null)) return [null, null, null, there.length];
+      return [means.reduce((a, b) => a + b) / means.length, Math.min(...values), Math.max(...values), there.length];
+    });
+    const [y, low, high, runs] = [0, 1, 2, 3].map((i) => rows.map((row) => row[i]));
+    return { x: xs, y, mean: y, low, high, runs, all: all.length };
   };
 
   // ---------------------------------------------------------------- words
@@ -154,16 +150,20 @@
 
   const press = (element, isPressed) => element.setAttribute("aria-pressed", String(Boolean(isPressed)));
 
-  /** A button that hides or shows what has this name. */
-  const hider = (hidden, name, act, ...children) => {
+  /** A button that is on or off. */
+  const toggle = (isOn, act, properties, ...children) => {
     const flip = () => {
-      if (!hidden.delete(name)) hidden.add(name);
-      press(made, !hidden.has(name));
-      act();
+      const isPressed = made.getAttribute("aria-pressed") !== "true";
+      press(made, isPressed);
+      act(isPressed);
     };
-    const made = button(flip, { "aria-pressed": String(!hidden.has(name)) }, ...children);
+    const made = button(flip, { "aria-pressed": String(Boolean(isOn)), ...properties }, ...children);
     return made;
   };
+
+  /** A button that hides or shows what has this name. */
+  const hider = (hidden, name, act, ...children) =>
+    toggle(!hidden.has(name), (isShown) => act(isShown ? hidden.delete(name) : hidden.add(name)), {}, ...children);
 
   const isDark = () =>
     state.theme === "dark" || (state.theme === "auto" && matchMedia("(prefers-color-scheme: dark)").matches);
@@ -222,12 +222,11 @@
 
     /** A button that turns a field of the card on or off. */
     addSwitch(label, field, description) {
-      const flip = () => {
-        this[field] = !this[field];
-        press(made, this[field]);
+      const set = (isOn) => {
+        this[field] = isOn;
         this.refresh();
       };
-      const made = button(flip, { "aria-label": description, "aria-pressed": String(Boolean(this[field])) }, label);
+      const made = toggle(this[field], set, { "aria-label": description }, label);
       this.head.append(made);
       return made;
     }
@@ -243,15 +242,11 @@
     }
 
     addLarge() {
-      const large = button(
-        () => {
-          press(large, this.element.classList.toggle("wide"));
-          this.chart?.setSize(this.size());
-        },
-        { className: "large", "aria-pressed": "false" },
-        "Large",
-      );
-      this.head.append(large);
+      const resize = (isLarge) => {
+        this.element.classList.toggle("wide", isLarge);
+        this.chart?.setSize(this.size());
+      };
+      this.head.append(toggle(false, resize, { className: "large" }, "Large"));
     }
 
     size() {
@@ -382,31 +377,50 @@
 
   const redraw = (which = () => true) => cards.filter(which).forEach((card) => card.refresh());
 
+  const axis = () => ({ stroke: themed("soft"), grid: { stroke: themed("grid"), width: 1 }, font: FONT });
+
   const xAxis = () => {
-    const axis = {
-      stroke: themed("soft"),
-      grid: { stroke: themed("grid"), width: 1 },
+    const powers = [1, 2, 3, 4, 5, 6, 7, 8, 9].map((k) => 10 ** k);
+    const wholeSteps = [1, 2, 5, ...powers.flatMap((power) => [1, 2, 2.5, 5].map((k) => k * power))];
+    const incrs = { elapsed_s: TIME_STEPS, step: wholeSteps }[state.x];
+    return {
+      ...axis(),
       ticks: { stroke: themed("line"), width: 1, size: 5 },
-      font: FONT,
       size: 34,
       space: 56,
       values: (u, splits) => (state.x === "elapsed_s" ? clockTicks(splits) : splits.map((x) => tick(x))),
+      ...(incrs ? { incrs } : {}),
     };
-    if (state.x === "elapsed_s") axis.incrs = TIME_STEPS;
-    const powers = [1, 2, 3, 4, 5, 6, 7, 8, 9].map((k) => 10 ** k);
-    if (state.x === "step") axis.incrs = [1, 2, 5, ...powers.flatMap((power) => [1, 2, 2.5, 5].map((k) => k * power))];
-    return axis;
   };
 
-  const yAxis = (unit) => ({
-    stroke: themed("soft"),
-    grid: { stroke: themed("grid"), width: 1 },
+  const yAxis = (unit, isLog = false) => ({
+    ...axis(),
     ticks: { show: false },
-    font: FONT,
     size: (u, values) => 14 + 7 * Math.max(3, ...(values ?? []).map((text) => (text ?? "").length)),
-    values: (u, splits) => splits.map((y) => (y === null ? null : tick(y, unit))), // null: no room on a log axis
+    values: (u, splits) => (isLog ? logWords(u, splits, unit) : splits.map((y) => tick(y, unit))),
     space: 34,
+    ...(isLog ? { splits: logSplits, filter: (u, splits) => splits } : {}),
   });
+
+  /** Lines at 1, 2, ..., 9 of every power of ten; uPlot's own words are of the powers and the ends alone. */
+  const logSplits = (u, axis, min, max) => {
+    const powers = [...Array(Math.floor(Math.log10(max / min)) + 3).keys()].map((i) => Math.floor(Math.log10(min)) + i);
+    const made = powers.flatMap((power) => [1, 2, 3, 4, 5, 6, 7, 8, 9].map((k) => Number(`${k}e${power}`)));
+    return made.filter((y) => y >= min && y <= max);
+  };
+
+  /** The numbers at these lines, as many as there is room for. */
+  const logWords = (u, splits, unit) => {
+    const { min, max } = u.scales.y;
+    const decades = Math.log10(max / min);
+    const room = (u.height - 40) / 22;
+    const digits = decades > room / 2.5 ? "1" : decades > room / 6 ? "125" : decades > 0.6 ? "1235" : "123456789";
+    const every = Math.ceil(decades / room);
+    return splits.map((y) => {
+      const [digit, power] = y.toExponential().split("e");
+      return digits.includes(digit) && (digits !== "1" || Number(power) % every === 0) ? tick(y, unit) : null;
+    });
+  };
 
   const CURSOR = {
     y: false,
@@ -512,7 +526,7 @@
         {
           cursor: { points: { size: 7 }, dataIdx: (u, i, at) => this.nearest(u, i, at) },
           scales: { x: { time: false, range: wide }, y },
-          axes: [xAxis(), yAxis(this.description.unit)],
+          axes: [xAxis(), yAxis(this.description.unit, this.isLog)],
           series,
           bands,
         },

@@ -62,6 +62,7 @@ class Csv:
     def __call__(self, row: Row) -> None:
         """Append a line to the table of its kind."""
         kind, cells = row["kind"], flatten_row(row)
+        # A header cannot be widened in place, nor can lines be taken out.
         if kind in CUTTING or cells.keys() - {*self.columns.get(kind, ())}:
             self._from_record()  # which has this line by now
         elif cells:
