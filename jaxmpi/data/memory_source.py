@@ -44,7 +44,7 @@ class NoRoom(UsageError):
 
 
 def need_and_left(part_bytes: float, loaded_bytes: float, copies: float = 1) -> np.ndarray:
-    """f64[2]: bytes that a process still needs for `copies` of its part, a chunk with each, and its host's free bytes."""
+    """f64[2]: bytes that a process still needs for its part and copies, a chunk with each; bytes its host has left."""
     need_bytes = copies * (part_bytes + min(part_bytes, CHUNK_BYTES)) - loaded_bytes
     return np.array([need_bytes, available_bytes()], np.float64)
 
