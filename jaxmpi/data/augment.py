@@ -29,13 +29,8 @@ MEAN = Expected(
 class Augment:
     """Image preparation of one split: shorter side, mean image, crop, mirror.
 
-    With `crop_area`, a training crop is cut from the image as it comes, not from the resized one.
-
-    Args:
-        config: `resize`, `crop`, `crop_area`, `crop_aspect`, `mirror`, `channels` are used here.
-        train: random crop and mirror; otherwise the centre crop and no mirror.
-        seed: of the random choices.
-        mean_image: f32[height, width, channels] in [0, 255], or None.
+    With `crop_area`, a training crop is cut from the image as it comes, not from the resized one. `mean_image` is
+    f32[height, width, channels] in [0, 255].
     """
 
     config: Data
@@ -48,15 +43,10 @@ class Augment:
             raise UsageError(f"seed: got {self.seed}; expected 0 to 2^64 - 1")
 
     def __call__(self, image: np.ndarray, epoch: int, index: int, where: str) -> np.ndarray:
-        """The image for a batch, crop x crop if `data.crop` is set.
+        """The image for a batch, crop x crop if `data.crop` is set; may be a view. Errors name `where`.
 
-        u8 stays u8. With a mean image the result is f32, (x - mean) / 255 / std. An array that is
-        not u8 is taken to be prepared by its owner: it may be of any shape and only crop and
-        mirror touch it. The result may be a view.
-
-        Raises:
-            UsageError: the image is smaller than the crop or the mean image, or too large once resized;
-                `where` names it.
+        u8 stays u8; with a mean image the result is f32, (x - mean) / 255 / std. An array that is not u8 is taken to be
+        prepared by its owner: it may be of any shape, and only crop and mirror touch it.
         """
         config, mean = self.config, None
         if image.dtype == np.uint8:
@@ -144,16 +134,10 @@ class Augment:
 def random_window(
     size: tuple[int, int], area: tuple[float, ...], aspect: tuple[float, float], shares: Iterable[Sequence[float]]
 ) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of a window drawn from `shares`.
+    """(top, left, height, width) of a window: area uniform, aspect log-uniform, place uniform (Szegedy et al. 2015).
 
-    The area is uniform, the aspect log-uniform and the place uniform (Szegedy et al. 2015).
-
-    Args:
-        size: height and width of the image, px.
-        area: smallest and largest share of it.
-        aspect: smallest and largest width / height.
-        shares: [tries][4] in [0, 1]: area, aspect, top, left of every try. The first window that fits is taken;
-            if none does, the largest in the centre whose aspect is allowed.
+    `shares` are f[tries][4] in [0, 1]: area, aspect, top, left of every try. The first window that fits is taken; if
+    none does, the largest in the centre whose aspect is allowed.
     """
     high, wide = size
     for area_share, aspect_share, top_share, left_share in shares:

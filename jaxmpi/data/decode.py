@@ -28,11 +28,7 @@ MAX_SCANS = 500  # scans of a progressive JPEG at most; ten are usual. Each goes
 
 
 class CorruptExample(TrainingError):
-    """An example that cannot be decoded: its place, index and reason.
-
-    Attributes:
-        fault: the same in words, without a way out.
-    """
+    """An example that cannot be decoded: its place, index and reason; `fault` is that without a way out."""
 
     def __init__(self, where: str, index: int, reason: str) -> None:
         self.fault = f"{where} (example {index}) is corrupt: {reason}"
@@ -65,18 +61,11 @@ class Picture(NamedTuple):
 
 
 def opened(blob: Any, channels: int) -> Picture:
-    """A JPEG, PNG or what else Pillow knows.
+    """A JPEG, PNG or what else Pillow knows, as 1, 3 or 4 channels; raises whatever Pillow does on a damaged file.
 
-    Grey, palette and CMYK images are converted; of 16 bits a pixel the 8 highest are taken. An image of 32 bits a pixel
-    is refused, since its range is not known. Transparency is dropped, and an animation gives its first frame. An EXIF
-    orientation is ignored, as in the usual ImageNet pipelines. A file's name does not count.
-
-    Args:
-        blob: the file's bytes.
-        channels: 1, 3 or 4.
-
-    Raises:
-        Exception: whatever Pillow raises on a damaged file, here or from `pixels`.
+    Grey, palette and CMYK images are converted; of 16 bits a pixel the 8 highest are taken, and 32 bits are refused,
+    since their range is not known. Transparency is dropped, and an animation gives its first frame. An EXIF orientation
+    is ignored, as in the usual ImageNet pipelines. A file's name does not count.
     """
     import simplejpeg
 
@@ -91,10 +80,7 @@ def opened(blob: Any, channels: int) -> Picture:
 
 
 def _check_scans(blob: memoryview) -> None:
-    """Refuse a progressive JPEG of so many scans that decoding takes hours.
-
-    Any other JPEG has bits for each block in each scan, so a small file is fast.
-    """
+    """Refuse a progressive JPEG of so many scans that decoding takes hours; other scans have bits for each block."""
     at = 2
     while at + 4 <= len(blob) and blob[at] == 0xFF and blob[at + 1] in _SKIPPED:
         at += 2 + int.from_bytes(blob[at + 2 : at + 4], "big")
@@ -272,12 +258,7 @@ def with_channels(image: np.ndarray, channels: int, where: str) -> np.ndarray:
 
 
 def encoded_again(blob: bytes, px: int, quality: int) -> bytes:
-    """Resize an image file's shorter side to `px`, as JPEG or PNG; with 0, or of that size, it keeps its bytes.
-
-    Raises:
-        UsageError: the file is an EPS file, or of 32 bits a pixel.
-        Exception: whatever Pillow raises on a damaged header, or a decoder on damaged pixels that it had to decode.
-    """
+    """Resize an image file's shorter side to `px`, as JPEG or PNG; with 0, or of that size, it keeps its bytes."""
     from PIL import Image
 
     with Image.open(io.BytesIO(blob)) as image:

@@ -82,10 +82,10 @@ class ExampleReader:
             return to_32_bits(label, f"{name}: label")
         is_whole, top = label.dtype.kind in "iu", self.source.classes or self.classes or MOST_CLASSES
         least = -1 if self.labels == "classes or none" else 0
-        if not is_whole or (label.size and (label.min() < least or label.max() >= top)):
-            raise UsageError(
-                f"{name}: got label {label} of {label.dtype}; expected whole numbers, {least} <= label < {top}"
-            )
+        if not is_whole:
+            raise UsageError(f"{name}: got label {label} of {label.dtype}; expected a whole number")
+        if label.size and (label.min() < least or label.max() >= top):
+            raise UsageError(f"{name}: got label {label}; expected {least} <= label < {top}")
         return label.astype(np.int32)
 
 

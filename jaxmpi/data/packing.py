@@ -90,17 +90,10 @@ def pack(
     threads: int = 2,
     progress: Progress | None = None,
 ) -> Packing:
-    """Pack a source's examples into a folder, in their order.
+    """Pack a source's examples into a folder for one split, in their order; continue if an earlier packing was stopped.
 
-    If an earlier packing was stopped, this one continues from there. An image that needs no other size keeps its bytes.
-    It is decoded to see that it can be, unless `verify` is `header`.
-
-    Args:
-        source: of examples.
-        folder: for this split; made if it is not there.
-        options: what becomes of the images.
-        threads: that read and compress.
-        progress: called with how many more examples are done.
+    An image that needs no other size keeps its bytes. It is decoded to see that it can be, unless `verify` is `header`.
+    `threads` read and compress; `progress` is called with how many more examples are done.
 
     Raises:
         UsageError: the folder has something else, or the same without examples that are not to be left out; another

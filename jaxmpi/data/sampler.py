@@ -28,13 +28,7 @@ class Share(NamedTuple):
     count: int  # examples of the step over all workers
 
     def filled(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Indices i64[length], filled up with 0, and weights f32[length], 1 or 0.
-
-        A compiled step so sees one shape on all workers, and at all steps.
-
-        Raises:
-            UsageError: there are more indices.
-        """
+        """Indices i64[length], filled up with 0, and weights f32[length], 1 or 0: one shape for a compiled step."""
         more = length - len(self.indices)
         if more < 0:
             raise UsageError(f"filled: got {length}; expected {len(self.indices)} or more, the indices that there are")
@@ -73,22 +67,18 @@ def _rows(examples: int, seed: int, epoch: int, file: int) -> np.ndarray:
 class Sampler:
     """The order of examples, and one worker's share of it.
 
-    An epoch visits every example once. Step k of an epoch takes examples [k B, (k + 1) B) of its
-    order, B the effective batch. Worker r takes every size-th of these examples from the r-th on.
-    The last step of an epoch may be short: shares then differ by at most one example.
+    An epoch visits every example once. Step k of an epoch takes examples [k B, (k + 1) B) of its order, B the effective
+    batch. Worker r takes every size-th of these examples from the r-th on. The last step of an epoch may be short:
+    shares then differ by at most one example.
 
     Args:
         examples: length of the source; 0 only without `shuffle`.
         effective_batch: examples of one step over all workers, >= 1.
-        rank: of this worker, in [0, size).
-        size: number of workers, >= 1.
+        rank, size: of this worker, and number of workers.
         seed: of the order.
-        shuffle: a new permutation every epoch. Without it the order is that of the source and
-            there is one epoch: evaluation, every example exactly once.
+        shuffle: a new permutation every epoch. Without it the order is that of the source and there is one epoch:
+            evaluation, every example exactly once.
         multiple: of which the local batch is made one, if micro-batches must divide it.
-
-    Raises:
-        UsageError: a number is out of range.
     """
 
     examples: int
@@ -130,11 +120,7 @@ class Sampler:
         return math.ceil(self.effective_batch / self.size / self.multiple) * self.multiple
 
     def indices(self, step: int) -> Share:
-        """Indices that this worker reads at `step`, counted over all epochs.
-
-        Raises:
-            IndexError: without `shuffle`, a step past the one epoch.
-        """
+        """Indices that this worker reads at `step`, counted over all epochs; `IndexError` past the last."""
         epoch, batch = divmod(operator.index(step), max(self.steps_per_epoch, 1))
         if step < 0 or (epoch and not self.shuffle) or not self.examples:
             raise IndexError(f"got step {step} of {self.steps_per_epoch}")
@@ -154,21 +140,16 @@ class Sampler:
 
 @dataclass(frozen=True)
 class FileSampler(Sampler):
-    """Whole files in a new order every epoch.
+    """Whole files in a new order every epoch; examples of a file keep their order unless `mixed`.
 
-    This is the order of Ma et al. 2016, section 3.3. Examples of a file keep their order unless `mixed`. The paper's
-    workers load one batch file each a step. Here an epoch is all files, one after another in the order of a
-    permutation. Worker r of N takes the r-th of N consecutive parts of each step. So this is the paper's order under
-    two conditions. A file holds as many examples as the local batch, and that number divides the number of examples.
-    With files of any lengths, N workers still see in a step the examples that one worker would see. Parts differ by one
-    example at most. A step's examples come from as few files as can be: mix examples before they are written to files.
+    An epoch is all files, one after another in the order of a permutation, and worker r of N takes the r-th of N
+    consecutive parts of each step. If a file has as many examples as the local batch, that is the order of Ma et al.
+    2016, section 3.3: one file a worker and step. With files of any lengths N workers still see in a step the examples
+    that one worker would see. A step's examples come from few files: mix examples before they are written to files.
 
     Args:
         file_ends: of each file, the index behind its last example; the last is `examples`.
         mixed: the examples of each file in a new order every epoch, too: for files that are read whole.
-
-    Raises:
-        UsageError: as of `Sampler`, or the ends are not those of so many examples.
     """
 
     file_ends: tuple[int, ...] = ()
@@ -229,12 +210,8 @@ def place_of(number: int) -> tuple[int, int]:
 class StreamSampler(Sampler):
     """Examples in the order in which a stream gives them.
 
-    From one stream for all, step k takes examples [k B, (k + 1) B). Worker r takes every size-th of them from the r-th
-    on, as `Sampler` without `shuffle`. From a stream of its own, worker r takes the next B / size.
-
-    Args:
-        place: of the worker's stream in this process.
-        lengths: of all workers' own streams; empty if all read one.
+    From one stream for all, worker r takes examples as `Sampler` without `shuffle`. From a stream of its own, the
+    `place`-th of this process, it takes the next B / size; `lengths` are those of all workers' own streams.
     """
 
     shuffle: bool = False

@@ -219,7 +219,7 @@ class TestErrors:
     @pytest.mark.parametrize("batch", [1, 4])
     def test_images_of_different_size(self, batch):
         images = [np.zeros((4, 4, 3), np.uint8)] * 3 + [np.zeros((4, 5, 3), np.uint8)]
-        match = r"array\[3\]: image: got .*\(4, 5, 3\).*data\.crop"
+        match = r"array\[3\]: got image of shape \(4, 5, 3\).*data\.crop"
         with (
             loader(ArraySource(images, [0] * 4), batch, train=False) as batches,
             pytest.raises(UsageError, match=match),

@@ -140,16 +140,12 @@ class TestMemory:
     def test_batches_on_a_device_stay_as_they_are(self, photographs):
         """A device on the host takes images where they lie; their slot must not be filled again meanwhile."""
         data = folder_data(photographs, prefetch=1)
-        source = open_source(data, "train")
-        add = jax.jit(lambda x: x + np.uint8(1))
-        with loader(source, 4, data, stop_step=8) as batches:
+        with loader(open_source(data, "train"), 4, data, stop_step=8) as batches:
             on_device, expected = [], []
             for batch in batches:
                 expected.append(batch.image.copy())
                 on_device.append(jax.device_put(batch.image))
-                sums = add(on_device[-1])
                 del batch
-                assert np.array_equal(sums, expected[-1] + np.uint8(1))
         for kept, image in zip(on_device, expected, strict=True):
             assert np.array_equal(kept, image)
 
@@ -166,7 +162,7 @@ class TestMemory:
     def test_a_source_s_arrays_stay_out_of_its_pickle(self):
         content = {"images": np.arange(100_000), "empty": np.zeros(0), "labels": [np.arange(3)] * 2}
         pickled = SharedPickle(content)
-        assert len(pickled.text) < 2000
+        assert pickled.sizes[0] < 2000
         opened = pickled.open()
         assert np.array_equal(opened["images"], content["images"])
         assert not opened["images"].flags.writeable
@@ -423,34 +419,6 @@ def test_a_run_skips_and_counts_corrupt_examples(experiment):
     assert [row["eval_count"] for row in rows if row["kind"] == "eval"][-1] == 5
     assert "dog/1.jpg" in ended.out
     assert leftovers(experiment.parent) == []
-
-
-RANKS = """
-    import os, signal, sys, time
-    import jaxmpi
-    comm = jaxmpi.world()
-    from jaxmpi.config import Data
-    from jaxmpi.data import Loader, Sampler, open_source
-    data = Data(source="imagefolder", dir={folder!r}, crop=24, loaders=1)
-    source = open_source(data, "train")
-    batches = Loader(source, Sampler(6, 4, comm.rank, comm.size, seed=0), data, True)
-    next(batches)
-    jaxmpi.same_on_all_ranks("here", 1)
-    print("loading", flush=True)
-    if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(100)
-"""
-
-
-@pytest.mark.e2e
-def test_a_rank_that_is_killed_takes_all_loaders_with_it(own):
-    script = own / "job.py"
-    script.write_text(textwrap.dedent(RANKS).format(folder=str(own)))
-    ended = mpirun(2, str(script), timeout_s=60)
-    assert not ended.timed_out, ended.out[-3000:]
-    assert ended.out.count("loading") == 2
-    wait_until(lambda: leftovers(own) == [])
 
 
 SPAWNING = """

@@ -34,14 +34,11 @@ class ArraySource:
     """Images and labels that are in memory.
 
     Args:
-        images: u8[n, height, width, channels] or [n, height, width], or prepared arrays (such as f32[n, ...]), which
-            are handed on as they are.
+        images: u8[n, height, width, channels] or [n, height, width], or prepared arrays, which are handed on as they
+            are.
         labels: int[n], in [0, classes); or numbers [n, ...] for tasks that come near to them.
         classes: 0 counts up to the largest label; the model may have more.
         name: in errors.
-
-    Raises:
-        UsageError: the lengths differ, or an array is masked.
     """
 
     def __init__(self, images: Any, labels: Any, classes: int = 0, name: str = "array") -> None:
@@ -226,9 +223,6 @@ def animals(config: Data, split: str) -> Source:
     The package has 10,000 grey images of 28 x 28 px, 1,000 a class. Those that repeat an earlier one are left out, so
     that no held-out image is one of training: 9,716 differ. Held out is every fifth of each class, from its first.
     Enlarged to `data.resize` once, here. Source: animal-shape-mnist 0.39 (Mohammadi 2025, MIT licence).
-
-    Raises:
-        UsageError: the package is missing, or its files are not those of this version.
     """
     images, labels = (_read_animals(name) for name in FILES)
     if images.shape != ANIMALS_SHAPE or images.dtype != np.uint8 or labels.shape != ANIMALS_SHAPE[:1]:

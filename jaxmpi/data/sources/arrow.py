@@ -25,6 +25,7 @@ from jaxmpi.data.sources.base import (
     check_plain_files,
     choose_columns,
     data_root,
+    open_table,
     place_in_parts,
     split_files,
     split_name,
@@ -41,11 +42,7 @@ MOST_JSON_BYTES = 64 << 20  # names of a million classes
 class ArrowSource(TableSource):
     """Rows of Arrow tables: row groups of Parquet files, or batches of a saved data set.
 
-    Attributes:
-        file_ends: of each row group, the index behind its last row; None if all are kept.
-
-    Raises:
-        UsageError: a file is damaged or of another kind, or a column is missing or holds neither numbers nor images.
+    Refused: a file that is damaged or of another kind, or a column that is missing or has neither numbers nor images.
     """
 
     file_ends: tuple[int, ...] | None = None
@@ -160,11 +157,7 @@ def _import_arrow(source: str) -> Any:
 
 def parquet(config: Data, split: str) -> Source:
     """Parquet files in DIR/<split>/, or DIR/<split>-<any>.parquet; classes are counted, training's too."""
-
-    def opened(split: str) -> ParquetSource:
-        return ParquetSource(config, split_files(config, split, ".parquet"))
-
-    return opened(split).count_classes(config, split, lambda: opened("train").labels)
+    return open_table(config, split, lambda split: ParquetSource(config, split_files(config, split, ".parquet")))
 
 
 # ---------------------------------------------------------------- saved data sets
@@ -244,12 +237,7 @@ def _map_batches(pyarrow: Any, path: str) -> tuple[Any, list[Any]]:
 def huggingface(config: Data, split: str) -> Source:
     """The saved data set in DIR/<split>; classes without names are counted."""
     base = data_root(config, "DIR/<split>/, as DatasetDict.save_to_disk writes it")
-
-    def opened(split: str) -> HuggingFaceSource:
-        return HuggingFaceSource(config, os.path.join(base, split_name(config, split)))
-
-    source = opened(split)
-    return source if source.classes else source.count_classes(config, split, lambda: opened("train").labels)
+    return open_table(config, split, lambda split: HuggingFaceSource(config, f"{base}/{split_name(config, split)}"))
 
 
 # ---------------------------------------------------------------- types and cells

@@ -4,7 +4,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -160,11 +160,7 @@ def split_files(config: Data, split: str, suffix: str) -> list[str]:
 class TableSource:
     """Rows of a table; a class of it reads cells: numbers, arrays, or the bytes of compressed images.
 
-    Two columns are an input and its label. Any other number makes a dict, for a task of the user's own.
-
-    Attributes:
-        columns: names of those that an example has.
-        is_pair: whether an example is an input and its label, else a dict.
+    Two `columns` are an input and its label (`is_pair`). Any other number makes a dict, for a task of the user's own.
     """
 
     is_compressed = False  # inputs are compressed images
@@ -195,17 +191,6 @@ class TableSource:
                 values[place] = decode_image(cell, self.where(index), index, self.channels, self.resize)
         return tuple(values) if self.is_pair else dict(zip(self.columns, values, strict=True))
 
-    def count_classes(self, config: Data, split: str, training_labels: Callable[[], np.ndarray | None]) -> Self:
-        """Return this source, its classes counted up to the largest label of it and, if another, of training."""
-        name, labels = config.train_split, [] if self.labels is None else [self.labels]
-        there = os.listdir(data_dir(config)) if labels and split != "train" else []
-        if any(file == name or file.startswith((f"{name}-", f"{name}.")) for file in there):
-            in_training = training_labels()
-            labels += [] if in_training is None else [in_training]
-        self.classes = max((int(each.max(initial=-1)) + 1 for each in labels), default=0)
-        self.is_counted = bool(labels)
-        return self
-
     def sha256(self, words: Iterable[str], parts: Iterable[bytes] = ()) -> str:
         """Digest of words, of parts, and of the labels if any."""
         digest = hashlib.sha256("\0".join(words).encode(errors="surrogateescape"))
@@ -216,9 +201,27 @@ class TableSource:
         return digest.hexdigest()
 
 
+def open_table(config: Data, split: str, open_split: Callable[[str], Any]) -> Any:
+    """The table of a split; classes that it does not name are counted up to the largest label of it and of training."""
+    source = open_split(split)
+    labels = [] if source.labels is None else [source.labels]
+    if source.classes or not labels:
+        return source
+    name = config.train_split
+    there = os.listdir(data_dir(config)) if split != "train" else []
+    if any(file == name or file.startswith((f"{name}-", f"{name}.")) for file in there):
+        in_training = open_split("train").labels
+        labels += [] if in_training is None else [in_training]
+    source.classes, source.is_counted = max(int(each.max(initial=-1)) + 1 for each in labels), True
+    return source
+
+
+DEFAULT = ("image", "label")
+
+
 def choose_columns(config: Data, there: Iterable[str], path: str) -> tuple[str, ...]:
     """`data.columns`, or image and label; raise `UsageError` if one of them is not there exactly once."""
-    wanted, there = config.columns or ("image", "label"), sorted(there)
+    wanted, there = config.columns or DEFAULT, sorted(there)
     missing = [name for name in wanted if name not in there]
     if missing:
         raise UsageError(

@@ -44,12 +44,7 @@ LABELS = Expected("whole numbers, one an image", lambda found: found.dtype.kind 
 
 
 class BatchFileSource:
-    """One split of batch files.
-
-    Args:
-        root: DIR.
-        split: name of the folder.
-        classes: 0 counts up to the largest label; the model may have more.
+    """One split of batch files below `root`; `classes` 0 counts up to the largest label.
 
     Raises:
         UsageError: no file, or a file or labels that are not as described; more or fewer labels than examples; or names

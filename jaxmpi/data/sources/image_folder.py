@@ -17,17 +17,10 @@ LAYOUT = "DIR/<split>/<class>/<image>.jpg, .jpeg or .png"
 
 
 class FolderSource(EncodedSource):
-    """Image files in one folder per class.
+    """Image files in one folder per class below `root`; a class none of whose files is here may be absent.
 
-    Args:
-        root: holds a folder per class; a class none of whose files is here may be absent.
-        classes: names of the classes; the label is the position.
-
-    Attributes:
-        notes: what was left out, for the user.
-
-    Raises:
-        UsageError: no images, or a folder that is no class.
+    The label is the class's position in `classes`. `notes` say what was left out. Refused: no images, or a folder that
+    is no class.
     """
 
     def __init__(self, root: str, classes: Sequence[str], channels: int, resize: int) -> None:

@@ -14,6 +14,7 @@ import io
 import math
 import os
 import struct
+import types
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,16 @@ from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import open_plain
 from jaxmpi.core.shared_memory import available_bytes
-from jaxmpi.data.sources.base import Source, TableSource, choose_columns, place_in_parts, split_files, split_name
+from jaxmpi.data.sources.base import (
+    DEFAULT,
+    Source,
+    TableSource,
+    choose_columns,
+    open_table,
+    place_in_parts,
+    split_files,
+    split_name,
+)
 from jaxmpi.data.sources.open_files import OpenFiles
 
 MOST_HEAD_BYTES = 12 + 10_000  # NumPy itself takes no longer one
@@ -121,18 +131,10 @@ class StoredArray(NamedTuple):
 
 
 class NumpySource(TableSource):
-    """One split of NumPy files.
+    """One split of NumPy files: .npz files, or .npy files that are a column each.
 
-    Args:
-        config: of the data.
-        files: .npz files, or .npy files that are a column each.
-
-    Attributes:
-        notes: arrays that had to be read into memory, for the user.
-
-    Raises:
-        UsageError: a column is missing, is no array of numbers, or does not fit into memory; or it has another length
-            or shape than the others.
+    `notes` name arrays that had to be read into memory. Refused: a column that is missing, is no array of numbers, does
+    not fit into memory, or has another length or shape than the others.
     """
 
     def __init__(self, config: Data, files: Sequence[str]) -> None:
@@ -273,6 +275,12 @@ def numpy_files(config: Data, split: str) -> Source:
         is_npy = os.path.isdir(folder) and not any(name.endswith(".npz") for name in os.listdir(folder))
         return split_files(config, split, ".npy" if is_npy else ".npz")
 
-    source = NumpySource(config, files(split))
-    labels = dataclasses.replace(config, columns=source.columns[1:])
-    return source.count_classes(config, split, lambda: NumpySource(labels, files("train")).whole_numbers(0))
+    def open_split(name: str) -> Any:
+        if name == split:
+            return NumpySource(config, files(name))
+        labels = dataclasses.replace(
+            config, columns=(config.columns or DEFAULT)[1:]
+        )  # of training nothing else is read
+        return types.SimpleNamespace(labels=NumpySource(labels, files(name)).whole_numbers(0))
+
+    return open_table(config, split, open_split)

@@ -65,10 +65,7 @@ def check_record(blob: Any, label: Any, classes: int, where: str) -> tuple[Any, 
 
 
 class PackedSource(EncodedSource):
-    """Records of one split of a packed data set, for several threads.
-
-    Attributes:
-        rows: ROW[n], the index.
+    """Records of one split of a packed data set, for several threads; `rows` are ROW[n], the index.
 
     Raises:
         UsageError: a file is missing, damaged or of the wrong size: which.
@@ -103,12 +100,7 @@ class PackedSource(EncodedSource):
         return f"{self.folder / shard_name(shard)} at byte {offset}"
 
     def encoded(self, index: int) -> tuple[bytes, int]:
-        """A record's compressed image and label.
-
-        Raises:
-            CorruptExample: the image is not what was packed.
-            OSError: its shard cannot be opened or has become shorter.
-        """
+        """A record's compressed image and label; `OSError` if its shard cannot be opened or has become shorter."""
         blob = self.read_unchecked(index)
         if zlib.crc32(blob) != int(self.rows["crc32"][index]):
             raise CorruptExample(self.where(index), index, "its checksum is not that of the index")

@@ -21,15 +21,7 @@ SPLITS = ("train", "validation")
 
 
 def open_source(config: Data, split: str) -> Source:
-    """The source that `data.source` names.
-
-    Args:
-        config: of the run.
-        split: "train" or "validation"; `data.train_split` and so on say what it is called there.
-
-    Raises:
-        UsageError: no such source or split, or its data are missing: the error says what is expected where.
-    """
+    """The source that `data.source` names, of the split "train" or "validation"; refuse what is not there."""
     if split not in SPLITS:
         raise UsageError(f"split: got {split!r}; expected one of {', '.join(SPLITS)}")
     return lookup(SOURCES, config.source, "data source")(config, split)

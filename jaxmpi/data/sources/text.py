@@ -42,19 +42,14 @@ class TextSource:
     n - 1 mod T tokens are left out.
 
     Args:
-        root: what names are relative to.
-        files: by name, in this order, which must be the same on all machines; a NUL is put between two.
+        root, files: a folder, and names in it, in this order, the same on all machines; a NUL is put between two files.
         window: T, tokens, >= 1.
         name: of the source, for errors.
         tokenizer: makes the tokens of a file, without a NUL; None: they are its bytes.
         errors: what becomes of bytes that are not UTF-8, for a tokenizer: strict refuses them, replace takes U+FFFD.
 
     Attributes:
-        bytes_each: mean bytes that are predicted in an example.
-        tokens_each: tokens that are.
-
-    Raises:
-        UsageError: no files, fewer tokens than one window takes, or a file that cannot be read.
+        bytes_each, tokens_each: mean bytes that are predicted in an example, and tokens.
     """
 
     def __init__(
@@ -260,16 +255,8 @@ def write_words(config: Data, path: str | Path, words: int = 72_000) -> Vocabula
     """Write the training text's most frequent words for `data.tokenizer`; needs `jaxmpi[tokenizers]`.
 
     A word is a row of letters, digits and underscores, one other sign, or a row of white space, so tokens cover the
-    text. Number 0 stands for all that are not among them. Words that are equally frequent are in the order of the
-    alphabet, so one text gives one file. Gibiansky's 300 million params have 72,000 words.
-
-    Args:
-        config: source `stdlib` or `text`, and its folder.
-        path: of the JSON file.
-        words: the most that it has, with number 0.
-
-    Raises:
-        UsageError: another source, `tokenizers` is missing, or the file cannot be written.
+    text. Number 0 stands for all that are not among the `words` most frequent. Words that are equally frequent are in
+    the order of the alphabet, so one text gives one file. Gibiansky's 300 million params have 72,000 words.
     """
     if config.source not in ("stdlib", "text") or not 2 <= words <= MOST_WORDS:
         raise UsageError(

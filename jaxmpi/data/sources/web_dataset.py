@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data.sources.base import Source, TableSource, place_in_parts, split_files
+from jaxmpi.data.sources.base import Source, TableSource, open_table, place_in_parts, split_files
 from jaxmpi.data.sources.numpy_files import MOST_HEAD_BYTES, parse_header
 from jaxmpi.data.sources.open_files import OpenFiles
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
@@ -48,13 +48,9 @@ class Index(NamedTuple):
 
 
 class WebDatasetSource(TableSource):
-    """One split of tar files.
+    """One split of tar files; `file_ends` is of each shard the index behind its last example, None of a single one.
 
-    Attributes:
-        file_ends: of each shard, the index behind its last example; None of a single one.
-
-    Raises:
-        UsageError: a shard is damaged, cut off or compressed, or an example has no or two members of one column.
+    Refused: a shard that is damaged, cut off or compressed, or an example with no or two members of one column.
     """
 
     def __init__(self, config: Data, shards: Sequence[str]) -> None:
@@ -126,11 +122,7 @@ DECODERS: dict[str, Callable[[bytes, str], Any]] = {
 
 def webdataset(config: Data, split: str) -> Source:
     """Tar files in DIR/<split>/, or DIR/<split>-<any>.tar; classes are counted, training's too."""
-
-    def opened(split: str) -> WebDatasetSource:
-        return WebDatasetSource(config, split_files(config, split, ".tar"))
-
-    return opened(split).count_classes(config, split, lambda: opened("train").labels)
+    return open_table(config, split, lambda split: WebDatasetSource(config, split_files(config, split, ".tar")))
 
 
 # ---------------------------------------------------------------- the index
@@ -215,10 +207,11 @@ def build_index(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) ->
             raise UsageError(f"{path}: got no example; write it again, or take it away")
         ends.append(len(rows))
     table = np.array(rows, np.int64).reshape(len(rows), len(alternatives), 3)
-    columns = [np.ascontiguousarray(table[..., i]) for i in range(3)]
+    offsets, sizes, endings = (np.ascontiguousarray(table[..., i]) for i in range(3))
     key_ends = np.cumsum([len(key) for key in keys], dtype=np.int64)
     blob = np.frombuffer(b"".join(keys), np.uint8)
-    return Index(np.array(ends[1:], np.int64), *columns, blob, key_ends, np.array(labels, np.int64))
+    labels = np.array(labels, np.int64)
+    return Index(np.array(ends[1:], np.int64), offsets, sizes, endings, blob, key_ends, labels)
 
 
 def _find_member(members: dict[str, tarfile.TarInfo], names: Sequence[str], where: str) -> tuple[int, int, int]:
