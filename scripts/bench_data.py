@@ -7,8 +7,8 @@ and give u8[64, 224, 224, 3] batches of random-resized crops, mirrored half of t
 one loader, pinned with all its processes to one core. Jobs take turns; the median of the rounds counts.
 
 peers    bare: simplejpeg's decode of whole files, nothing else. Others: as their documentation has it, decoding with
-         Pillow or OpenCV as the name says; TFDS decodes by itself, with OpenCV. The last line is the time to normalise
-         such a batch in a step, which no contender does.
+         Pillow or OpenCV as the name says. The last line is the time to normalise such a batch in a step, which no
+         contender does.
 formats  the same photographs as a folder of JPEG files, and packed with the shorter side 256 px. The packed ones are
          also loaded into memory. The centres of 256 x 256 px are in batch files and in an array in memory.
 steps    a consumer that sleeps for its step, on one core, and loaders on the other: share of waiting, and step /
@@ -80,27 +80,6 @@ def write(folder: Path, images: int, formats: bool, held_out: int = 0) -> None:
         write_batch_files(ArraySource(np.stack(centres), labels), folder / "batches", "train", BATCH)
 
 
-def write_tfds(folder: Path) -> None:
-    """The files as a TFDS data set in ArrayRecord."""
-    import tensorflow_datasets as tfds
-
-    class Photographs(tfds.core.GeneratorBasedBuilder):
-        VERSION = tfds.core.Version("1.0.0")
-
-        def _info(self) -> Any:
-            features = {"image": tfds.features.Image(), "label": tfds.features.ClassLabel(num_classes=2)}
-            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
-
-        def _split_generators(self, dl_manager: Any) -> Any:
-            return {"train": self._generate_examples()}
-
-        def _generate_examples(self) -> Any:
-            for path in files(folder):
-                yield path.name, {"image": path, "label": int(path.parent.name == "flower")}
-
-    Photographs(data_dir=folder / "tfds", file_format="array_record").download_and_prepare()
-
-
 def files(folder: Path) -> list[Path]:
     """All JPEG files."""
     return sorted((folder / "train").glob("*/*.jpg"))
@@ -129,15 +108,6 @@ def by_pillow(blob: bytes, rng: np.random.Generator) -> np.ndarray:
     return np.asarray(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirror else image)
 
 
-def crop_by_opencv(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Resize a window of decoded pixels."""
-    import cv2
-
-    left, top, right, bottom, mirror = random_window(rng, *image.shape[:2])
-    scaled = cv2.resize(image[top:bottom, left:right], (PX, PX), interpolation=cv2.INTER_LINEAR)
-    return cv2.flip(scaled, 1) if mirror else scaled
-
-
 def by_opencv(blob: bytes, rng: np.random.Generator) -> np.ndarray:
     """Decode and crop with OpenCV."""
     import cv2
@@ -145,7 +115,10 @@ def by_opencv(blob: bytes, rng: np.random.Generator) -> np.ndarray:
     cv2.setNumThreads(1)
     pixels = cv2.imdecode(np.frombuffer(blob, np.uint8), cv2.IMREAD_COLOR)
     assert pixels is not None
-    return crop_by_opencv(cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB), rng)
+    image = cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB)
+    left, top, right, bottom, mirror = random_window(rng, *image.shape[:2])
+    scaled = cv2.resize(image[top:bottom, left:right], (PX, PX), interpolation=cv2.INTER_LINEAR)
+    return cv2.flip(scaled, 1) if mirror else scaled
 
 
 def bare(folder: Path) -> Iterator[int]:
@@ -158,17 +131,16 @@ def bare(folder: Path) -> Iterator[int]:
             yield 1
 
 
-FOLDERS = {"batchfiles": "batches", "array": "batches", "tfds": "tfds", "packed": "packed", "memory": "packed"}
+FOLDERS = {"batchfiles": "batches", "array": "batches", "packed": "packed", "memory": "packed"}
 
 
-def jaxmpi_loader(source: str, folder: Path, kind: str, loaders: int = 1, prefetch: int = 2) -> Any:
+def jaxmpi_loader(source: str, folder: Path, kind: str) -> Any:
     """A loader of jaxmpi."""
     from jaxmpi.config.data import Data
     from jaxmpi.data import ArraySource, Loader, Sampler, open_source
     from jaxmpi.data.memory_source import MemorySource
 
-    crop: dict[str, Any] = {"crop": PX, "crop_area": AREA, "mirror": True}
-    data = Data(dir=str(folder), name="photographs", loader=kind, loaders=loaders, prefetch=prefetch, **crop)
+    data = Data(dir=str(folder), loader=kind, loaders=1, prefetch=2, crop=PX, crop_area=AREA, mirror=True)
     place = folder / FOLDERS.get(source, "")
     if source == "array":
         files = open_source(Data("batchfiles", str(place)), "train")
@@ -178,7 +150,7 @@ def jaxmpi_loader(source: str, folder: Path, kind: str, loaders: int = 1, prefet
         opened = MemorySource(open_source(Data("packed", str(place)), "train"), data)
         opened.load(np.arange(len(opened)))
     else:
-        opened = open_source(Data(source, str(place), "photographs"), "train")
+        opened = open_source(Data(source, str(place)), "train")
     return Loader(opened, Sampler(len(opened), BATCH), data, train=True)
 
 
@@ -234,31 +206,13 @@ def grain_by(decode: Callable[[bytes, np.random.Generator], np.ndarray]) -> Call
     return counts
 
 
-def tfds_source(folder: Path) -> Iterator[int]:
-    """TFDS's data source, which decodes by itself, and OpenCV for the crop."""
-    import cv2
-    import tensorflow_datasets as tfds
-
-    cv2.setNumThreads(1)
-    builder: Any = tfds.builder_from_directory(str(next((folder / "tfds").glob("*/1.0.0"))))
-    source: Any = builder.as_data_source(split="train")
-    rng = np.random.default_rng(0)
-    while True:
-        order = rng.permutation(len(source))
-        for begin in range(0, len(order) - BATCH + 1, BATCH):
-            rows = [source[int(i)]["image"] for i in order[begin : begin + BATCH]]
-            yield len(np.stack([crop_by_opencv(image, rng) for image in rows]))
-
-
 CONTENDERS: dict[str, Callable[[Path], Iterator[int]]] = {
     "bare": bare,
     "jaxmpi, a process": jaxmpi("imagefolder", "processes"),
     "jaxmpi, a thread": jaxmpi("imagefolder", "threads"),
-    "jaxmpi, TFDS, a process": jaxmpi("tfds", "processes"),
     "torch, Pillow": torch_pillow,
     "grain, Pillow": grain_by(by_pillow),
     "grain, OpenCV": grain_by(by_opencv),
-    "tfds, OpenCV": tfds_source,
 }
 FORMATS = {
     "imagefolder": ("imagefolder", "processes"),
@@ -335,7 +289,7 @@ def normalise_ms(folder: str, cores: list[int], seconds: float) -> float:
     import jax
 
     from jaxmpi.config.data import Data
-    from jaxmpi.tasks.inputs import normalise
+    from jaxmpi.tasks.supervised import normalise
 
     os.sched_setaffinity(0, {cores[0]})
     data = Data(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
@@ -350,8 +304,6 @@ def normalise_ms(folder: str, cores: list[int], seconds: float) -> float:
 def show_peers(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Print images/s and core, with ratios to the bare decode and the best other."""
     names = options.only or list(CONTENDERS)
-    if any("tfds" in name.lower() for name in names):
-        write_tfds(folder)
     found = rounds(names, folder, options)
     bases = found.get("bare"), max((found[n] for n in names if not n.startswith(("jaxmpi", "bare"))), default=None)
     rows = [

@@ -6,7 +6,6 @@
 |---|---|---|
 | link | one worker and one server, a link each: an exchange, beside K / rate for K bytes | <= 1.1 |
 | servers | 4 workers and 4 servers, beside 4 workers and 1: exchanges a second | >= 3 |
-| turns | 7 workers and 1 server, tau 1: seconds in exchanges, served as they come, beside fixed turns | less |
 | slow | 4 workers, one five times slower: steps a second of the others, beside all equal; gosgd and BSP too | >= 0.9 |
 | idle | a server with 4 workers that do not come: its share of a core | < 0.05 |
 
@@ -18,7 +17,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import harness
 import numpy as np
@@ -26,12 +25,11 @@ import optax
 from cluster import bits_per_s
 
 from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.rules.asynchronous.center import CenterClient, CenterLayout, CenterServer, GlobalProgress
+from jaxmpi.rules.asynchronous.gossip import GossipThread
+from jaxmpi.rules.asynchronous.rules import RandomGossip, easgd
+from jaxmpi.rules.asynchronous.transport import Backoff, Responder
 from jaxmpi.rules.base import Exchange
-from jaxmpi.rules.easgd import easgd
-from jaxmpi.rules.gosgd import RandomGossip
-from jaxmpi.rules.gossip_transport import GossipThread
-from jaxmpi.rules.parameter_server import PUSH, GlobalProgress, Server, ServerExchange, ServerLayout
-from jaxmpi.rules.parameter_server_transport import Backoff, ServerChannel, ServerEndpoint, run_exchange
 
 STEP_S = 0.02  # seconds of computing a step, in `slow`
 SLOW = 5  # times as long, for the slow worker
@@ -50,7 +48,6 @@ class Job(NamedTuple):
 JOBS: dict[str, tuple[Job, ...]] = {
     "link": (Job(2, 1),),
     "servers": (Job(5, 1), Job(8, 4)),
-    "turns": (Job(8, 1), Job(8, 1, how=("turns",))),
     "slow": tuple(Job(4, 0, False, how) for how in ((), ("slow",), ("gossip",), ("gossip", "slow"), ("slow", "bsp"))),
     "idle": (Job(5, 1, False),),
 }
@@ -67,30 +64,24 @@ class Rank:
         control = harness.control()
         self.control, self.number = control, control.rank
         self.workers = control.size - servers
-        self.layout = ServerLayout(floats, max(servers, 1), "32")
+        self.layout = CenterLayout(floats, max(servers, 1), "32")
         alone = Exchange(lambda tree: tree, lambda tree: tree)
         rule = easgd(optax.sgd(0.1), alone, RuleConfig("easgd")).asynchronous
         assert rule is not None
         self.rule, self.cpu_s, self._is_over = rule, 0.0, threading.Event()
         mpi, first = control.clone(), self.workers if servers else 0
-        self.tokens = control.clone()
         shard = self.number - first
         if 0 <= shard < max(servers, 1):
-            begin, end = self.layout.bounds(shard)
+            begin, end = self.layout.shard(shard)
             progress = GlobalProgress(self.workers, 1e18, 0) if shard == 0 else None
-            server = Server(
-                layout=self.layout,
-                number=shard,
-                center=np.zeros(end - begin, np.float32),
-                serve=rule.serve,
-                progress=progress,
-            )
-            counter = ServerEndpoint(mpi, server, range(self.workers), self.layout.message_bytes())
-            self._thread = threading.Thread(target=self._serve, args=(counter, Backoff()), daemon=True)
+            center = np.zeros(end - begin, np.float32)
+            server = CenterServer(self.layout, shard, center, rule.apply, self.workers, progress)
+            responder = Responder(mpi, server, range(self.workers))
+            self._thread = threading.Thread(target=self._serve, args=(responder, Backoff()), daemon=True)
             self._thread.start()
         else:
             self._thread = None
-        self.lines = [ServerChannel(mpi, first + s) for s in range(max(servers, 1))] if self.is_worker else []
+        self.client = CenterClient(mpi, self.layout, range(first, first + max(servers, 1)))
         self.w = np.ones(floats, np.float32)
         control.barrier()
 
@@ -99,10 +90,10 @@ class Rank:
         """Return True if this rank trains."""
         return self.number < self.workers
 
-    def _serve(self, counter: Any, pauses: Any) -> None:
+    def _serve(self, responder: Responder, backoff: Backoff) -> None:
         begin = time.thread_time()
         while not self._is_over.is_set():
-            pauses.after(counter.poll())
+            backoff.after(responder.poll())
             self.cpu_s = time.thread_time() - begin
 
     def gossip(self) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -112,8 +103,8 @@ class Rank:
 
         def exchange() -> None:
             while thread.arrived:
-                parcel = thread.arrived.popleft()
-                self.w = rule.merge(self.w, wire.decode(parcel.body), parcel.share)
+                arrived = thread.arrived.popleft()
+                self.w = rule.merge(self.w, wire.decode(arrived.body), arrived.share)
             if push := rule.draw(thread.closed_peers()):
                 thread.push(push.to, push.share, wire.encode(self.w))
 
@@ -122,29 +113,9 @@ class Rank:
     def exchange(self) -> float:
         """Exchange once with the center; return seconds."""
         begin = time.perf_counter()
-        talk = ServerExchange(self.layout, PUSH, self.w, None)
-        run_exchange(talk, self.lines)
-        self.w, _ = self.rule.meet(self.w, self.w, talk.sent, talk.seen)
+        made = self.client.exchange(self.w)
+        self.w, _ = self.rule.pull(self.w, self.w, made.pushed, made.seen)
         return time.perf_counter() - begin
-
-    def in_turn(self, rounds: int, compute: Callable[[], None]) -> float:
-        """Seconds in exchanges and in waiting, if workers take fixed turns."""
-        after, before, spent = (self.number + 1) % self.workers, (self.number - 1) % self.workers, 0.0
-        sends = []
-        for turn in range(rounds):
-            compute()
-            begin = time.perf_counter()
-            if turn or self.number:
-                token = self.tokens.Irecv(np.empty(1, np.uint8), before)
-                while not token.Test():
-                    time.sleep(0.0003)
-            self.exchange()
-            if turn + 1 < rounds or after:
-                sends.append(self.tokens.Isend(np.ones(1, np.uint8), after))
-            spent += time.perf_counter() - begin
-        while not all(send.Test() for send in sends):
-            time.sleep(0.001)
-        return spent
 
     def leave(self, figure: float) -> list[float]:
         """Gather all ranks' figures, when all are done."""
@@ -167,27 +138,6 @@ def on_rank(name: str, servers: int, floats: int, rounds: int, how: list[str]) -
     return rank.leave(figure)
 
 
-def exchanges_per_s(rank: Rank, rounds: int, how: list[str]) -> float:
-    """Exchanges a second of one worker, while the others exchange too."""
-    return rounds / harness.seconds(lambda: [rank.exchange() for _ in range(rounds)])
-
-
-def seconds_in_exchanges(rank: Rank, rounds: int, how: list[str]) -> float:
-    """Seconds a step in exchanges.
-
-    On average a step computes as long as the server needs for all workers' exchanges; some longer, some shorter.
-    """
-    rng, mean_s = np.random.default_rng(rank.number), rank.workers * rank.exchange() / 2
-    compute = lambda: time.sleep(mean_s * rng.uniform(0.5, 1.5))  # noqa: E731
-    if "turns" in how:
-        return rank.in_turn(rounds, compute) / rounds
-    spent = 0.0
-    for _ in range(rounds):
-        compute()
-        spent += rank.exchange()
-    return spent / rounds
-
-
 def steps_per_s(rank: Rank, rounds: int, how: list[str]) -> float:
     """Steps a second with an exchange after each, or BSP's sum."""
     step_s = STEP_S * (SLOW if "slow" in how and rank.number == rank.workers - 1 else 1)
@@ -207,8 +157,8 @@ def steps_per_s(rank: Rank, rounds: int, how: list[str]) -> float:
 
 FIGURES: dict[str, Callable[[Rank, int, list[str]], float]] = {
     "link": lambda rank, rounds, how: statistics.median(rank.exchange() for _ in range(rounds)),
-    "servers": exchanges_per_s,
-    "turns": seconds_in_exchanges,
+    # Of one worker, while the others exchange too.
+    "servers": lambda rank, rounds, how: rounds / harness.seconds(lambda: [rank.exchange() for _ in range(rounds)]),
     "slow": steps_per_s,
     "idle": lambda rank, rounds, how: time.sleep(IDLE_S) or 0.0,
 }
@@ -233,9 +183,6 @@ def show(name: str, figures: list[list[float]], options: argparse.Namespace) -> 
     if name == "servers":
         one, four = map(sum, workers)
         return f"{one:.2f} exchanges a second with 1 server, {four:.2f} with 4: {four / one:.2f}, goal 3"
-    if name == "turns":
-        free, turns = map(statistics.mean, workers)
-        return f"{free:.3f} s a step in exchanges, {turns:.3f} by turns: {1 - free / turns:.0%} less (the paper: 42 %)"
     if name == "slow":
         equal, slow, push_equal, push_slow, bsp = (statistics.mean(job[:3]) for job in figures)
         stays = f"{slow / equal:.2f}, by gosgd {push_slow / push_equal:.2f}"

@@ -1,6 +1,6 @@
 """Grid of runs with several seeds: accuracy by setting, with error bars.
 
-    python scripts/study.py batch wires periods elastic text --seeds 5 --out runs/study.jsonl [--png runs/study.png]
+    python scripts/study.py batch wires periods elastic text --seeds 5 --out runs/study.jsonl
     python scripts/study.py --experiment experiments/digits.py --workers 1 8 --vary local-batch=8,64 optim.lr=0.02,0.1
 
 A study of STUDIES by name, or a grid: all combinations of --workers and of the values of --vary, which takes any flag
@@ -9,8 +9,8 @@ continues where it was. A run that diverges is recorded as failed and left out o
 first one, seed by seed: the same seed gives the same initial params and order of examples. If --train-for varies, a
 second table has the shortest runs that are no worse than the first cell's.
 
-Workers are devices of one process. With --launch, and in `elastic` and `strategies`, they are ranks under mpirun, which
-asynchronous rules and strategies of MPI need.
+`jaxmpi report runs/study.jsonl` draws the runs. Workers are devices of one process. With --launch, and in `elastic` and
+`strategies`, they are ranks under mpirun, which asynchronous rules and strategies of MPI need.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,6 @@ from jaxmpi.comm.job import processes
 from jaxmpi.config import experiment_file
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import NotFinite
-from jaxmpi.observe import plots
 from jaxmpi.rules import registry
 from jaxmpi.runtime import failures, process, provenance
 from jaxmpi.trainer import main as trainer_main
@@ -260,7 +259,7 @@ def run_missing(study: Study, seeds: Sequence[int], out: Path, launched: bool) -
                 before = rows
 
 
-# ---------------------------------------------------------------- tables and plots
+# ---------------------------------------------------------------- tables
 
 
 class Summary(NamedTuple):
@@ -378,35 +377,6 @@ def with_error(value: float, error: float, sign: str = "") -> str:
     return "-" if math.isnan(value) else f"{value:{sign}.3f} ± {error:.3f}"
 
 
-def panels(study: Study, made: Sequence[Summary]) -> list[plots.Panel]:
-    """The metric with standard errors, and the mean top-5 error or held-out loss by epoch."""
-    bars = []
-    for row in made:
-        error = row.error if math.isfinite(row.error) else 0.0
-        bars += [(row.title, row.mean, max(row.mean - error, 0.0), row.mean + error)] if row.runs else []
-    is_top5 = all("top5_curve" in run for row in made for run in row.runs.values())
-    kind, unit = ("top5_curve", "top-5 error, %") if is_top5 else ("curve", "held-out loss")
-    series = {}
-    for row in made:
-        curves = [run[kind] for run in row.runs.values()]
-        if curves and min(map(len, curves)) > 1:
-            series[row.title] = mean_curve(curves)
-    drawn: list[plots.Panel] = [plots.Bars(study.question, plots.Quantity("held out", base=None), bars)]
-    if series:
-        x, y = plots.Quantity("epoch", base=None), plots.Quantity(unit, base=None)
-        drawn.append(plots.Lines(f"{unit} by epoch", x, y, series))
-    return drawn
-
-
-def mean_curve(curves: Iterable[Sequence[tuple[float, float | None]]]) -> list[tuple[float, float]]:
-    """The mean over seeds of evaluations that are finite in all.
-
-    Workers that do not wait for each other evaluate at slightly different epochs, and may leave one out.
-    """
-    every = [list(zip(*points, strict=True)) for points in zip(*curves, strict=False)]
-    return [(statistics.mean(epochs), statistics.mean(values)) for epochs, values in every if None not in values]
-
-
 # ---------------------------------------------------------------- the command line
 
 RESERVED = ("seed", "run-dir", "resume", "devices", "workers")  # flags that a study sets itself
@@ -433,7 +403,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=harness.positive, default=5, help="how many of every cell, one after another")
     parser.add_argument("--first-seed", type=int, default=0, help="to tune with other seeds than those reported")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "study.jsonl", help="a line a run")
-    parser.add_argument("--png", type=Path, help="file for the plots")
     parser.add_argument("--launch", action="store_true", help="ranks under mpirun instead of devices of one process")
     parser.add_argument("--show", action="store_true", help="tables of what is there; run nothing")
     options = parser.parse_args()
@@ -464,7 +433,6 @@ def main() -> None:
     """Run what is missing, print tables."""
     options = parse()
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    drawn: list[plots.Panel] = []
     for study in chosen_studies(options):
         if not options.show:
             seeds = range(options.first_seed, options.first_seed + options.seeds)
@@ -474,9 +442,6 @@ def main() -> None:
         print(table(study, made) + "\n", flush=True)
         if shares := shortest(study, rows):
             print(table_of_shortest(shares) + "\n", flush=True)
-        drawn += panels(study, made) if made else []
-    if options.png and drawn:
-        plots.save(drawn, options.png)
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ class CommThread:
 
 def some_are_complete(requests: Requests) -> bool:
     """Look once whether any are complete; those that are become false."""
-    return bool(requests and type(requests[0]).Testsome(requests))
+    return any([request.Test() for request in requests if request])
 
 
 def same_calls(mpi: Any, control: MpiProcesses, what: str) -> Iterator[Requests]:

@@ -7,7 +7,6 @@ errors name them. With one worker nothing is bound: the operation's row of the t
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import jax
@@ -20,12 +19,14 @@ from jaxmpi.allreduce.integer_mean import halves, mean_of_halves
 from jaxmpi.collectives import messages
 from jaxmpi.collectives.arguments import (
     arrays_of,
+    canonical_dtype,
     check_partner,
     check_root,
     check_rows,
     check_tag,
     communicator_of,
     count_rows,
+    dtypes_of_reduction,
     exchange_counts,
     given_leaves,
     rank_in_job,
@@ -36,7 +37,7 @@ from jaxmpi.collectives.primitive import bind
 from jaxmpi.collectives.table import OPERATIONS, neutral
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
 
 # ---------------------------------------------------------------- reductions
@@ -103,23 +104,17 @@ def exscan(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -
 
 def _reduce_tree(operation: str, x: PyTree, op: str, comm: Any, dtype: Any, root: int | None = None) -> PyTree:
     row, comm = OPERATIONS[operation], communicator_of(operation, comm)
-    check(op in row.ops, f"{operation}: op: got {op!r}; expected one of {', '.join(row.ops)}")
-    root, dtype = check_root(operation, root, comm), _canonical_dtype(operation, dtype)
+    if op not in row.ops:
+        raise UsageError(f"{operation}: op: got {op!r}; expected one of {', '.join(row.ops)}")
+    root, dtype = check_root(operation, root, comm), canonical_dtype(operation, dtype)
     if operation == "reduce_scatter":
         check_rows(operation, x, comm)
     leaves = arrays_of(operation, x, comm, op)
     given = given_leaves(operation, x, comm, root)
-    dtypes = [_dtypes_of_reduction(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x)]
+    dtypes = [dtypes_of_reduction(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x)]
     leaves = [leaf.astype(wide) for leaf, (wide, _) in zip(leaves, dtypes, strict=True)]
     if op == "mean":
-        is_whole = [bool(jnp.issubdtype(leaf.dtype, jnp.integer)) for leaf in leaves]
-        summands = [halves(leaf) if whole else leaf for leaf, whole in zip(leaves, is_whole, strict=True)]
-        means_of = [leaf.dtype.name for leaf in leaves]
-        results = _call_each_leaf(operation, summands, comm, given, means_of, op="sum", root=root)
-        workers = comm.size if root is None or comm.rank == root else 1
-        for i, (total, leaf) in enumerate(zip(results, leaves, strict=True)):
-            keeps_whole = bool(jnp.issubdtype(dtypes[i][1], jnp.integer))
-            results[i] = mean_of_halves(total, workers, leaf.dtype, keeps_whole) if is_whole[i] else total / workers
+        results = _means(operation, leaves, [narrow for _, narrow in dtypes], comm, given, root)
     else:
         results = _call_each_leaf(operation, leaves, comm, given, op=op, root=root)
     results = [y.astype(narrow) for y, (_, narrow) in zip(results, dtypes, strict=True)]
@@ -128,52 +123,21 @@ def _reduce_tree(operation: str, x: PyTree, op: str, comm: Any, dtype: Any, root
     return jax.tree.unflatten(jax.tree.structure(x), results)
 
 
-def _canonical_dtype(operation: str, dtype: Any) -> Any:
-    """JAX's dtype for the user's, of numbers or bools; None for None."""
-    with suppress(TypeError):
-        known = None if dtype is None else jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
-        if known is None or known == jnp.bool_ or jnp.issubdtype(known, jnp.number):
-            return known
-    raise UsageError(f"{operation}: dtype: got {dtype!r}; expected one of numbers, as jnp.float32")
-
-
-def _dtypes_of_reduction(operation: str, path: str, leaf: Any, op: str, dtype: Any) -> tuple[Any, Any]:
-    """The dtype in which a leaf is reduced, and that of the result.
-
-    Raises:
-        UsageError: the operation is not defined for it.
-    """
-    own = jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
-    is_bool, is_integer = own == jnp.bool_, jnp.issubdtype(own, jnp.integer)
-    leaf_name = f"{operation}: leaf {path or '(the array itself)'!r}"
-    where = f"{leaf_name} is {own}"
-    if op in ("and", "or", "xor"):
-        check(is_bool or is_integer, f"{where}; {op} expects bools or integers")
-        return (jnp.uint8 if is_bool else own), dtype or own
-    is_complex = jnp.issubdtype(dtype or own, jnp.complexfloating)
-    has_order = not is_complex or op not in ("max", "min")
-    check(has_order, f"{leaf_name} is {dtype or own}, which has no order; {op} its parts")
-    if dtype is not None and jnp.issubdtype(own, jnp.complexfloating) and not is_complex:
-        raise UsageError(f"{where}; dtype: got {dtype}, which would drop its imaginary part; {operation} x.real")
-    if dtype is not None and op == "mean" and jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(own, jnp.inexact):
-        raise UsageError(f"{where}; dtype: got {dtype} for a mean; expected one of floats, as jnp.float32")
-    result = dtype or own
-    if dtype is None and (is_bool or is_integer) and op == "mean":
-        result = jnp.result_type(float)
-    elif dtype is None and is_bool and op == "sum":
-        result = jnp.int32
-    if is_bool and (op in ("max", "min", "prod") or (op == "mean" and dtype is None)):
-        return jnp.uint8, result
-    wide = dtype or (jnp.int32 if is_bool else own)
-    check(wide != jnp.bool_, f"{where}; dtype: got bool for a {op}; expected a type of numbers, as jnp.int32")
-    is_integer = jnp.issubdtype(wide, jnp.integer)
-    bits = jnp.iinfo(wide).bits if is_integer else jnp.finfo(wide).bits
-    is_short = bits < (8 if is_integer else 16)
-    way_out = "expected a wider type for it, as dtype=jnp.float32"
-    check(not is_short or op in ("max", "min"), f"{where}, too short for a {op}; {way_out}")
-    if jnp.issubdtype(wide, jnp.floating) and bits < 32:
-        return jnp.float32, result
-    return (jnp.int8 if is_short else wide), result
+def _means(
+    operation: str, leaves: list[jax.Array], dtypes: list[Any], comm: Comm, given: Mapping[str, Any], root: int | None
+) -> list[jax.Array]:
+    """Sums divided by the number of workers; integers are sent as halves of their bits, whose sums do not wrap."""
+    is_integer = [bool(jnp.issubdtype(leaf.dtype, jnp.integer)) for leaf in leaves]
+    summands = [halves(leaf) if whole else leaf for leaf, whole in zip(leaves, is_integer, strict=True)]
+    means_of = [leaf.dtype.name for leaf in leaves]
+    totals = _call_each_leaf(operation, summands, comm, given, means_of, op="sum", root=root)
+    workers = comm.size if root is None or comm.rank == root else 1
+    return [
+        mean_of_halves(total, workers, leaf.dtype, bool(jnp.issubdtype(dtype, jnp.integer)))
+        if whole
+        else total / workers
+        for total, leaf, dtype, whole in zip(totals, leaves, dtypes, is_integer, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------- the same numbers on other ranks
@@ -249,11 +213,11 @@ def allgatherv(x: PyTree, *, counts: Sequence[int] | None = None, comm: Any = No
     """
     comm, rows = communicator_of("allgatherv", comm), count_rows("allgatherv", x)
     counts = [int(n) for n in counts] if counts is not None else exchange_counts("allgatherv", comm, rows)
-    check(
-        len(counts) == comm.size and counts[int(comm.rank)] == rows,
-        f"allgatherv: rank {rank_in_job(comm)}: counts: got {counts} with {rows} rows here; expected {comm.size} "
-        "numbers, of which this rank's is the number of its rows",
-    )
+    if len(counts) != comm.size or counts[int(comm.rank)] != rows:
+        raise UsageError(
+            f"allgatherv: rank {rank_in_job(comm)}: counts: got {counts} with {rows} rows here; expected {comm.size} "
+            "numbers, of which this rank's is the number of its rows"
+        )
     return _move_tree("allgatherv", x, comm, counts=tuple((n,) * comm.size for n in counts))
 
 
@@ -272,11 +236,11 @@ def alltoallv(x: PyTree, send_counts: Sequence[int], *, comm: Any = None) -> PyT
         UsageError: counts that are not w or do not add up to n; ranks whose calls differ.
     """
     comm, rows, counts = communicator_of("alltoallv", comm), count_rows("alltoallv", x), [int(n) for n in send_counts]
-    check(
-        len(counts) == comm.size and sum(counts) == rows and min(counts) >= 0,
-        f"alltoallv: rank {rank_in_job(comm)}: send_counts: got {counts} for {rows} rows; expected {comm.size} "
-        "numbers that add up to the rows",
-    )
+    if len(counts) != comm.size or sum(counts) != rows or min(counts) < 0:
+        raise UsageError(
+            f"alltoallv: rank {rank_in_job(comm)}: send_counts: got {counts} for {rows} rows; expected {comm.size} "
+            "numbers that add up to the rows"
+        )
     return _move_tree("alltoallv", x, comm, counts=tuple(map(tuple, exchange_counts("alltoallv", comm, counts))))
 
 
@@ -284,10 +248,15 @@ def _move_tree(operation: str, x: PyTree, comm: Any, root: Any = None, **options
     comm = communicator_of(operation, comm)
     root = check_root(operation, root, comm)
     is_template = operation in ("bcast", "scatter") and comm.rank != root
-    leaves = templates_of(operation, x, comm) if is_template else arrays_of(operation, x, comm)
+    leaves = (templates_of if is_template else arrays_of)(operation, x, comm)
     given = given_leaves(operation, x, comm, root)
     results = _call_each_leaf(operation, leaves, comm, given, root=root, **options)
     return jax.tree.unflatten(jax.tree.structure(x), results)
+
+
+def barrier(*, comm: Any = None) -> None:
+    """Block until all ranks have called it; under jit in program order."""
+    _call("barrier", communicator_of("barrier", comm))
 
 
 # ---------------------------------------------------------------- messages from one rank to another
@@ -353,15 +322,13 @@ def sendrecv(
     Transpose: the other way round; for it both ranks give `recvtag`, or neither does.
     """
     comm = communicator_of("sendrecv", comm)
-    sent, places = (
-        arrays_of("sendrecv", sendbuf, comm),
-        templates_of("sendrecv", recvbuf, comm, is_returned=source == NOBODY),
-    )
-    check(
-        len(sent) == len(places),
-        f"sendrecv: rank {rank_in_job(comm)}: got {len(sent)} leaves in sendbuf and {len(places)} in recvbuf; "
-        "expected as many, or a send and a recv",
-    )
+    sent = arrays_of("sendrecv", sendbuf, comm)
+    places = templates_of("sendrecv", recvbuf, comm, is_returned=source == NOBODY)
+    if len(sent) != len(places):
+        raise UsageError(
+            f"sendrecv: rank {rank_in_job(comm)}: got {len(sent)} leaves in sendbuf and {len(places)} in recvbuf; "
+            "expected as many, or a send and a recv"
+        )
     options = {
         "source": check_partner("sendrecv", "source", source, comm),
         "dest": check_partner("sendrecv", "dest", dest, comm),
@@ -371,11 +338,6 @@ def sendrecv(
     }
     received = [_call("sendrecv", comm, x, place, **options)[0] for x, place in zip(sent, places, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(recvbuf), received)
-
-
-def barrier(*, comm: Any = None) -> None:
-    """Block until all ranks have called it; under jit in program order."""
-    _call("barrier", communicator_of("barrier", comm))
 
 
 # ---------------------------------------------------------------- calls
@@ -393,15 +355,15 @@ def _call_each_leaf(
 
     Args:
         given: `given_leaves`, which ranks compare at the first call.
-        means_of: dtypes of leaves that are summed for means, of which these may be parts.
+        means_of: dtypes of leaves that are summed for means, of which these may be halves.
     """
     row, means_of = OPERATIONS[operation], means_of or [""] * len(leaves)
     is_packed = row.is_elementwise and not row.is_message and comm.size > 1
     results: list[Any] = [None] * len(leaves)
-    for group in _small_leaves_together(leaves, means_of) if is_packed else [[i] for i in range(len(leaves))]:
-        first = given if group[0] == 0 else {}
-        whole = leaves[group[0]] if len(group) == 1 else jnp.concatenate([leaves[i].reshape(-1) for i in group])
-        found = _call(operation, comm, whole, mean_of=means_of[group[0]], given=first, **options)
+    for group in _group_small_leaves(leaves, means_of) if is_packed else [[i] for i in range(len(leaves))]:
+        packed = leaves[group[0]] if len(group) == 1 else jnp.concatenate([leaves[i].reshape(-1) for i in group])
+        named = {"mean_of": means_of[group[0]], "given": given if group[0] == 0 else {}}
+        found = _call(operation, comm, packed, **named, **options)
         if len(group) == 1:
             results[group[0]] = found[0] if found else None  # a send returns nothing
             continue
@@ -411,7 +373,7 @@ def _call_each_leaf(
     return results
 
 
-def _small_leaves_together(leaves: Sequence[jax.Array], means_of: Sequence[str]) -> list[list[int]]:
+def _group_small_leaves(leaves: Sequence[jax.Array], means_of: Sequence[str]) -> list[list[int]]:
     """Group leaves by dtype and `means_of` within BUCKET_BYTES; larger ones stay alone."""
     groups: list[list[int]] = []
     open_groups: dict[Any, tuple[list[int], int]] = {}

@@ -1,8 +1,7 @@
 """Arguments of the operations: what one rank can check by itself, and the arrays that enter JAX."""
 
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import jax
@@ -10,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.allreduce.call_order import one_thread
-from jaxmpi.collectives.call import NOBODY, MpiCall, shape_of
+from jaxmpi.collectives.call import NOBODY, MpiCall, bits_of, shape_of
 from jaxmpi.collectives.primitive import agree_once
 from jaxmpi.collectives.table import OPERATIONS
 from jaxmpi.comm.agreement import check_may_send, refuse_together
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, communicator
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.to_jax import check_on_one_device, to_jax
 
@@ -34,6 +33,9 @@ def rank_in_job(comm: Comm) -> int | jax.Array:
     return comm.processes.numbers[comm.rank] if isinstance(comm, MpiComm) else comm.rank
 
 
+# ---------------------------------------------------------------- ranks and tags
+
+
 def _check_index(operation: str, name: str, value: Any) -> int:
     """An integer of Python, NumPy or JAX as int, which ranks compare."""
     try:
@@ -45,21 +47,21 @@ def _check_index(operation: str, name: str, value: Any) -> int:
 def check_root(operation: str, root: Any, comm: Comm) -> int | None:
     """A rank of the communicator as int, or None for None."""
     number = None if root is None else _check_index(operation, "root", root)
-    is_rank = number is None or 0 <= number < comm.size
-    check(is_rank, f"{operation}: root: got {number}; expected a rank below {comm.size}")
+    if number is not None and not 0 <= number < comm.size:
+        raise UsageError(f"{operation}: root: got {number}; expected a rank below {comm.size}")
     return number
 
 
 def check_partner(operation: str, name: str, rank: Any, comm: Comm) -> Any:
     """A rank that may be `NOBODY`, or None for any source."""
     number = None if rank is None and name == "source" else _check_index(operation, name, rank)
-    check(
-        number is None or number == NOBODY or 0 <= number < comm.size,
+    if number is None or number == NOBODY or 0 <= number < comm.size:
+        return number
+    raise UsageError(
         f"{operation}: {name}: got {number}; expected a rank below {comm.size}"
         + (", NOBODY, or None for any; MPI.ANY_SOURCE is None here, " if name == "source" else " or NOBODY; ")
-        + "MPI.PROC_NULL is jaxmpi.collectives.NOBODY",
+        + "MPI.PROC_NULL is jaxmpi.collectives.NOBODY"
     )
-    return number
 
 
 def check_tag(operation: str, name: str, tag: Any, comm: Comm) -> Any:
@@ -68,17 +70,22 @@ def check_tag(operation: str, name: str, tag: Any, comm: Comm) -> Any:
     if tag is None and not is_sent:
         return None
     number, most = _check_index(operation, name, tag), comm.processes.tags if isinstance(comm, MpiComm) else LEAST_TAGS
-    is_any = "" if is_sent else ", or None for any"
-    check(0 <= number < most, f"{operation}: {name}: got {number}; expected a number from 0 to {most - 1}{is_any}")
+    if not 0 <= number < most:
+        is_any = "" if is_sent else ", or None for any"
+        raise UsageError(f"{operation}: {name}: got {number}; expected a number from 0 to {most - 1}{is_any}")
     return number
 
 
+# ---------------------------------------------------------------- arrays
+
+
 def arrays_of(operation: str, x: PyTree, comm: Comm, op: str = "") -> list[jax.Array]:
-    """The leaves as JAX arrays that can be sent."""
-    arrays = []
-    with _refuse_together(operation, comm):
-        for where, leaf in _named(operation, x):
-            check_no_key(operation, leaf)
+    """The leaves as JAX arrays that can be sent; what one rank refuses all refuse, but of a message its rank alone."""
+    arrays, together = [], nullcontext() if OPERATIONS[operation].is_message else refuse_together(comm.assert_same)
+    with one_thread(comm, operation), together:
+        for path, leaf in named_leaves(x):
+            where = _name(operation, path)
+            _check_no_key(operation, leaf)
             arrays.append(to_jax(where, leaf, op, comm.size))
             check_on_one_device(where, arrays[-1])
     return arrays
@@ -86,34 +93,24 @@ def arrays_of(operation: str, x: PyTree, comm: Comm, op: str = "") -> list[jax.A
 
 def templates_of(operation: str, x: PyTree, comm: Comm, *, is_returned: bool = False) -> list[jax.Array]:
     """Arrays of the shapes and dtypes of what comes; if nothing comes, x itself is returned."""
-    arrays = []
-    with _refuse_together(operation, comm):
-        for where, leaf in _named(operation, x):
+    arrays, together = [], nullcontext() if OPERATIONS[operation].is_message else refuse_together(comm.assert_same)
+    with one_thread(comm, operation), together:
+        for path, leaf in named_leaves(x):
             is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
             if is_shape or (isinstance(leaf, np.ndarray) and not is_returned):  # NumPy's empty arrays hold any numbers
                 leaf = np.zeros(leaf.shape, leaf.dtype)
-            check_no_key(operation, leaf)
-            arrays.append(to_jax(where, leaf))
+            _check_no_key(operation, leaf)
+            arrays.append(to_jax(_name(operation, path), leaf))
     return arrays
 
 
-def _named(operation: str, x: PyTree) -> list[tuple[str, Any]]:
-    """Leaves with their names in errors."""
-    return [(f"{operation}: leaf {path or '(the array itself)'!r}", leaf) for path, leaf in named_leaves(x)]
+def _name(operation: str, path: str) -> str:
+    return f"{operation}: leaf {path or '(the array itself)'!r}"
 
 
-@contextmanager
-def _refuse_together(operation: str, comm: Comm) -> Iterator[None]:
-    """Have all ranks refuse what one of them does; of a message two ranks alone know."""
-    together = nullcontext() if OPERATIONS[operation].is_message else refuse_together(comm.assert_same)
-    with one_thread(comm, operation), together:
-        yield
-
-
-def check_no_key(operation: str, leaf: Any) -> None:
-    """Refuse typed random keys, which are no numbers."""
-    is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    check(not is_key, f"{operation}: got a random key; expected numbers: jax.random.key_data of it")
+def _check_no_key(operation: str, leaf: Any) -> None:
+    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise UsageError(f"{operation}: got a random key; expected numbers: jax.random.key_data of it")
 
 
 def given_leaves(operation: str, x: PyTree, comm: Comm, root: int | None) -> dict[str, jax.ShapeDtypeStruct]:
@@ -123,6 +120,28 @@ def given_leaves(operation: str, x: PyTree, comm: Comm, root: int | None) -> dic
     call, shared = MpiCall(operation=operation, comm=comm, root=root), OPERATIONS[operation].shared
     given = {path: jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)) for path, leaf in named_leaves(x)}
     return {path: shape_of(leaf, shared(call, leaf)) for path, leaf in given.items()}
+
+
+# ---------------------------------------------------------------- rows and their counts
+
+
+def check_rows(operation: str, x: PyTree, comm: Comm) -> None:
+    """Refuse leaves that do not have a row for each rank."""
+    for path, leaf in named_leaves(x):
+        if np.shape(leaf)[:1] != (comm.size,):
+            raise UsageError(
+                f"{operation}: rank {rank_in_job(comm)}: leaf {path or '(the array itself)'!r} has shape "
+                f"{list(np.shape(leaf))}; expected {comm.size} rows, one for each rank: {operation.capitalize()} input "
+                "must have shape (nproc, ...)"  # in the words of mpi4jax, whose programs may look for them
+            )
+
+
+def count_rows(operation: str, x: PyTree) -> int:
+    """The number of rows that all leaves have."""
+    found = {path: np.shape(leaf)[:1] for path, leaf in named_leaves(x)}
+    if len(set(found.values())) != 1 or () in found.values():
+        raise UsageError(f"{operation}: got leaves of {found} rows; expected as many in each")
+    return next(iter(found.values()))[0]
 
 
 def exchange_counts(operation: str, comm: Comm, counts: Any) -> list[Any]:
@@ -140,18 +159,51 @@ def exchange_counts(operation: str, comm: Comm, counts: Any) -> list[Any]:
     return agree_once(exchange)
 
 
-def count_rows(operation: str, x: PyTree) -> int:
-    """The number of rows that all leaves have."""
-    found = {path: np.shape(leaf)[:1] for path, leaf in named_leaves(x)}
-    check(len(set(found.values())) == 1 and () not in found.values(), f"{operation}: got leaves of {found} rows")
-    return next(iter(found.values()))[0]
+# ---------------------------------------------------------------- dtypes of reductions
 
 
-def check_rows(operation: str, x: PyTree, comm: Comm) -> None:
-    """Refuse leaves that do not have a row for each rank."""
-    for path, leaf in named_leaves(x):
-        check(
-            np.shape(leaf)[:1] == (comm.size,),
-            f"{operation}: rank {rank_in_job(comm)}: leaf {path or '(the array itself)'!r} has shape "
-            f"{list(np.shape(leaf))}; expected {comm.size} rows, one for each rank",
-        )
+def canonical_dtype(operation: str, dtype: Any) -> Any:
+    """JAX's dtype for the user's, of numbers or bools; None for None."""
+    with suppress(TypeError):
+        known = None if dtype is None else jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
+        if known is None or known == jnp.bool_ or jnp.issubdtype(known, jnp.number):
+            return known
+    raise UsageError(f"{operation}: dtype: got {dtype!r}; expected one of numbers, as jnp.float32")
+
+
+def dtypes_of_reduction(operation: str, path: str, leaf: Any, op: str, dtype: Any) -> tuple[Any, Any]:
+    """The dtype in which a leaf is reduced, and that of the result.
+
+    Raises:
+        UsageError: the operation is not defined for it.
+    """
+    given = jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
+    is_bool, is_integer = given == jnp.bool_, jnp.issubdtype(given, jnp.integer)
+    is_complex = jnp.issubdtype(dtype or given, jnp.complexfloating)
+    where = f"{_name(operation, path)} is {given}"
+    if op in ("and", "or", "xor"):
+        if not is_bool and not is_integer:
+            raise UsageError(f"{where}; {op} expects bools or integers")
+        return (jnp.uint8 if is_bool else given), dtype or given
+    if is_complex and op in ("max", "min"):
+        raise UsageError(f"{_name(operation, path)} is {dtype or given}, which has no order; {op} its parts")
+    if dtype is not None and jnp.issubdtype(given, jnp.complexfloating) and not is_complex:
+        raise UsageError(f"{where}; dtype: got {dtype}, which would drop its imaginary part; {operation} x.real")
+    if dtype is not None and op == "mean" and jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(given, jnp.inexact):
+        raise UsageError(f"{where}; dtype: got {dtype} for a mean; expected one of floats, as jnp.float32")
+    result = dtype or given
+    if dtype is None and (is_bool or is_integer) and op == "mean":
+        result = jnp.result_type(float)
+    elif dtype is None and is_bool and op == "sum":
+        result = jnp.int32
+    if is_bool and (op in ("max", "min", "prod") or (op == "mean" and dtype is None)):
+        return jnp.uint8, result
+    wide = dtype or (jnp.int32 if is_bool else given)
+    if wide == jnp.bool_:
+        raise UsageError(f"{where}; dtype: got bool for a {op}; expected a type of numbers, as jnp.int32")
+    bits, is_short = bits_of(wide), bits_of(wide) < (8 if jnp.issubdtype(wide, jnp.integer) else 16)
+    if is_short and op not in ("max", "min"):
+        raise UsageError(f"{where}, too short for a {op}; expected a wider type for it, as dtype=jnp.float32")
+    if jnp.issubdtype(wide, jnp.floating) and bits < 32:
+        return jnp.float32, result
+    return (jnp.int8 if is_short else wide), result

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ from jaxmpi.comm.mpi import MpiComm
 # As source or destination: nothing is received from there, nothing is sent there. It is none of the negative numbers by
 # which MPI libraries have ANY_SOURCE and PROC_NULL, each its own: those are refused.
 NOBODY = -(1 << 30)
+TRANSPOSED = " (transposed)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,7 @@ class MpiCall:
     operation: str
     comm: MpiComm
     op: str = ""
-    mean_of: str = ""  # dtype of what is summed for a mean, of which the operands may be parts of another
+    mean_of: str = ""  # dtype of what is summed for a mean, of which the operands may be halves of another
     root: int | None = None
     counts: tuple[tuple[int, ...], ...] = ()  # rows that rank i sends to rank j
     source: int | None = None  # rank that a message comes from; None: any
@@ -38,31 +40,42 @@ class MpiCall:
     is_identity: bool = False  # the transpose of an allreduce
     is_differentiated: bool = False  # there is a call of its tangents, or a transposed one, as well
     is_of_tangents: bool = False  # in forward mode
-    given: Mapping[str, Any] = field(default_factory=dict, compare=False)  # to the first call of a tree: `given_by`
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False)  # the user's leaves, at a tree's first call
     may_differ: bool = False  # in its line, from rank to rank
     line: str = ""  # line of the user's code
     lines: tuple[str, ...] = ()  # from the traced function to the call, for ranks to compare
 
+    @property
+    def sends(self) -> bool:
+        """Return True for a message that this rank sends."""
+        return self.operation in ("send", "sendrecv") and self.dest != NOBODY
+
+    @property
+    def receives(self) -> bool:
+        """Return True for a message that this rank receives."""
+        return self.operation in ("recv", "sendrecv") and self.source != NOBODY
+
+    @property
+    def is_root(self) -> bool:
+        """Return True on the rank that the operation begins or ends at."""
+        return self.comm.rank == self.root
+
     def describe(self, *operands: Any) -> str:
         """Describe the call with these arrays, for messages."""
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"op": self.op or None, "root": self.root, "reversed": self.is_reversed or None}
         if self.operation in ("send", "sendrecv"):
             options |= {"dest": "nobody" if self.dest == NOBODY else self.dest, "tag": self.sendtag}
         if self.operation in ("recv", "sendrecv"):
             options |= {"source": "nobody" if self.source == NOBODY else self.source, "recvtag": self.recvtag}
-        options = {"op": self.op or None, "root": self.root, "reversed": self.is_reversed or None, **options}
         named = [f"{name}={value}" for name, value in options.items() if value is not None]
         types = [f"mean of {self.mean_of}, sent as {type_of(x)}" if self.mean_of else type_of(x) for x in operands[:1]]
-        said = f"{self.operation}({', '.join([*types, *named])})"
-        return f"{said}, {self.line}" if self.line else said
+        text = f"{self.operation}({', '.join([*types, *named])})"
+        return f"{text}, {self.line}" if self.line else text
 
     def derive(self, operation: str, **changes: Any) -> "MpiCall":
         """The call that the transpose of this one makes."""
         line = self.line if self.line.endswith(TRANSPOSED) else f"{self.line}{TRANSPOSED}"
         return dataclasses.replace(self, operation=operation, line=line, is_of_tangents=False, **changes)
-
-
-TRANSPOSED = " (transposed)"
 
 
 def type_of(x: Any) -> str:
@@ -93,10 +106,21 @@ def lines_may_differ() -> Iterator[None]:
         MAY_DIFFER.reset(token)
 
 
+def is_logged() -> bool:
+    """Return True while mpi4jax's debug output is on (`MPI4JAX_DEBUG`, `set_logging`)."""
+    bridge = sys.modules.get("mpi4jax._src.xla_bridge")
+    return bridge is not None and bridge.get_logging()
+
+
 # ---------------------------------------------------------------- dtypes of MPI
 
 NATIVE = {"bool", "float32", "float64", "complex64", "complex128"}  # dtypes that mpi4jax sends
 NATIVE |= {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+
+
+def bits_of(dtype: Any) -> int:
+    """Bits of a number of this dtype, of integers or floats."""
+    return (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits
 
 
 def to_mpi_dtype(x: jax.Array) -> jax.Array:
@@ -107,16 +131,13 @@ def to_mpi_dtype(x: jax.Array) -> jax.Array:
 
 def at_least_8_bits(x: jax.Array) -> jax.Array:
     """The same numbers in a dtype of at least 8 bits."""
-    if x.dtype.name in NATIVE:
+    if x.dtype.name in NATIVE or bits_of(x.dtype) >= 8:
         return x
-    if jnp.iinfo(x.dtype).bits < 8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo(x.dtype).bits < 8:
-        return x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
-    return x
+    return x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
 
 
 def from_mpi_dtype(sent: jax.Array, dtype: Any) -> jax.Array:
     """The inverse of `to_mpi_dtype` and of `at_least_8_bits`."""
     if sent.dtype == dtype:
         return sent
-    bits = jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits
-    return sent.astype(dtype) if bits < 8 else lax.bitcast_convert_type(sent, dtype)
+    return sent.astype(dtype) if bits_of(dtype) < 8 else lax.bitcast_convert_type(sent, dtype)

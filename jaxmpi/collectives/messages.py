@@ -1,55 +1,71 @@
-"""Point-to-point messages, each after a header that its receiver checks.
+"""Messages between two ranks, each behind a header that its receiver checks.
 
-MPI's messages have no names. One of another shape or dtype than its receiver expects may be cut off, or be read as
-other numbers. Or it leaves a part of the receiver's array undefined. And a rank waits for ever if nobody sends. So a
-header goes before each message, with its dtype, shape and the sender's line. A rank that waits looks for messages, has
-a time limit, and names the call.
+MPI's messages have no names. One of another shape or dtype than its receiver expects may be cut off or be read as other
+numbers, and a rank waits for ever if nobody sends. So a header goes before each message, with its dtype, its shape and
+the sender's line, and a rank that waits is named after a while.
 
-A header has 64 bytes, so one with a few numbers behind it is still short for MPI. A small array travels in its header's
-message. Else headers and arrays have communicators of their own. Then the sender numbers its headers, and the number is
-the tag of the array behind a header. Several receives may wait at once for headers of one source and tag, as started
-messages do. MPI gives them headers in the order in which they began, and each takes the array of its own header.
+A header has 64 bytes, so a few numbers behind it are still a short message for MPI: a small array is sent in its
+header's message. A larger one is sent separately, on a communicator of its own, under a number that its header
+announces. So several receives of one source and tag may wait at once, as started ones do: MPI gives them headers in the
+order in which they began, and each takes the array of its own header.
 
-A header is sent such that its sender knows when it was received (`MPI_Issend`). The sender does not wait for that: two
-ranks may both send first. It looks again at its next message, and before the process ends. A `sendrecv` in C sends its
-header without that. So do most short messages in C.
+A `send` learns when its header was received (`MPI_Issend`), if it is short of the first message, the 17th, and so on.
+It does not wait for that: two ranks may both send first. A `sendrecv` sends as MPI's own does and may never learn of
+it. So when all scripts have ended, each rank looks for messages that nobody has received.
 
-Programs call a handler in C (`compiled_messages`) where they can. Else they call one in Python, which calls mpi4py and
-sees arrays of a GPU as copies on the host. Without handlers programs call mpi4jax instead, unchecked.
+`messages.c` does all of this. Programs on CPUs call it directly, which takes a tenth of the time of a message through
+Python. Programs on GPUs, and started messages, call it from Python. Where it cannot be compiled, mpi4jax sends instead,
+without headers.
 """
 
+import contextlib
+import ctypes
 import functools
 import itertools
+import secrets
 import struct
+import sys
 import threading
 import time
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from ctypes import c_char_p, c_int32, c_int64, c_void_p
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxmpi.collectives.call import NOBODY, MpiCall, at_least_8_bits, from_mpi_dtype, shape_of, to_mpi_dtype, type_of
-from jaxmpi.comm.diagnosis import PARTNER, PROBES, message_lost
+from jaxmpi.collectives.call import NOBODY, MpiCall, at_least_8_bits, from_mpi_dtype, is_logged, to_mpi_dtype, type_of
+from jaxmpi.comm import c_handlers
+from jaxmpi.comm.diagnosis import PARTNER, PROBES, Note, message_lost
 from jaxmpi.comm.mpi import MpiComm, made
 from jaxmpi.comm.polling import survives_losses, wait
 from jaxmpi.comm.shared_sync import TIMEOUT_S
-from jaxmpi.core.errors import TrainingError, UsageError, check
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import failures, host_callbacks
 from jaxmpi.runtime.failures import call_after_all_scripts, call_before_finalize
 
 MESSAGE = "jaxmpi: a message between two ranks"
 TYPE_BYTES, PLACE_BYTES = 24, 20
-# Bytes of the array, sender's rank, tag, tag of the array, its dtype and shape, the sender's file and line.
+# Bytes of the array, sender's rank, tag, number of the array, its dtype and shape, the sender's file and line.
 HEADER = struct.Struct(f"qiii{TYPE_BYTES}s{PLACE_BYTES}s")
-SIZE_AT, SENDER_AT, NUMBER_AT, TYPE_AT = 0, 8, 16, 20  # in a header, for C
-ANY = -2  # source or tag
 INLINE, INLINE_BYTES = -1, 32768  # in place of a number: the array, of so many bytes at most, is behind its header
-MOST_AHEAD = 1024  # messages of that kind that nobody has received: they are copies, and their sender goes on
-MAX_BYTES = 1 << 30  # bytes of one MPI message; counts are C ints
-Requests = list[Any]  # requests of mpi4py
+SENDRECV_INLINE_BYTES = 4096  # above, two messages take less time than two copies
+MOST_AHEAD = 1024  # such messages that nobody has received: they are copies, and their sender goes on
+EAGER_BYTES = 2048  # bytes of messages that any MPI copies, so that their sender waits for no receiver
+MOST_CALLS, NOTES = 1 << 20, 64  # that the source has room for
+ALMOST_S = 1.0  # for what is left at the end to be received
+SOURCE = c_handlers.CSource(
+    Path(__file__).with_suffix(".c"),
+    HEADER_BYTES=HEADER.size,
+    **dict[str, Any](SIZE_AT=0, SENDER_AT=8, NUMBER_AT=16, TYPE_AT=20),  # in a header
+    **dict[str, Any](TYPE_BYTES=TYPE_BYTES, INLINE=INLINE, INLINE_BYTES=INLINE_BYTES, EAGER_BYTES=EAGER_BYTES),
+    **dict[str, Any](MAX_BYTES=1 << 30, MOST_CALLS=MOST_CALLS, NOTES=NOTES),
+)
+_message_p = SOURCE.primitive()
+FUNCTIONS = "Isend", "Issend", "Irecv", "Wait", "Test", "Status_set_elements"  # in the order of the source
+Unexpected = ctypes.CFUNCTYPE(None, c_int32, c_void_p)
 
 
 # ---------------------------------------------------------------- in a program
@@ -57,42 +73,59 @@ Requests = list[Any]  # requests of mpi4py
 
 def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     """Send, receive, or both, in the order of the program's MPI calls."""
-    if host_callbacks.unavailable_reason():
+    if unavailable_reason():
         return _by_mpi4jax(call, *operands)
-    what, dtype, operands = call.describe(*operands), operands[-1].dtype, tuple(map(at_least_8_bits, operands))
-    results = [shape_of(operands[-1])] if call.operation != "send" else []
-    sent = operands[:1] if call.operation != "recv" else ()
-    rest = operands[-1:] if results and call.source == NOBODY else ()
-    register_handlers()
-    effect, number = call.comm.effect, register_call(call, what)
-    came = host_callbacks.call(MESSAGE, [*sent, *rest], results, effect=effect, call=number)
-    return [from_mpi_dtype(y, dtype) for y in came]
+    what, dtype, sent = call.describe(*operands), operands[-1].dtype, tuple(map(at_least_8_bits, operands))
+    has_sent, has_result = call.sends, call.receives
+    given = [operands[-1]] if call.operation == "sendrecv" and not has_result else []
+    if given:
+        fill_in_program(call.status, NOBODY, None, 0, call.comm.effect)
+    if not has_sent and not has_result:
+        return given
+    number = open_message(call, what, *(jax.typeof(x) for x in sent))
+    results: Any = c_handlers.shaped(sent[-1]) if has_result else ()
+    operands, effect = sent[: int(has_sent)], call.comm.effect
+    # Beside a program that waits in MPI nothing else could call an MPI below THREAD_MULTIPLE.
+    if is_logged() or SOURCE.unavailable_reason() or not call.comm.processes.roll.may_watch:
+        came = host_callbacks.call(MESSAGE, operands, results, effect=effect, call=number)
+    else:
+        words = number, sent[0].dtype.itemsize, sent[-1].dtype.itemsize
+        came = _message_p.bind(*operands, results=results, effect=effect, words=words)
+    return [from_mpi_dtype(y, dtype) for y in came] or given
 
 
-_calls: list[tuple[MpiComm, dict[str, Any]]] = []
+def unavailable_reason() -> str:
+    """Why messages are mpi4jax's own; empty if they have headers."""
+    with _loading:
+        return host_callbacks.unavailable_reason() or _compile_error()
 
 
-def register_call(call: MpiCall, what: str) -> int:
-    """Keep a call for good; return its number.
-
-    A program holds that number alone.
-    """
-    # XLA gives a handler its attributes one by one, several microseconds each.
-    with _lock:
-        _calls.append((call.comm, step_options(call, what)))
-        return len(_calls) - 1
+_loading = threading.Lock()  # several threads may lower programs
 
 
-def step_options(call: MpiCall, what: str) -> dict[str, Any]:
-    """Arguments of `exchange_steps`, which are numbers and a text."""
-    places = {"source": ANY if call.source is None else call.source, "dest": call.dest}
-    tags = {"sendtag": call.sendtag, "recvtag": ANY if call.recvtag is None else call.recvtag}
-    return {**places, **tags, "status": call.status, "line": what, "place": call_site(call)}
+@functools.cache
+def _compile_error() -> str:
+    """Compile the source and tell it of this process; why it cannot be, or empty."""
+    from mpi4py import MPI
 
-
-def call_site(call: MpiCall) -> str:
-    """File and line of a call, of a long name the end."""
-    return call.line.rpartition(" in ")[0].encode()[-PLACE_BYTES:].decode(errors="ignore")
+    handle = c_handlers.handle_type()
+    try:
+        functions = [*c_handlers.addresses(FUNCTIONS), *(ctypes.cast(each, c_void_p).value for each in _callbacks())]
+        library = SOURCE.library()
+    except Exception as error:  # no compiler, another header, a library without a symbol
+        reason = f"handlers in C cannot be made: {type(error).__name__}: {error}"
+        line = f"messages are mpi4jax's own, unchecked, since {reason}; all ranks need a C compiler for checked ones"
+        print(f"jaxmpi: {failures.describe_rank()}: {line}", file=sys.stderr, flush=True)
+        return reason
+    library.jaxmpi_set_up.argtypes = c_void_p, handle
+    library.jaxmpi_open_message.argtypes = c_void_p, handle, handle, c_void_p, c_char_p, c_char_p
+    library.jaxmpi_begin.restype = c_void_p
+    library.jaxmpi_begin.argtypes = c_int32, c_void_p, c_int64, c_void_p, c_int64
+    library.jaxmpi_advance.argtypes = (c_void_p,)
+    library.jaxmpi_set_up((c_void_p * len(functions))(*functions), MPI._handleof(MPI.BYTE))
+    host_callbacks.register(MESSAGE, _handle, ends_job=True)
+    call_before_finalize(_check_all_received)
+    return ""
 
 
 def _by_mpi4jax(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
@@ -101,21 +134,16 @@ def _by_mpi4jax(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
 
     tag = MPI.ANY_TAG if call.recvtag is None else call.recvtag
     source = MPI.ANY_SOURCE if call.source is None else call.source
-    status, comm = _statuses.get(call.status), call.comm.mpi
+    options = {"comm": call.comm.mpi, "status": _statuses.get(call.status)}
     x, place = to_mpi_dtype(operands[0]), to_mpi_dtype(operands[-1])
-    if call.operation == "send":
-        mpi4jax.send(x, call.dest, tag=call.sendtag, comm=comm)
-        return []
-    if call.operation == "recv":
-        received = mpi4jax.recv(place, source, tag=tag, comm=comm, status=status)
+    if call.operation == "sendrecv" and call.sends and call.receives:
+        received = mpi4jax.sendrecv(x, place, source, call.dest, sendtag=call.sendtag, recvtag=tag, **options)
         return [from_mpi_dtype(received, operands[-1].dtype)]
-    dest = MPI.PROC_NULL if call.dest == NOBODY else call.dest
-    if call.source == NOBODY:
-        mpi4jax.send(x, dest, tag=call.sendtag, comm=comm)
-        return [operands[-1]]
-    tags = {"sendtag": call.sendtag, "recvtag": tag}
-    received = mpi4jax.sendrecv(x, place, source, dest, **tags, comm=comm, status=status)
-    return [from_mpi_dtype(received, operands[-1].dtype)]
+    if call.sends:
+        mpi4jax.send(x, call.dest, tag=call.sendtag, comm=call.comm.mpi)
+    if call.receives:
+        return [from_mpi_dtype(mpi4jax.recv(place, source, tag=tag, **options), operands[-1].dtype)]
+    return [] if call.operation == "send" else [operands[-1]]
 
 
 def refuse_one_rank(call: MpiCall, *operands: jax.Array) -> Any:
@@ -128,19 +156,22 @@ def sendrecv_to_self(call: MpiCall, x: jax.Array, place: jax.Array) -> jax.Array
     if call.source == NOBODY:
         fill_in_program(call.status, NOBODY, None, 0)
         return place
-    check(call.dest != NOBODY, "sendrecv: one worker receives from itself and sends to nobody; give dest=0 as well")
-    check(
-        type_of(x) == type_of(place),
-        f"sendrecv: one worker, rank 0, expects {type_of(place)}, but got {type_of(x)} from itself; give both the same "
-        "shape and dtype",
-    )
-    check(
-        call.recvtag in (None, call.sendtag),
-        f"sendrecv: one worker, rank 0, waits for tag {call.recvtag}, but sends itself tag {call.sendtag}",
-    )
+    if call.dest == NOBODY:
+        raise UsageError("sendrecv: one worker receives from itself and sends to nobody; give dest=0 as well")
+    if type_of(x) != type_of(place):
+        raise UsageError(
+            f"sendrecv: one worker, rank 0, expects {type_of(place)}, but got {type_of(x)} from itself; give both the "
+            "same shape and dtype"
+        )
+    if call.recvtag not in (None, call.sendtag):
+        raise UsageError(
+            f"sendrecv: one worker, rank 0, waits for tag {call.recvtag}, but sends itself tag {call.sendtag}"
+        )
     fill_in_program(call.status, 0, call.sendtag, place.nbytes)
     return x
 
+
+# ---------------------------------------------------------------- statuses
 
 _statuses: dict[int, Any] = {}
 _status_numbers = itertools.count(1)
@@ -157,12 +188,18 @@ def status_number(status: Any) -> int:
     return number
 
 
-def fill_in_program(status: int, source: int, tag: int | None, size_bytes: int) -> None:
+def fill_in_program(
+    status: int, source: int, tag: int | None, size_bytes: int, effect: Any = host_callbacks.ORDERED
+) -> None:
     """Have the program fill a status, if any, without a message."""
     if status:
-        tag = ANY if tag is None else tag
-        name = register_status_handler()
-        host_callbacks.call(name, [], [], status=status, source=source, tag=tag, size_bytes=size_bytes)
+        filled: dict[str, Any] = {
+            "status": status,
+            "source": source,
+            "tag": -1 if tag is None else tag,
+            "size_bytes": size_bytes,
+        }
+        host_callbacks.call(_register_status_handler(), [], [], effect=effect, **filled)
 
 
 def fill_status(status: int, source: int, tag: int, size_bytes: int) -> None:
@@ -172,64 +209,212 @@ def fill_status(status: int, source: int, tag: int, size_bytes: int) -> None:
     if status:
         given = _statuses[status]
         given.Set_source(MPI.PROC_NULL if source == NOBODY else source)
-        given.Set_tag(MPI.ANY_TAG if tag == ANY else tag)
+        given.Set_tag(MPI.ANY_TAG if tag == -1 else tag)
         given.Set_elements(MPI.BYTE, size_bytes)
 
 
-# ---------------------------------------------------------------- in the process
-
-
-class Unreceived(NamedTuple):
-    """A header that was sent, and which call sent it."""
-
-    request: Any
-    what: str
-    comm: MpiComm
-    dest: int
-
-
-_unreceived: deque[Unreceived] = deque()
-ALMOST_S = 1.0  # for what is left at the end to be received
-LOOKED_AT = 4  # headers at a send: all would take time quadratic in the number of messages sent ahead
-_lock = threading.Lock()  # lock of the headers: programs send from several threads
-_sent_numbers = itertools.count()
-
-
 @functools.cache
-def register_handlers() -> None:
-    """Register the handlers of programs, at the first use."""
-    host_callbacks.register(MESSAGE, _handle, ends_job=True)
-    call_before_finalize(check_all_received)
-
-
-@functools.cache
-def register_status_handler() -> str:
-    """Name of the handler that fills a status, registered at first use."""
+def _register_status_handler() -> str:
     name = f"{MESSAGE}, its status"
     host_callbacks.register(name, lambda _operands, _results, **options: fill_status(**options))
     return name
 
 
-def check_all_received() -> None:
+# ---------------------------------------------------------------- calls that the handler knows
+
+
+class Opened(NamedTuple):
+    """A call that the handler knows by number, for good: a program holds that number alone."""
+
+    comm: MpiComm
+    call: MpiCall
+    what: str
+    sent_size: int
+    received: Any  # dtype and shape, or None
+    partners: tuple[int, ...]  # for which it waits
+
+
+_opened: dict[int, Opened] = {}
+_numbers = itertools.count()
+
+
+def open_message(call: MpiCall, what: str, x: Any, place: Any = None) -> int:
+    """Tell the handler of a call; return its number.
+
+    Args:
+        call: the message.
+        what: describes it.
+        x: shape and dtype of the array that it sends, or of the only one that it receives.
+        place: of the one that a sendrecv receives.
+    """
+    from mpi4py import MPI
+
+    sent = x if call.sends else None
+    received = (x if place is None else place) if call.receives else None
+    comm, roll, number = call.comm, call.comm.processes.roll, next(_numbers)
+    if number >= MOST_CALLS:
+        raise UsageError(f"{what}: got {MOST_CALLS} messages that were compiled before; compile fewer programs")
+    source = MPI.ANY_SOURCE if call.source is None else call.source
+    recvtag = MPI.ANY_TAG if call.recvtag is None else call.recvtag
+    is_send = call.operation == "send"
+    numbers = (  # in the order of `struct call`
+        *(number, sent is not None, received is not None, source, call.dest, call.sendtag, recvtag, is_send),
+        *(INLINE_BYTES if is_send else SENDRECV_INLINE_BYTES, MOST_AHEAD),
+        min(comm.processes.tags, np.iinfo(np.int32).max),
+    )
+    size_bytes, sent_type = (0, "") if sent is None else (sent.size * sent.dtype.itemsize, type_of(sent))
+    # Of a long name the end: file and line of the call.
+    place_text = call.line.rpartition(" in ")[0].encode()[-PLACE_BYTES:].decode(errors="ignore").encode()
+    header = HEADER.pack(size_bytes, comm.rank, call.sendtag, INLINE, pack_type(sent_type), place_text)
+    expected = pack_type("" if received is None else type_of(received)).ljust(TYPE_BYTES, b"\0")
+    is_waited_for = sent is not None and (received is None or HEADER.size + size_bytes > EAGER_BYTES)
+    sources = set() if received is None else set(roll.others) if call.source is None else {call.source}
+    partners = (sources | ({call.dest} if is_waited_for else set())) - {comm.rank} or {comm.rank}
+    sent_size = 0 if sent is None else sent.size
+    _opened[number] = Opened(comm, call, what, sent_size, received, tuple(sorted(partners)))
+    roll.notes = notes_for(comm).found
+    communicators = map(MPI._handleof, (comm.headers, comm.arrays))
+    status = MPI._addressof(_statuses[call.status]) if call.status else None
+    packed = (c_int32 * len(numbers))(*numbers)
+    SOURCE.library().jaxmpi_open_message(packed, *communicators, status, header, expected)
+    return number
+
+
+def pack_type(text: str) -> bytes:
+    """Dtype and shape; a long text ends with a digest."""
+    if len(text) <= TYPE_BYTES:
+        return text.encode()
+    return f"{text[: TYPE_BYTES - 9]}~{zlib.crc32(text.encode()):08x}".encode()
+
+
+def describe_message(message: Any) -> str:
+    """Describe a message by its header."""
+    size_bytes, *_, packed, place = HEADER.unpack_from(message)
+    size = f" of {size_bytes} bytes" if b"~" in packed else ""
+    text, at = (field.rstrip(b"\0").decode(errors="replace") for field in (packed, place))
+    return f"{text}{size}, sent at {at or 'no line of a script'}"
+
+
+@functools.cache
+def _callbacks() -> tuple[Any, Any]:
+    """Functions by which the handler ends the job."""
+    from mpi4py import MPI
+
+    def unexpected(number: int, header: int) -> None:
+        opened, message = _opened[number], ctypes.string_at(header, HEADER.size)
+        numbers, sender = opened.comm.processes.numbers, HEADER.unpack_from(message)[1]
+        error = UsageError(
+            f"{opened.what}: rank {numbers[opened.comm.rank]} expects {type_of(opened.received)}, but got a message of "
+            f"rank {numbers[sender]}: {describe_message(message)}; give both the same shape and dtype, or tell the "
+            "messages apart by tags"
+        )
+        failures.fail(error, None)
+
+    def failed(number: int, code: int) -> None:
+        failures.fail(TrainingError(f"{_opened[number].what}: {MPI.Get_error_string(code)}"), None)
+
+    return Unexpected(unexpected), c_handlers.Failed(failed)
+
+
+# ---------------------------------------------------------------- through Python
+
+
+class MessageRequest:
+    """A message under way, to be tested as mpi4py's requests are."""
+
+    def __init__(self, number: int, x: np.ndarray | None, y: np.ndarray | None) -> None:
+        """Begin call `number` with what it sends, and the array to receive into."""
+        self._arrays = x, y  # C has their addresses until the message has come
+        pointers = [each for z in (x, y) for each in ((None, 0) if z is None else (z.ctypes.data, z.nbytes))]
+        self._exchange = SOURCE.library().jaxmpi_begin(number, *pointers)
+
+    def __bool__(self) -> bool:
+        return self._exchange is not None
+
+    def Test(self) -> bool:
+        """Go on; True once all has come and gone."""
+        if self and SOURCE.library().jaxmpi_advance(self._exchange):
+            self._exchange = None
+        return not self
+
+
+def _handle(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], call: int) -> None:
+    """Handler of programs: send, receive or both, with a limit."""
+    with _logged(_opened[call]):
+        request = MessageRequest(call, *(next(iter(arrays), None) for arrays in (operands, results)))
+        if not wait(request.Test, TIMEOUT_S):
+            raise lost_message(call)
+
+
+def lost_message(number: int) -> TrainingError:
+    """The error of a message not received or sent in time."""
+    opened = _opened[number]
+    processes = opened.comm.processes
+    return message_lost(opened.what, processes.roll.where(processes.in_job(opened.partners)))
+
+
+@contextlib.contextmanager
+def _logged(opened: Opened) -> Iterator[None]:
+    """Print a message and its time as mpi4jax does while its debug output is on."""
+    if not is_logged():
+        yield
+        return
+    call, size = opened.call, 0 if opened.received is None else opened.received.size
+    tag, source = (-1 if each is None else each for each in (call.recvtag, call.source))
+    there = f"-> {call.dest} (tag {call.sendtag}, {opened.sent_size} items)"
+    back = f"<- {source} (tag {tag}, {size} items)"
+    details = f"{back} / {there}" if call.sends and call.receives else there if call.sends else back
+    start_s, head = time.perf_counter(), f"r{opened.comm.rank} | {secrets.token_hex(4)} | MPI_{call.operation.title()}"
+    print(f"{head} {details}", flush=True)
+    yield
+    print(f"{head} done with code 0 ({time.perf_counter() - start_s:.2e}s)", flush=True)
+
+
+# ---------------------------------------------------------------- who waits, and what is left at the end
+
+
+class MessageNotes:
+    """A communicator's calls that wait in MPI now."""
+
+    def __init__(self, comm: MpiComm) -> None:
+        """None is known yet."""
+        self._comm, self._known = comm, set[int]()
+
+    def found(self) -> list[Note]:
+        """The present notes; those of the last look are known."""
+        notes = (c_int64 * NOTES)()
+        SOURCE.library().jaxmpi_message_notes(notes)
+        known, self._known = self._known, set(notes) - {0}
+        calls = {note: note & 0xFFFFFFFF for note in self._known}
+        return [
+            Note(number=number, is_known=note in known, what=_opened[number].what, partners=_opened[number].partners)
+            for note, number in calls.items()
+            if _opened[number].comm is self._comm
+        ]
+
+
+@functools.cache
+def notes_for(comm: MpiComm) -> MessageNotes:
+    """The notes of this communicator."""
+    return MessageNotes(comm)
+
+
+def _check_all_received() -> None:
     """Wait until this process's messages are received, or end the job."""
     jax.effects_barrier()
-    for request, what, comm, dest in _unreceived:
-        check_received(request.Test, what, comm, dest)
+    unreceived, limit_s = SOURCE.library().jaxmpi_unreceived, min(TIMEOUT_S, failures.EXIT_TIMEOUT_S)
+    while (number := unreceived(-1)) >= 0:
+        comm, what, dest = _opened[number].comm, _opened[number].what, _opened[number].call.dest
+        with comm.processes.roll.waiting(PARTNER, what, limit_s, dest):
+            if wait(lambda number=number: unreceived(number) != number, limit_s):
+                continue
+        rank, partner = comm.processes.in_job([comm.rank, dest])
+        expected = "nobody has received it; expected a recv of that rank, source and tag"
+        where = comm.processes.roll.where([partner])
+        failures.fail(TrainingError(f"rank {rank}: {what}: {expected}{where}"), None)
 
 
-def check_received(is_received: Callable[[], bool], what: str, comm: MpiComm, dest: int) -> None:
-    """Wait until a message is received, or end the job."""
-    limit_s = min(TIMEOUT_S, failures.EXIT_TIMEOUT_S)
-    with comm.processes.roll.waiting(PARTNER, what, limit_s, dest):
-        if wait(is_received, limit_s):
-            return
-    expected = "nobody has received it; expected a recv of that rank, source and tag"
-    rank, partner = comm.processes.in_job([comm.rank, dest])
-    where = comm.processes.roll.where([partner])
-    failures.fail(TrainingError(f"rank {rank}: {what}: {expected}{where}"), None)
-
-
-def check_no_message_left() -> None:
+def _check_no_message_left() -> None:
     """End the job if another rank's message to this one is left."""
     for comm in [] if survives_losses() else made:
         if any(comm.headers.Iprobe() for _ in range(PROBES)):
@@ -244,125 +429,4 @@ def check_no_message_left() -> None:
             failures.fail(TrainingError(f"{what}; {expected}"), None)
 
 
-call_after_all_scripts(check_no_message_left)
-
-
-def _handle(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], call: int) -> None:
-    """Handler of programs: send, receive or both, each step with a limit."""
-    comm, options = _calls[call]
-    for requests in exchange_steps(comm, operands, results, **options):
-        for request in requests:
-            if not wait(request.Test, TIMEOUT_S):
-                raise lost_message(comm, **options)
-
-
-def lost_message(comm: MpiComm, source: int, dest: int, line: str, **_: Any) -> TrainingError:
-    """The error of a message not received or sent in time."""
-    partners = comm.processes.in_job(sorted({source, dest} - {ANY, NOBODY}))
-    return message_lost(line, comm.processes.roll.where(partners))
-
-
-def exchange_steps(
-    comm: MpiComm,
-    operands: Sequence[np.ndarray],
-    results: Sequence[np.ndarray],
-    source: int,
-    dest: int,
-    sendtag: int,
-    recvtag: int,
-    status: int,
-    line: str,
-    place: str,
-) -> Iterator[Requests]:
-    """Send the first operand, fill the result; yield requests to wait for."""
-    sending = _start_send(comm, operands[0], dest, sendtag, line, place) if dest != NOBODY else []
-    if results and source == NOBODY:
-        np.copyto(results[0], operands[-1])
-        fill_status(status, NOBODY, ANY, 0)
-    elif results:
-        yield from _receive(comm, results[0], source, recvtag, status, line)
-    if sending:
-        with comm.processes.roll.waiting(PARTNER, line, partner=dest):
-            yield sending
-
-
-def _start_send(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str, place: str) -> Requests:
-    """Begin to send header and array; x is free after these requests."""
-    is_small = x.nbytes <= INLINE_BYTES and len(_unreceived) < MOST_AHEAD
-    number = INLINE if is_small else 2 * next(_sent_numbers) % (comm.processes.tags & ~1)  # C's are odd
-    header = header_of(comm.rank, tag, number, x.nbytes, type_of(x), place)
-    message = np.frombuffer(header + x.tobytes() if is_small else header, np.uint8)
-    with _lock:
-        for sent in [_unreceived.popleft() for _ in range(min(LOOKED_AT, len(_unreceived)))]:
-            if not sent.request.Test():
-                _unreceived.append(sent)
-        _unreceived.append(Unreceived(comm.headers.Issend(message, dest, tag), line, comm, dest))
-    return [] if is_small else [comm.arrays.Isend(part, dest, number) for part in _parts(x)]
-
-
-@functools.lru_cache(1024)  # small messages of a program have the same one at each run
-def header_of(rank: int, tag: int, number: int, size_bytes: int, type_text: str, place: str) -> bytes:
-    """The bytes of a header."""
-    return HEADER.pack(size_bytes, rank, tag, number, pack_type(type_text), place.encode())
-
-
-def pack_type(text: str) -> bytes:
-    """Dtype and shape; a long text ends with a digest."""
-    if len(text) <= TYPE_BYTES:
-        return text.encode()
-    return f"{text[: TYPE_BYTES - 9]}~{zlib.crc32(text.encode()):08x}".encode()
-
-
-def describe_message(message: Any) -> str:
-    """Describe a message by its header."""
-    size_bytes, *_, packed, place = HEADER.unpack_from(message)
-    size = f" of {size_bytes} bytes" if b"~" in packed else ""
-    return f"{_text(packed)}{size}, sent at {_text(place) or 'no line of a script'}"
-
-
-def _receive(comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, line: str) -> Iterator[Requests]:
-    """Receive a message, and the array that it announces."""
-    from mpi4py import MPI
-
-    message = np.empty(HEADER.size + INLINE_BYTES, np.uint8)
-    ranks, tags = MPI.ANY_SOURCE if source == ANY else source, MPI.ANY_TAG if tag == ANY else tag
-    with comm.processes.roll.waiting(PARTNER, line, partner=None if source == ANY else source):
-        yield [comm.headers.Irecv(message, ranks, tags)]
-    yield from _unpack(comm, message, y, status, line)
-
-
-def _unpack(comm: MpiComm, message: np.ndarray, y: np.ndarray, status: int, line: str) -> Iterator[Requests]:
-    """Compare a header; copy the array in its message, or receive it."""
-    rank, its_tag, number = check_type(comm, message.data, y.nbytes, type_of(y), line)
-    if number == INLINE:
-        y.reshape(-1).view(np.uint8)[:] = message[HEADER.size : HEADER.size + y.nbytes]
-    else:
-        yield [comm.arrays.Irecv(part, rank, number) for part in _parts(y)]
-    fill_status(status, rank, its_tag, y.nbytes)
-
-
-def check_type(comm: MpiComm, message: Any, size_bytes: int, expected: str, line: str) -> tuple[int, int, int]:
-    """Return sender, tag and number of an expected header.
-
-    Raises:
-        UsageError: the array has another shape or dtype: this call, and the other's line.
-    """
-    its_bytes, rank, tag, number, type_text, _ = HEADER.unpack_from(message)
-    if its_bytes != size_bytes or type_text.rstrip(b"\0") != pack_type(expected):
-        numbers = comm.processes.numbers
-        raise UsageError(
-            f"{line}: rank {numbers[comm.rank]} expects {expected}, but got a message of rank {numbers[rank]}: "
-            f"{describe_message(message)}; give both the same shape and dtype, or tell the messages apart by tags"
-        )
-    return rank, tag, number
-
-
-def _text(field: bytes) -> str:
-    """A text of a header."""
-    return field.rstrip(b"\0").decode(errors="replace")
-
-
-def _parts(x: np.ndarray) -> list[np.ndarray]:
-    """Bytes of an array, in one or more messages of countable size."""
-    flat = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    return [flat[start : start + MAX_BYTES] for start in range(0, max(flat.size, 1), MAX_BYTES)]
+call_after_all_scripts(_check_no_message_left)

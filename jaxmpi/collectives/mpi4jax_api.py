@@ -41,9 +41,11 @@ __all__ = [
     "send",
     "sendrecv",
 ]
+WORDS = {"SUM": "sum", "PROD": "prod", "MAX": "max", "MIN": "min", "BAND": "and", "BOR": "or", "BXOR": "xor"}
+LOGICAL = {"LAND": "and", "LOR": "or", "LXOR": "xor"}
 
 
-def _without_token(function: Callable[..., Any]) -> Callable[..., Any]:
+def _as_mpi4jax(function: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse tokens as mpi4jax does, and leave source lines out of the comparison between ranks."""
 
     @functools.wraps(function)
@@ -56,59 +58,51 @@ def _without_token(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-allgather = _without_token(api.allgather)
-alltoall = _without_token(api.alltoall)
-barrier = _without_token(api.barrier)
-bcast = _without_token(api.bcast)
-gather = _without_token(api.gather)
-scatter = _without_token(api.scatter)
+allgather = _as_mpi4jax(api.allgather)
+alltoall = _as_mpi4jax(api.alltoall)
+barrier = _as_mpi4jax(api.barrier)
+bcast = _as_mpi4jax(api.bcast)
+gather = _as_mpi4jax(api.gather)
+scatter = _as_mpi4jax(api.scatter)
 
 
-@_without_token
+@_as_mpi4jax
 def allreduce(x: Any, op: Any, *, comm: Any = None) -> jax.Array:
     """`collectives.allreduce`, by an `mpi4py.MPI.Op`."""
     return _reduce_by(op, api.allreduce, x, comm=comm)
 
 
-@_without_token
+@_as_mpi4jax
 def reduce(x: Any, op: Any, root: int, *, comm: Any = None) -> jax.Array:
     """`collectives.reduce`, by an `mpi4py.MPI.Op`."""
     return _reduce_by(op, api.reduce, x, comm=comm, root=root)
 
 
-@_without_token
+@_as_mpi4jax
 def scan(x: Any, op: Any, *, comm: Any = None) -> jax.Array:
     """`collectives.scan`, by an `mpi4py.MPI.Op`."""
     return _reduce_by(op, api.scan, x, comm=comm)
 
 
-@_without_token
+@_as_mpi4jax
 def recv(x: Any, source: Any = None, *, tag: Any = None, comm: Any = None, status: Any = None) -> jax.Array:
     """`collectives.recv`; `MPI.ANY_SOURCE`, `MPI.ANY_TAG`, `MPI.PROC_NULL` as in MPI."""
     return api.recv(x, _source(source), tag=_tag(tag), comm=comm, status=status)
 
 
-@_without_token
+@_as_mpi4jax
 def send(x: Any, dest: int, *, tag: int = 0, comm: Any = None) -> None:
     """`collectives.send`; `MPI.PROC_NULL` as in MPI."""
     api.send(x, _dest("send", dest), tag=tag, comm=comm)
 
 
-@_without_token
+@_as_mpi4jax
 def sendrecv(
-    sendbuf: Any,
-    recvbuf: Any,
-    source: Any,
-    dest: int,
-    *,
-    sendtag: int = 0,
-    recvtag: Any = None,
-    comm: Any = None,
-    status: Any = None,
+    sendbuf: Any, recvbuf: Any, source: Any, dest: int, *, sendtag: int = 0, recvtag: Any = None, **options: Any
 ) -> jax.Array:
     """`collectives.sendrecv`; `MPI.ANY_SOURCE`, `MPI.ANY_TAG`, `MPI.PROC_NULL` as in MPI."""
-    tags = {"sendtag": sendtag, "recvtag": _tag(recvtag)}
-    return api.sendrecv(sendbuf, recvbuf, _source(source), _dest("sendrecv", dest), **tags, comm=comm, status=status)
+    ranks = _source(source), _dest("sendrecv", dest)
+    return api.sendrecv(sendbuf, recvbuf, *ranks, sendtag=sendtag, recvtag=_tag(recvtag), **options)
 
 
 def has_cuda_support() -> bool:
@@ -129,17 +123,15 @@ def _reduce_by(op: Any, function: Callable[..., Any], x: Any, **options: Any) ->
     """Reduce by an operation of mpi4py."""
     from mpi4py import MPI
 
-    names = {"SUM": "sum", "PROD": "prod", "MAX": "max", "MIN": "min", "BAND": "and", "BOR": "or", "BXOR": "xor"}
-    for name, word in names.items():
-        if op == getattr(MPI, name):
-            return function(x, word, **options)
-    for name, word in {"LAND": "and", "LOR": "or", "LXOR": "xor"}.items():
-        if op == getattr(MPI, name):
-            array = to_jax(function.__name__, x)
-            result = function(array != 0, word, **options).astype(array.dtype)
-            is_elsewhere = "root" in options and communicator(options["comm"]).rank != options["root"]
-            return array if is_elsewhere else result
-    raise UsageError(f"{function.__name__}: got op {op!r}; expected one of mpi4py's, without MINLOC and MAXLOC")
+    name = next((name for name in (*WORDS, *LOGICAL) if op == getattr(MPI, name)), None)
+    if name in WORDS:
+        return function(x, WORDS[name], **options)
+    if name not in LOGICAL:
+        raise UsageError(f"{function.__name__}: got op {op!r}; expected one of mpi4py's, without MINLOC and MAXLOC")
+    array = to_jax(function.__name__, x)
+    result = function(array != 0, LOGICAL[name], **options).astype(array.dtype)
+    is_elsewhere = "root" in options and communicator(options["comm"]).rank != options["root"]
+    return array if is_elsewhere else result
 
 
 def _dest(operation: str, dest: Any) -> Any:

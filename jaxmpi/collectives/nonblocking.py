@@ -4,11 +4,11 @@
     ...                       # is computed meanwhile
     y = wait(h)
 
-`start` hands the arrays to the communication thread of the process and returns at once; `wait` returns what has come.
-Starts have the order of the program, the same on all ranks. The thread compares over ranks which operation each has
-come to, one comparison after another, and only then has MPI begin it: so all ranks begin operations in one order, and
-none with another's numbers. A message between two ranks begins at once, in the program's order, and is compared by its
-header; other ranks take no part.
+`start` hands the arrays to the communication thread of the process and returns at once; `wait` returns the results.
+Collectives start in the order of the program, the same on all ranks. The thread compares over ranks which operation
+each has come to, one comparison after another, and only then has MPI begin it: so all ranks begin operations in one
+order, and none with another's numbers. A message between two ranks begins at once, in the program's order, and is
+compared by its header; other ranks take no part.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ from jaxmpi.allreduce.call_order import caller, one_thread
 from jaxmpi.allreduce.comm_thread import PendingExchange, Requests, comm_thread, same_calls
 from jaxmpi.allreduce.comm_thread_programs import TICKET
 from jaxmpi.collectives import api, messages
-from jaxmpi.collectives.call import MpiCall, at_least_8_bits, from_mpi_dtype, shape_of, to_mpi_dtype
-from jaxmpi.collectives.primitive import check_counts, describe_call, facts, intercept_calls, operation_of
+from jaxmpi.collectives.call import NOBODY, MpiCall, at_least_8_bits, from_mpi_dtype, shape_of, to_mpi_dtype
+from jaxmpi.collectives.primitive import assert_same, describe_call, intercept_calls, operation_of
 from jaxmpi.collectives.table import OPERATIONS, mpi_op, neutral
 from jaxmpi.comm.mpi import MpiComm
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.runtime import host_callbacks
 
@@ -56,13 +56,21 @@ class Handle:
     args: tuple
     kwargs: dict[str, Any]
     line: str
-    tickets: list[jax.Array] = dataclasses.field(default_factory=list)  # tickets of its calls, one for each array
+    tickets: list[jax.Array] = dataclasses.field(default_factory=list)  # of its calls, one for each array
     agreed: list[Any] = dataclasses.field(default_factory=list)  # what ranks told each other at its start
     is_waited: bool = False
-    trace: Any = dataclasses.field(default_factory=lambda: traced_function())
+    trace: Any = dataclasses.field(default_factory=lambda: _traced_function())
+
+    def __str__(self) -> str:
+        return f"the {self.operation.__name__} that started at {self.line}"
+
+    def check_waited(self, what: str) -> None:
+        """Refuse a handle that the program does not wait for."""
+        if not self.is_waited:
+            raise UsageError(f"start: {what} is never waited for; expected y = wait(h) in the function that starts it")
 
 
-def traced_function() -> Any:
+def _traced_function() -> Any:
     """JAX's innermost trace to a jaxpr, skipping those of derivatives and maps."""
     trace = core.trace_ctx.trace
     while not isinstance(trace, DynamicJaxprTrace) and hasattr(trace, "parent_trace"):
@@ -71,7 +79,7 @@ def traced_function() -> Any:
 
 
 def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle:
-    """Begin a `jaxmpi.collectives` operation inside jit, beside the program: `start(allreduce, x, "max")`.
+    """Begin a `jaxmpi.collectives` operation inside jit, concurrently with the program: `start(allreduce, x, "max")`.
 
     Arrays are copied. Several may be under way; ranks start them in the same order. Each handle is waited for once, in
     the function that started it. All ranks of the communicator compile the same starts; of a message its two ranks do.
@@ -79,21 +87,23 @@ def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle
     Communicates: as the operation, on the communication thread.
 
     Raises:
-        UsageError: what is no operation; outside jit; MPI or this JAX cannot send beside a program; a handle that is
-            never waited for, when the program is compiled; under `jax.grad` or `jax.vmap`.
+        UsageError: what is no operation; outside jit; MPI or this JAX cannot send while a program computes; a handle
+            that is never waited for, when the program is compiled; under `jax.grad` or `jax.vmap`.
     """
-    is_one = getattr(operation, "__name__", "") in OPERATIONS and operation is getattr(api, operation.__name__)
-    expected = 'expected an operation of jaxmpi.collectives, as start(allreduce, x, "max"): arguments after it'
-    check(is_one, f"start: got {operation}; {expected}")
+    name = getattr(operation, "__name__", "")
+    if name not in OPERATIONS or operation is not getattr(api, name):
+        expected = 'expected an operation of jaxmpi.collectives, as start(allreduce, x, "max"): arguments after it'
+        raise UsageError(f"start: got {operation}; {expected}")
     handle = Handle(operation, args, kwargs, caller())
-    check(is_traced(()), f"start: got a call outside jax.jit, {handle.line}; expected one in a program that goes on")
+    if not is_traced(()):
+        raise UsageError(f"start: got a call outside jax.jit, {handle.line}; expected one in a compiled program")
 
     def begin(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
         handle.tickets += _start_p.bind(*operands, call=call, handle=handle)
         return [jnp.zeros(result.shape, result.dtype) for result in operation_of(call).results(call, *operands)]
 
     with intercept_calls(begin, handle.agreed):
-        handle.operation(*args, **kwargs)
+        operation(*args, **kwargs)
     if not handle.tickets:  # nothing is sent
         _nothing_p.bind(handle=handle)
     return handle
@@ -111,27 +121,22 @@ def wait(handle: Handle, after: PyTree = ()) -> PyTree:
         UsageError: it was waited for before; this is another loop body, branch or compiled function; the operation has
             failed on this rank or another.
     """
-    check(
-        not handle.is_waited,
-        f"wait: the {handle.operation.__name__} that started at {handle.line} is waited for twice, {caller()}; "
-        "expected once: keep the result",
-    )
-    check(
-        handle.trace is traced_function(),
-        f"wait: the {handle.operation.__name__} that started at {handle.line}, is waited for in another function that "
-        f"JAX traces, as a loop body or a branch, {caller()}; expected y = wait(h) in the function that starts it: it "
-        "runs as often",
-    )
+    if handle.is_waited:
+        raise UsageError(f"wait: {handle} is waited for twice, {caller()}; expected once: keep the result")
+    if handle.trace is not _traced_function():
+        raise UsageError(
+            f"wait: {handle} is waited for in another function that JAX traces, as a loop body or a branch, {caller()};"
+            " expected y = wait(h) in the function that starts it: it runs as often"
+        )
     handle.is_waited, tickets = True, iter(handle.tickets)
 
     def finish(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
         results = operation_of(call).results(call, *operands)
-        sent = shapes_sent(call, results)
-        before = [next(tickets), *(one_entry(jax.lax.stop_gradient(x)) for x in jax.tree.leaves(after))]
-        came = host_callbacks.call(WAIT, before, sent, effect=call.comm.effect)
+        before = [next(tickets), *(_one_entry(jax.lax.stop_gradient(x)) for x in jax.tree.leaves(after))]
+        came = host_callbacks.call(WAIT, before, _as_sent(call, results), effect=call.comm.effect)
         return [from_mpi_dtype(y, result.dtype) for y, result in zip(came, results, strict=True)]
 
-    with intercept_calls(finish, handle.agreed):
+    with intercept_calls(finish, handle.agreed):  # trace the operation again, now with its results
         return handle.operation(*handle.args, **handle.kwargs)
 
 
@@ -140,12 +145,12 @@ def _sent_form(call: MpiCall) -> Callable[[jax.Array], jax.Array]:
     return at_least_8_bits if operation_of(call).is_message else to_mpi_dtype
 
 
-def shapes_sent(call: MpiCall, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+def _as_sent(call: MpiCall, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     """Shapes and dtypes of arrays as they are sent."""
-    return [shape_of(jax.eval_shape(_sent_form(call), x)) for x in arrays]
+    return [shape_of(jax.eval_shape(_sent_form(call), shape_of(x))) for x in arrays]
 
 
-def one_entry(x: jax.Array) -> jax.Array:
+def _one_entry(x: jax.Array) -> jax.Array:
     """Return x or, to copy less, one entry that waits for x."""
     if not (host_callbacks.why_copies() and jnp.size(x)):
         return x
@@ -163,41 +168,28 @@ def _abstract(*operands: Any, call: MpiCall, handle: Handle) -> tuple[list, set]
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall, handle: Handle) -> Sequence[Any]:
-    what = describe_call(call, ctx.avals_in)
-    check(handle.is_waited, f"start: {what} is never waited for; expected y = wait(h) in the function that starts it")
-    check_counts(call, ctx.avals_in)
-    reason = host_callbacks.unavailable_reason() or (
-        "" if call.comm.processes.may_overlap else "MPI has no MPI_THREAD_MULTIPLE"
-    )
-    check(not reason, f"start: {what} cannot run beside a program: {reason}; call {call.operation} itself")
-    _registered()
-    if not operation_of(call).is_message:
-        with one_thread(call.comm, call.operation):
-            call.comm.assert_same(facts(call, ctx.avals_in, is_traced=True))
-            queue_of(call.comm)
+    what, is_message = describe_call(call, ctx.avals_in), operation_of(call).is_message
+    handle.check_waited(what)
+    reason = messages.unavailable_reason() if is_message else host_callbacks.unavailable_reason()
+    if not call.comm.processes.may_overlap:
+        reason = "MPI has no MPI_THREAD_MULTIPLE"
+    if reason:
+        raise UsageError(f"start: {what} cannot run beside a program: {reason}; call {call.operation} itself")
+    _register_handlers()
+    with one_thread(call.comm, call.operation):
+        assert_same(call, ctx.avals_in, is_traced=True)
+        queue = None if is_message else _queue_of(call.comm)
+    results = _as_sent(call, operation_of(call).results(call, *ctx.avals_in))
+    opened = messages.open_message(call, what, *_as_sent(call, ctx.avals_in)) if is_message else -1
     with _lock:
-        _calls.append((call, shapes_sent(call, operation_of(call).results(call, *ctx.avals_in)), what))
-        number = len(_calls) - 1
+        _started.append(Started(call, results, what, queue, opened))
+        number = len(_started) - 1
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
         sent = [_sent_form(call)(x) for x in arrays]
         return host_callbacks.call(START, sent, [TICKET], effect=call.comm.effect, call=number)
 
     return mlir.lower_fun(run)(ctx, *operands)
-
-
-_nothing_p = jax.extend.core.Primitive("jaxmpi_start_nothing")
-_nothing_p.multiple_results = True
-_nothing_p.def_effectful_abstract_eval(lambda *, handle: ([], {host_callbacks.CHECKED}))
-
-
-def _lower_nothing(ctx: mlir.LoweringRuleContext, *, handle: Handle) -> Sequence[Any]:
-    what = f"the {handle.operation.__name__} that started at {handle.line}"
-    check(handle.is_waited, f"start: {what} is never waited for; expected y = wait(h) in the function that starts it")
-    return []
-
-
-mlir.register_lowering(_nothing_p, _lower_nothing, cacheable=False)
 
 
 def _refuse(*_: Any, call: MpiCall, **__: Any) -> tuple:
@@ -207,49 +199,20 @@ def _refuse(*_: Any, call: MpiCall, **__: Any) -> tuple:
 mlir.register_lowering(_start_p, _lower, cacheable=False)
 ad.primitive_jvps[_start_p] = batching.primitive_batchers[_start_p] = _refuse
 
+_nothing_p = jax.extend.core.Primitive("jaxmpi_start_nothing")
+_nothing_p.multiple_results = True
+_nothing_p.def_effectful_abstract_eval(lambda *, handle: ([], {host_callbacks.CHECKED}))
+
+
+def _lower_nothing(ctx: mlir.LoweringRuleContext, *, handle: Handle) -> Sequence[Any]:
+    handle.check_waited(str(handle))
+    return []
+
+
+mlir.register_lowering(_nothing_p, _lower_nothing, cacheable=False)
+
 
 # ---------------------------------------------------------------- in the process
-
-_calls: list[tuple[MpiCall, list[jax.ShapeDtypeStruct], str]] = []  # in programs, with results and description
-_lock = threading.Lock()  # lock of these: several threads may compile
-_tickets = itertools.count()
-
-
-@functools.cache
-def _registered() -> None:
-    """Register handlers and the end of messages, and start the thread, once."""
-    messages.register_handlers()
-    host_callbacks.register(START, _start, ends_job=True)
-    host_callbacks.register(WAIT, _wait, ends_job=True)
-    comm_thread()
-
-
-def _start(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> None:
-    """(arrays) -> ticket u32[]; copies are sent."""
-    made, shapes, what = _calls[call]
-    xs, ys = [x.copy() for x in operands], [np.empty(shape.shape, shape.dtype) for shape in shapes]
-    ticket, thread, bucket = next(_tickets) % 2**32, comm_thread(), ys[0] if ys else np.empty(0)
-    results[0][...] = ticket
-    if operation_of(made).is_message:
-        options = messages.step_options(made, what)
-        steps = messages.exchange_steps(made.comm, xs, ys, **options)
-        begun = next(steps, None)  # here: the program's next message to or from that rank comes behind it
-        steps = itertools.chain([] if begun is None else [begun], steps)
-        lost = functools.partial(messages.lost_message, made.comm, **options)
-        pending = thread.unclaimed[(ticket,)] = PendingExchange(what, bucket, steps, lost=lost)
-        thread.hand_over(pending)
-    else:
-        lane = queue_of(made.comm)
-        steps = start_mpi(made, lane.mpi, xs, ys)
-        pending = thread.unclaimed[(ticket,)] = PendingExchange(what, bucket, steps, control=lane.control)
-        lane.add(pending)
-
-
-def _wait(operands: list[np.ndarray], results: list[np.ndarray]) -> None:
-    """(ticket, what must be there before) -> (results); waits."""
-    pending = comm_thread().wait((int(operands[0]),))
-    for result in results:
-        np.copyto(result, pending.bucket)
 
 
 class StartQueue:
@@ -273,38 +236,88 @@ class StartQueue:
             comm_thread().hand_over(pending)
 
 
-def queue_of(comm: MpiComm) -> StartQueue:
+def _queue_of(comm: MpiComm) -> StartQueue:
     """This communicator's; all its ranks call it together for its first operation."""
     return comm.cached("started operations", lambda: StartQueue(comm))
 
 
-def start_mpi(call: MpiCall, mpi: Any, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[Requests]:
+@dataclass(frozen=True)
+class Started:
+    """A start in a program, which knows it by number."""
+
+    call: MpiCall
+    results: list[jax.ShapeDtypeStruct]
+    what: str
+    queue: StartQueue | None  # of a collective
+    message: int  # number of a message
+
+
+_started: list[Started] = []
+_lock = threading.Lock()  # of this list: several threads may compile
+_tickets = itertools.count()
+
+
+@functools.cache
+def _register_handlers() -> None:
+    """Register handlers, and start the thread."""
+    host_callbacks.register(START, _start, ends_job=True)
+    host_callbacks.register(WAIT, _wait, ends_job=True)
+    comm_thread()
+
+
+def _start(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> None:
+    """(arrays) -> ticket u32[]; copies are sent."""
+    started, ticket, thread = _started[call], next(_tickets) % 2**32, comm_thread()
+    xs, ys = [x.copy() for x in operands], [np.empty(shape.shape, shape.dtype) for shape in started.results]
+    results[0][...], bucket = ticket, ys[0] if ys else np.empty(0)
+    if started.queue:
+        steps = _start_mpi(started.call, started.queue.mpi, xs, ys)
+        pending = PendingExchange(started.what, bucket, steps, control=started.queue.control)
+        thread.unclaimed[(ticket,)] = pending
+        started.queue.add(pending)
+        return
+    if started.call.source == NOBODY and ys:
+        np.copyto(ys[0], xs[-1])
+        messages.fill_status(started.call.status, NOBODY, -1, 0)
+    # It begins here: the program's next message to or from that rank comes behind it.
+    request = messages.MessageRequest(started.message, next(iter(xs), None), next(iter(ys), None))
+    lost = functools.partial(messages.lost_message, started.message)
+    pending = thread.unclaimed[(ticket,)] = PendingExchange(started.what, bucket, iter([[request]]), lost=lost)
+    thread.hand_over(pending)
+
+
+def _wait(operands: list[np.ndarray], results: list[np.ndarray]) -> None:
+    """(ticket, what must be there before) -> (results); waits."""
+    pending = comm_thread().wait((int(operands[0]),))
+    for result in results:
+        np.copyto(result, pending.bucket)
+
+
+def _start_mpi(call: MpiCall, mpi: Any, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[Requests]:
     """Begin an operation by mpi4py, and wait until y is filled."""
-    rank, root = mpi.rank, call.root or 0
     if call.operation == "barrier":
         yield [mpi.Ibarrier()]
         return
-    [x], [y] = xs, ys
-    if call.operation in ("bcast", "reduce") or (call.operation == "gather" and rank != root):
+    [x], [y], root, is_root = xs, ys, call.root, call.is_root
+    begin = getattr(mpi, "Ireduce_scatter_block" if call.operation == "reduce_scatter" else f"I{call.operation}")
+    if call.operation in ("bcast", "reduce") or (call.operation == "gather" and not is_root):
         y[...] = x
-    op = mpi_op(call.op) if call.op else None
-    if call.operation in ("allreduce", "scan", "exscan", "reduce_scatter"):
-        name = {"reduce_scatter": "Ireduce_scatter_block"}.get(call.operation, f"I{call.operation}")
-        yield [getattr(mpi, name)(x, y, op)]
-    elif call.operation == "reduce":
-        yield [mpi.Ireduce(x, y if rank == root else None, op, root)]
+    if call.operation == "reduce":
+        yield [begin(x, y if is_root else None, mpi_op(call.op), root)]
+    elif call.op:
+        yield [begin(x, y, mpi_op(call.op))]
     elif call.operation == "bcast":
-        yield [mpi.Ibcast(y, root)]
+        yield [begin(y, root)]
     elif call.operation == "gather":
-        yield [mpi.Igather(x, y if rank == root else None, root)]
+        yield [begin(x, y if is_root else None, root)]
     elif call.operation == "scatter":
-        yield [mpi.Iscatter(x if rank == root else None, y, root)]
-    elif call.operation in ("allgather", "alltoall"):
-        yield [getattr(mpi, f"I{call.operation}")(x, y)]
-    else:
-        width = math.prod(x.shape[1:])
+        yield [begin(x if is_root else None, y, root)]
+    elif call.counts:
+        width, rank = math.prod(x.shape[1:]), mpi.rank
         counts = [rows[rank] * width for rows in call.counts]
         sent = x if call.operation == "allgatherv" else [x, [n * width for n in call.counts[rank]]]
-        yield [getattr(mpi, f"I{call.operation}")(sent, [y, counts])]
-    if call.operation == "exscan" and rank == 0:
+        yield [begin(sent, [y, counts])]
+    else:
+        yield [begin(x, y)]
+    if call.operation == "exscan" and mpi.rank == 0:
         y[...] = neutral(call.op, y.dtype)

@@ -5,7 +5,6 @@ only a derivative makes are compared like any other. A call outside jit is compa
 """
 
 import dataclasses
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,11 +18,11 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmpi.allreduce.call_order import compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.dispatch import MPI_COUNTS
-from jaxmpi.collectives.call import NOBODY, MpiCall, shape_of
+from jaxmpi.collectives.call import NOBODY, MpiCall, is_logged, shape_of
 from jaxmpi.collectives.table import OPERATIONS, Operation
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
 from jaxmpi.comm.diagnosis import comparison_of
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 
 
@@ -88,48 +87,43 @@ def _abstract(*operands: Any, call: MpiCall) -> tuple[list, set]:
 # ---------------------------------------------------------------- comparison
 
 
-def facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerprint:
-    """Facts of a call that ranks compare.
+def assert_same(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> None:
+    """Compare a call over ranks, and refuse what MPI cannot send at once; a message is compared by its header.
 
-    Its place is among them, unless lines may differ.
+    Raises:
+        UsageError: rank, got, expected; 2^31 numbers or more, as counts of MPI are C's ints.
     """
-    shared = {f"shape of argument {i}": list(operation_of(call).shared(call, x)) for i, x in enumerate(operands)}
-    options: dict[str, Any] = {"op": call.op, "mean of": call.mean_of, "root": call.root, "reversed": call.is_reversed}
-    if is_logged():
-        options["MPI4JAX_DEBUG"] = "on"
-    options |= shared | {"dtypes": dtypes_of(call, operands), "counts": call.counts}
+    if operation_of(call).is_message:
+        return
+    if max((x.size for x in operands), default=0) >= MPI_COUNTS:
+        raise UsageError(
+            f"{call.describe(*operands)}: got {max(x.size for x in operands):,} numbers; expected fewer than 2^31, to "
+            "which MPI counts: cut it up"
+        )
+    call.comm.assert_same(_facts(call, operands, is_traced))
+
+
+def _facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerprint:
+    sent, is_tree = [x.dtype.name for x in operands], list(call.given) not in ([], [""])
+    given = [] if is_tree else [leaf.dtype.name for leaf in call.given.values()]
+    options: dict[str, Any] = {
+        **{"op": call.op, "mean of": call.mean_of, "root": call.root, "reversed": call.is_reversed},
+        **({"MPI4JAX_DEBUG": "on"} if is_logged() else {}),
+        **{f"shape of argument {i}": list(operation_of(call).shared(call, x)) for i, x in enumerate(operands)},
+        "dtypes": [*given, *(f"sent as {name}" for name in sent)] if given not in ([], sent) else sent,
+        "counts": call.counts,
+    }
     if call.operation != "allreduce":  # its transpose sends nothing: a rank's part of a loss may be constant
-        out = (
+        way_out = (
             "give what depends on the differentiated input on all ranks, a template too, as 0 * x; of a second "
             "derivative take a loss whose first depends on it on all"
         )
-        options["differentiated"] = "yes" if call.is_differentiated else f"no: {out}"
-    if is_tree(call):
+        options["differentiated"] = "yes" if call.is_differentiated else f"no: {way_out}"
+    if is_tree:
         options["leaf"] = {path: f"{leaf.dtype.name}{list(leaf.shape)}" for path, leaf in call.given.items()}
-    what = f"{call.operation} in a program" if is_traced else call.operation
-    if call.may_differ:
-        return fingerprint(what, options)
-    if not is_traced:
-        return fingerprint(what, options)
-    return fingerprint(f"{call.operation}, {call.line}", {**options, "lines": call.lines})
-
-
-def is_logged() -> bool:
-    """Return True if mpi4jax prints its calls (`MPI4JAX_DEBUG`, `set_logging`): then it makes them."""
-    bridge = sys.modules.get("mpi4jax._src.xla_bridge")
-    return bridge is not None and bridge.get_logging()
-
-
-def is_tree(call: MpiCall) -> bool:
-    """Return True for the first call of a tree, not an array."""
-    return bool(call.given) and list(call.given) != [""]
-
-
-def dtypes_of(call: MpiCall, operands: Sequence[Any]) -> list[str]:
-    """Dtypes as sent; before them a single array's own, if it differs."""
-    sent = [x.dtype.name for x in operands]
-    given = [] if is_tree(call) else [leaf.dtype.name for leaf in call.given.values()]
-    return [*given, *(f"sent as {name}" for name in sent)] if given and given != sent else sent
+    if is_traced and not call.may_differ:
+        return fingerprint(f"{call.operation}, {call.line}", {**options, "lines": call.lines})
+    return fingerprint(f"{call.operation} in a program" if is_traced else call.operation, options)
 
 
 def describe_call(call: MpiCall, operands: Sequence[Any]) -> str:
@@ -137,72 +131,56 @@ def describe_call(call: MpiCall, operands: Sequence[Any]) -> str:
     return call.describe(*(shape_of(x, operation_of(call).shared(call, x)) for x in operands))
 
 
-def check_counts(call: MpiCall, operands: Sequence[Any]) -> None:
-    """Refuse what MPI, whose counts are C's int, cannot send at once."""
-    most = max((x.size for x in operands), default=0)
-    check(
-        operation_of(call).is_message or most < MPI_COUNTS,
-        f"{call.describe(*operands)}: got {most:,} numbers; expected fewer than 2^31, to which MPI counts: cut it up",
-    )
-
-
 # ---------------------------------------------------------------- outside jit, and into a program
 
 
 @_call_p.def_impl
 def _run_outside_jit(*operands: jax.Array, call: MpiCall) -> list[jax.Array]:
-    """The call outside jit."""
     if call.is_identity:
         return list(operands)
-    check_counts(call, operands)
     with one_thread(call.comm, call.operation):
-        if not operation_of(call).is_message:
-            call.comm.assert_same(facts(call, operands, is_traced=False))
-        return _program(call)(list(operands))
-
-
-def _program(call: MpiCall) -> Callable[[PyTree], PyTree]:
-    return call.comm.cached(call, lambda: in_turn(lambda operands: operation_of(call).run(call, *operands)))
+        assert_same(call, operands, is_traced=False)
+        program: Callable[[PyTree], PyTree] = call.comm.cached(
+            call, lambda: in_turn(lambda operands: operation_of(call).run(call, *operands))
+        )
+        return program(list(operands))
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequence[Any]:
     if call.is_identity:
         return operands
-    check_counts(call, ctx.avals_in)
-    number = None
-    if not operation_of(call).is_message:
-        with one_thread(call.comm, call.operation) as is_part:
-            call.comm.assert_same(facts(call, ctx.avals_in, is_traced=True))
+    row, number = operation_of(call), None
+    if not row.is_message:
+        with one_thread(call.comm, call.operation) as is_nested:
+            assert_same(call, ctx.avals_in, is_traced=True)
             if call.is_reversed:
                 call.comm.meet_in_reverse()
-            number = None if is_part else number_of(call.comm, describe_call(call, ctx.avals_in))
-            if number is not None and operation_of(call).is_one_call:
+            number = None if is_nested else number_of(call.comm, describe_call(call, ctx.avals_in))
+            if number is not None and row.is_one_call:
                 comparison_of(call.comm).share_slots()
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
-        if number is not None and operation_of(call).is_one_call and not call.is_reversed and not is_logged():
+        if number is not None and row.is_one_call and not call.is_reversed and not is_logged():
             if compiled := comparison_of(call.comm).compiled(number):
                 compiled.begin(has_array=bool(arrays))
-                return operation_of(call).run(call, *arrays, mpi=compiled)
+                return row.run(call, *arrays, mpi=compiled)
         with compared(call.comm, number):
-            return operation_of(call).run(call, *arrays)
+            return row.run(call, *arrays)
 
     return mlir.lower_fun(run)(ctx, *operands)
 
 
-mlir.register_lowering(_call_p, _lower, cacheable=False)  # each call has a mark of its own
+mlir.register_lowering(_call_p, _lower, cacheable=False)  # each call has a number
 
 
-# ---------------------------------------------------------------- derivatives
+# ---------------------------------------------------------------- derivatives and mapping
 
 
 def _check_linear(call: MpiCall, operands: Sequence[Any]) -> None:
     row = operation_of(call)
-    check(
-        row.adjoint is not None and call.op in ("", "sum"),
-        f"{call.describe(*operands)} has no derivative; expected a linear operation: "
-        + ("sendrecv" if row.is_message else "a sum, or jax.lax.stop_gradient around x"),
-    )
+    if row.adjoint is None or call.op not in ("", "sum"):
+        way_out = "sendrecv" if row.is_message else "a sum, or jax.lax.stop_gradient around x"
+        raise UsageError(f"{call.describe(*operands)} has no derivative; expected a linear operation: {way_out}")
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: MpiCall) -> tuple[list, list]:
@@ -217,23 +195,22 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, call: MpiCall) -> list
     _check_linear(call, avals)
     adjoint, cotangent, [x, *place] = operation_of(call).adjoint, ad.instantiate_zeros(cotangents[0]), avals
     assert adjoint is not None
-    mine = adjoint(bind, call, cotangent, x)
-    kept = call.source == NOBODY  # then a sendrecv gives its second operand
-    return [mine, *(cotangent if kept else ad.Zero(aval.to_tangent_aval()) for aval in place)]
+    from_nobody = call.source == NOBODY  # then a sendrecv gives its second operand
+    return [
+        adjoint(bind, call, cotangent, x),
+        *(cotangent if from_nobody else ad.Zero(aval.to_tangent_aval()) for aval in place),
+    ]
 
 
 ad.primitive_jvps[_call_p] = _jvp
 ad.primitive_transposes[_call_p] = _transpose
 
 
-# ---------------------------------------------------------------- mapping
-
-
 def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, call: MpiCall) -> tuple[list, list]:
     """Make one call with the mapped axis as part of the array.
 
-    All ranks move the axis to one place, wherever each maps its own. That place is the first, as in most programs. It
-    is the last if the operation takes rows, which are the first axis.
+    All ranks move the axis to one place, wherever each has it: the first, as in most programs, or the last if the
+    operation takes rows, which are the first axis.
     """
     if call.is_of_tangents and call.operation != "allreduce":
         raise NoForwardMode(

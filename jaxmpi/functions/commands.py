@@ -2,7 +2,7 @@
 
 A call of a function and each method of a variable become a `Command`. If every rank runs the script, each makes the
 same command; else rank 0 sends it to the processes that wait. From there on the code is the same: each process runs the
-command's row of `COMMANDS` for its own workers. A worker that lacks a program says so in its report, gets the program,
+command's row of `COMMANDS` for its workers. A worker that lacks a program says so in its report, gets the program,
 and the command is repeated (`MissingPrograms`). So nobody keeps a list of which worker has been sent which shapes.
 """
 
@@ -11,22 +11,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.core.errors import check
-from jaxmpi.core.random_keys import packed
+from jaxmpi.core.errors import UsageError
 from jaxmpi.functions import profiling, shared_array
 from jaxmpi.functions.groups import WorkerGroup
-from jaxmpi.functions.import_by_name import import_function
+from jaxmpi.functions.programs import Leaf, MissingPrograms, key_from_text, load_program
 from jaxmpi.functions.reductions import combine, is_exchanged
-from jaxmpi.functions.transport import CallReport
-from jaxmpi.functions.worker import Command, Input, Leaf, Leaves, MissingPrograms, Worker, WorkerProgram, key_from_text
+from jaxmpi.functions.reports import CallReport
+from jaxmpi.functions.worker import Command, Input, Leaves, Worker
 
 
 def perform(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> Any:
-    """Prepare a command and carry it out with all workers, this process's own among them.
+    """Prepare a command and carry it out with all workers, those of this process included.
 
     Raises:
         UsageError, WorkerFailed: as `WorkerGroup.run_and_report`; another command is under way. The workers are as
@@ -49,7 +47,7 @@ def perform(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> An
                     return result
                 except MissingPrograms as missing:
                     with profiling.part("compile"):
-                        send_programs(group, missing.keys)
+                        _send_programs(group, missing.keys)
                     command = command._replace(is_repeated=True)
         except BaseException as error:
             group.note_failure(error)
@@ -82,14 +80,14 @@ def call(group: WorkerGroup, command: Command) -> tuple[tuple[Any, ...], Leaves]
     counts = [report.count for report in reports]
     leaves = group.worker.program.leaves
     with profiling.part("reduce"):
-        results = profiling.wait_if_profiling(reduce_leaves(group, leaves, counts, command.fields["strategy"]))
+        results = profiling.wait_if_profiling(_reduce_leaves(group, leaves, counts, command.fields["strategy"]))
     for worker in group.workers:
         worker.store(results, command.fields["locals"])
     returned = [results[i] for i, leaf in enumerate(leaves) if leaf.place == "result"] if group.leads else []
     return group.worker.program.structures, returned
 
 
-def reduce_leaves(group: WorkerGroup, leaves: Sequence[Leaf], counts: list[int], strategy: str) -> dict[int, Any]:
+def _reduce_leaves(group: WorkerGroup, leaves: Sequence[Leaf], counts: list[int], strategy: str) -> dict[int, Any]:
     """Reduce what the workers have laid out; results by leaf.
 
     On processes that wait, those that are gathered for the leading one alone are missing.
@@ -99,7 +97,7 @@ def reduce_leaves(group: WorkerGroup, leaves: Sequence[Leaf], counts: list[int],
     results: dict[int, Any] = {}
     for op in ("mean", "sum"):
         if chosen := [i for i in sums if leaves[i].op == op]:
-            results |= zip(chosen, sum_over_workers(group, op, chosen, counts, strategy), strict=True)
+            results |= zip(chosen, _sum_over_workers(group, op, chosen, counts, strategy), strict=True)
     if rest := [i for i in across if i not in results]:
         everywhere = any(leaves[i].place == "into" for i in rest)
         mine = {worker.rank: [np.asarray(worker.out[i]) for i in rest] for worker in group.workers}
@@ -110,21 +108,21 @@ def reduce_leaves(group: WorkerGroup, leaves: Sequence[Leaf], counts: list[int],
     return results
 
 
-def sum_over_workers(group: WorkerGroup, op: Any, chosen: list[int], counts: list[int], strategy: str) -> Leaves:
+def _sum_over_workers(group: WorkerGroup, op: Any, chosen: list[int], counts: list[int], strategy: str) -> Leaves:
     """Means weighted by examples, or sums, of the chosen leaves over the exchange."""
     parts = {worker.rank: [worker.out[i] for i in chosen] for worker in group.workers}
     dtypes = [x.dtype for x in parts[group.worker.rank]]
     if group.size == 1:
         return parts[group.worker.rank]
     if op == "mean" and len(set(counts)) > 1:  # sum_r (n_r / n) mean_r, in 32 bits
-        parts = {rank: scale_leaves(leaves, np.float32(counts[rank] / sum(counts))) for rank, leaves in parts.items()}
+        parts = {rank: _scale_leaves(leaves, np.float32(counts[rank] / sum(counts))) for rank, leaves in parts.items()}
         op = "sum"
     totals = group.sum_leaves(parts, op, strategy)[group.worker.rank]
     return [x.astype(dtype) if x.dtype != dtype else x for x, dtype in zip(totals, dtypes, strict=True)]
 
 
 @jax.jit
-def scale_leaves(leaves: Leaves, weight: jax.Array) -> Leaves:
+def _scale_leaves(leaves: Leaves, weight: jax.Array) -> Leaves:
     """Weight * leaves, f32."""
     return [x.astype(jnp.float32) * weight for x in leaves]
 
@@ -132,7 +130,7 @@ def scale_leaves(leaves: Leaves, weight: jax.Array) -> Leaves:
 # ---------------------------------------------------------------- programs
 
 
-def send_programs(group: WorkerGroup, keys: Sequence[str]) -> None:
+def _send_programs(group: WorkerGroup, keys: Sequence[str]) -> None:
     """Send the programs that workers lack, made here once."""
     for text in keys:
         function, form, shapes = key = key_from_text(text)
@@ -152,20 +150,6 @@ def program(group: WorkerGroup, command: Command) -> None:
         return CallReport("ok", "")
 
     group.run_and_report(command.name, load, part="compile", waiting="compile")
-
-
-def load_program(leaves: tuple[Leaf, ...], agreed: str, body: bytes, by_name: Any) -> WorkerProgram:
-    """A program that came as StableHLO, or by its function's name, form and chosen leaves."""
-    if by_name is None:
-        return WorkerProgram(jax.jit(jax.export.deserialize(bytearray(body)).call), leaves, agreed)
-    name, form, chosen = by_name
-    function = import_function(name)
-
-    def compute_chosen(*flat: jax.Array) -> Leaves:
-        results = jax.tree.leaves(packed(form.call(function, flat)))
-        return [results[i] for i in chosen]
-
-    return WorkerProgram(jax.jit(compute_chosen), leaves, agreed)
 
 
 # ---------------------------------------------------------------- variables
@@ -188,7 +172,7 @@ def put(group: WorkerGroup, command: Command) -> None:
             worker.variables[fields["number"]] = worker.out
 
 
-def lay_out(group: WorkerGroup, command: Command, op: str = "") -> None:
+def _lay_out(group: WorkerGroup, command: Command, op: str = "") -> None:
     """Let each worker lay out a variable's leaves, and check what must agree for the reduction."""
 
     def work(worker: Worker) -> CallReport:
@@ -200,16 +184,16 @@ def lay_out(group: WorkerGroup, command: Command, op: str = "") -> None:
 
 
 def reduce(group: WorkerGroup, command: Command) -> Leaves:
-    """The variable over workers, each counted once; kept by all if asked."""
+    """The variable over workers, each counted once; with `keep` all workers store it."""
     number, op, keep, strategy = (command.fields[key] for key in ("number", "op", "keep", "strategy"))
-    lay_out(group, command, op)
+    _lay_out(group, command, op)
     with profiling.part("reduce"):
         if keep and all(is_exchanged(op, x.dtype) for x in group.worker.out):
             mine = {worker.rank: worker.out for worker in group.workers}
             totals = mine if group.size == 1 else group.sum_leaves(mine, op, strategy)
         else:
             leaves = [Leaf(op, "into" if keep else "result", number)] * len(group.worker.out)
-            results = reduce_leaves(group, leaves, [1] * group.size, strategy)
+            results = _reduce_leaves(group, leaves, [1] * group.size, strategy)
             values = [results[i] for i in sorted(results)]
             totals = {worker.rank: [*map(worker.put, values)] if keep else values for worker in group.workers}
         profiling.wait_if_profiling(totals)
@@ -220,9 +204,9 @@ def reduce(group: WorkerGroup, command: Command) -> Leaves:
 
 
 def fetch(group: WorkerGroup, command: Command) -> list[list[np.ndarray]] | None:
-    """The leaves of one worker or all, kept by all if asked."""
+    """The leaves of one worker or all; with `keep` all workers store them."""
     number, rank, keep = (command.fields[key] for key in ("number", "rank", "keep"))
-    lay_out(group, command)
+    _lay_out(group, command)
     with profiling.part("shuffle"):
         mine = {w.rank: [np.asarray(x) for x in w.out] if rank in (None, w.rank) else [] for w in group.workers}
         rows = group.gather_arrays(mine, keep)
@@ -240,8 +224,9 @@ def lengths(group: WorkerGroup, command: Command) -> list[int]:
 
     def count(worker: Worker) -> CallReport:
         found = {x.shape[:1] for x in worker.leaves(command.fields["number"])}
-        got = f"worker {worker.rank} holds leaves whose first axes are {sorted(found)}"
-        check(len(found) == 1 and () not in found, f"{command.name}: {got}; expected as many rows in each leaf")
+        if len(found) != 1 or () in found:
+            got = f"worker {worker.rank} holds leaves whose first axes are {sorted(found)}"
+            raise UsageError(f"{command.name}: {got}; expected as many rows in each leaf")
         return CallReport("ok", json.dumps([command.name, command.fields]), found.pop()[0])
 
     return [report.count for report in group.run_and_report(command.name, count)]

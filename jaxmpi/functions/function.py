@@ -6,41 +6,37 @@ script get the StableHLO of that program, so closures, lambdas and notebook cell
 into Python is sent by its name (docs/decisions/0017). A broadcast argument that has not changed is not sent again.
 """
 
-import functools
-import inspect
 import itertools
 import json
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
-import jax.export
 import numpy as np
 
 from jaxmpi.allreduce.api import check_strategy
 from jaxmpi.comm.job import broadcast
 from jaxmpi.comm.mpi import refusing_world
 from jaxmpi.comm.shared_compile import stablehlo
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.random_keys import check_op, check_rows, key_leaves, packed, unpacked
 from jaxmpi.core.to_jax import in_jax_dtype
 from jaxmpi.functions import lifecycle, profiling
+from jaxmpi.functions.arguments import bind_arguments, sort_by_parameter
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.groups import WorkerGroup
-from jaxmpi.functions.import_by_name import qualified_name
-from jaxmpi.functions.reductions import Output, Outputs, Scatter, check_reducible, from_word
-from jaxmpi.functions.rows import check_enough, check_lengths, choices_by_worker, select_rows, shard_bounds
+from jaxmpi.functions.programs import Leaf, WorkerProgram, qualified_name
+from jaxmpi.functions.reductions import Output, Outputs, Scatter, check_reducible, from_word, mean, scatter
+from jaxmpi.functions.rows import check_choices, check_lengths, choices_by_worker, digest_rows, shard_bounds
 from jaxmpi.functions.shared_array import is_shared
-from jaxmpi.functions.transport import as_bytes
 from jaxmpi.functions.variable import Variable, check_numbers, give_rows
-from jaxmpi.functions.worker import Command, Input, Leaf, WorkerProgram
+from jaxmpi.functions.worker import Command, Input
 
 Marker = Any  # scatter, scatter(variable), broadcast, or a variable
-CALL_KEYWORDS = ("batch", "batch_local", "slices", "output_subset")
+CLOSED = "belongs to workers that were closed; make it anew"
 _numbers = itertools.count()  # functions in the order in which they are made, the same on all ranks
 
 
@@ -62,41 +58,68 @@ class Form(NamedTuple):
 
 
 class Function:
-    """A function over workers. `__wrapped__` is the user's own function."""
+    """A function that runs `f`, its `__wrapped__`, over all workers.
+
+    It returns y = op_r f(x_r, ...), with x_r the r-th share of the examples.
+
+    Args:
+        f: a JAX function of arrays and trees of them; it must give for shares what goes together by its outputs' ops.
+        inputs: for every argument of f, or one for all: `scatter` (rows divided, as evenly as can be), `broadcast`
+            (whole), a variable (each worker's own). `scatter(variable)` is also possible (its rows, for `slices` and
+            `batch_local`). A dict names parameters of f, which it then gets by name; those that it leaves out keep
+            their defaults.
+        outputs: for every output, or one for the only one: `mean` (weighted by examples), `sum`, `prod`, `min`, `max`,
+            `gather` (rows in order), `local` (left on the workers, as a variable). `mean(variable)` keeps the result
+            on all workers instead of returning it; `local(mean)` says how pieces combine. Words do as well: "sum".
+            A tree of them, such as a dict, reduces an output leaf by leaf: each stands for all that is below its place.
+        updates: variables, or pairs (variable, op), that take what f returns after its outputs, each worker for itself;
+            op is over pieces: `mean` (default), `sum`, `prod`, `min`, `max`, `gather`; `add` adds to the old value.
+            One may stand alone; with outputs=() it is what f returns.
+        strategy: of sums and means, as of `jaxmpi.exchange`; default: `shm` on one host's CPUs, `ar` over GPUs of one
+            process, else `asa32`.
+
+    Communicates: at its calls; see `Function.__call__`. Raises: UsageError: no such input, output or update.
+    """
 
     def __init__(
         self,
-        function: Callable,
-        inputs: Mapping[str, Marker] | Sequence[Marker] | Marker,
-        outputs: PyTree,
-        updates: Any,
-        strategy: str | None,
+        f: Callable,
+        inputs: Mapping[str, Marker] | Sequence[Marker] | Marker = scatter,
+        outputs: PyTree = mean,
+        updates: Any = (),
+        strategy: str | None = None,
     ) -> None:
-        self.__wrapped__ = function
-        self.name = getattr(function, "__name__", "function")
+        if not callable(f):
+            raise UsageError(f"function: got {f!r}; expected a function")
+        if not isinstance(updates, (Variable, tuple, list)):
+            raise UsageError(
+                f"updates: got {updates!r}; expected a jaxmpi.variable, a pair (variable, add), or several"
+            )
+        self.__wrapped__ = f
+        self.name = getattr(f, "__name__", "function")
         self.keywords: tuple[str, ...] = ()  # if inputs have names, all arguments are passed by them
         self.markers: list[Marker] = [*inputs] if isinstance(inputs, (tuple, list)) else [inputs]
         if isinstance(inputs, Mapping):
-            by_name = sort_by_parameter(inputs, function, self.name)
+            by_name = sort_by_parameter(inputs, f, self.name)
             self.keywords, self.markers = tuple(by_name), [*by_name.values()]
         for marker in self.markers:
-            check(
-                marker is broadcast or isinstance(marker, (Scatter, Variable)),
-                f"inputs: got {marker!r}; expected jaxmpi.functions.scatter, broadcast, a variable or "
-                "scatter(variable)",
-            )
+            if marker is not broadcast and not isinstance(marker, (Scatter, Variable)):
+                raise UsageError(
+                    f"inputs: got {marker!r}; expected jaxmpi.functions.scatter, broadcast, a variable or "
+                    "scatter(variable)"
+                )
         is_one_word = not isinstance(inputs, (Mapping, tuple, list))
         self.takes_any = is_one_word and takes_argument(inputs)  # one word for any number of arguments
         self.outputs = Outputs(outputs)
         is_pair = isinstance(updates, (tuple, list)) and len(updates) == 2 and isinstance(updates[1], (Output, str))
         is_one_update = isinstance(updates, Variable) or is_pair
         every: Any = [updates] if is_one_update else updates
-        self.updates = [parse_update(update) for update in every]
+        self.updates = [_parse_update(update) for update in every]
         # The function returns its one output or update in no tuple.
         self.is_bare = (is_one_update and not self.outputs.trees) or (self.outputs.is_single and not self.updates)
         self.targets = [x.into for x in (*self.outputs.flat, *self.updates) if x.into is not None]
-        is_once = len({id(variable) for variable in self.targets}) == len(self.targets)
-        check(is_once, f"{self.name}: one variable is to take two results; expected a variable for each")
+        if len({id(variable) for variable in self.targets}) < len(self.targets):
+            raise UsageError(f"{self.name}: one variable is to take two results; expected a variable for each")
         self.strategy = strategy
         if strategy is not None:
             check_strategy(strategy)
@@ -195,31 +218,22 @@ class Function:
         numbers: dict[int, int],
     ) -> Command:
         batch, batch_local, slices = how
-        is_count = isinstance(slices, (int, np.integer)) and slices >= 1
-        check(bool(is_count), f"slices: got {slices!r}; expected a whole number > 0")
         for variable in self.targets:
-            check(variable.group is group, f"{self.name}: a variable that takes a result {OF_OTHERS}")
+            if variable.group is not group:
+                raise UsageError(f"{self.name}: a variable that takes a result {CLOSED}")
         inputs, structure, keywords = self._inputs(group, args, named)
         form = Form(structure, keywords, computed)
         if form not in self.forms:
             self.forms.append(form)
-
         lengths = {x.name: len(x.value) for x in inputs if x.kind == "rows"}
         is_resident = any(x.kind == "resident" for x in inputs)
-        check(batch is None or bool(lengths), "batch: got a choice of examples, but no argument is scattered")
-        check(
-            batch_local is None or is_resident, "batch_local: got a choice of rows, but no input is scatter(variable)"
-        )
-        check(slices == 1 or bool(lengths) or is_resident, f"slices: got {slices}, but no input is scattered")
-        rows = select_rows(batch, check_lengths(lengths)) if lengths else None
+        check_choices(batch, batch_local, slices, bool(lengths), is_resident)
+        rows = check_lengths(lengths, group.size, batch) if lengths else None
+        edges = shard_bounds(rows.count, group.size) if rows else []
         choices = choices_by_worker(batch_local, group.size) if is_resident else [None] * group.size
-        edges: list[int] = []
-        if rows is not None:
-            check_enough(rows.count, group.size)
-            edges = shard_bounds(rows.count, group.size)
         fresh: dict[int, Any] = {}  # broadcast inputs that workers do not have yet, by their number
         for x in inputs:
-            if x.kind == "broadcast" and not (x.number in self.sent and is_same(self.sent[x.number], x.value)):
+            if x.kind == "broadcast" and not (x.number in self.sent and _is_same(self.sent[x.number], x.value)):
                 # A JAX array cannot change; of others a copy is compared later.
                 fresh[x.number] = x.value if isinstance(x.value, jax.Array) else np.array(x.value, order="C")
         self.sent |= fresh
@@ -248,9 +262,7 @@ class Function:
         }
         agreed = {"name": self.name, **fields, "outputs": computed}
         if group.is_the_world:
-            agreed |= {"rows": str(rows and rows[:3]), "local": [str(c) for c in choices if not hasattr(c, "__len__")]}
-            indices = [np.asarray(c, np.int64) for c in (rows and rows.indices, *choices) if hasattr(c, "__len__")]
-            agreed["indices"] = functools.reduce(lambda crc, array: zlib.crc32(array.tobytes(), crc), indices, 0)
+            agreed |= digest_rows(rows, choices)
         return Command("call", self.name, fields | {"agreed": json.dumps(agreed)}, inputs_for)
 
     def _inputs(
@@ -267,16 +279,16 @@ class Function:
             args = bind_arguments(self.name, self.__wrapped__, free, keywords, args, named)
         inputs: list[Input] = []
         structures, left = [], iter(args)
-        for place, (marker, name) in enumerate(
-            zip(markers, [*range(len(markers) - len(keywords)), *map(repr, keywords)], strict=True)
-        ):
+        names = [*range(len(markers) - len(keywords)), *map(repr, keywords)]
+        for place, (marker, name) in enumerate(zip(markers, names, strict=True)):
             if takes_argument(marker):
                 tree = packed(next(left))
                 structures.append(jax.tree.structure(tree))
                 self._add_argument(group, inputs, marker, tree, f"argument {name}")
                 continue
             variable = marker.variable if isinstance(marker, Scatter) else marker
-            check(variable.group is group, f"input {place}: the variable {OF_OTHERS}")
+            if variable.group is not group:
+                raise UsageError(f"input {place}: the variable {CLOSED}")
             structures.append(variable.structure)
             kind = "resident" if isinstance(marker, Scatter) else "variable"
             for i, (leaf, is_key) in enumerate(zip(variable.leaves, key_leaves(variable.structure), strict=True)):
@@ -300,7 +312,8 @@ class Function:
             else:
                 if is_key:
                     check_rows(value.shape, where)
-                check(value.ndim > 0, f"{where}: got a number; scatter needs an array with a first axis of examples")
+                if not value.ndim:
+                    raise UsageError(f"{where}: got a number; scatter needs an array with a first axis of examples")
                 group.check_sees(leaf)
                 inputs.append(Input("rows", where, value))
 
@@ -328,10 +341,7 @@ class Function:
                 leaves.append(leaf._replace(index=index))
                 if is_key and (leaf.place, leaf.op) != ("update", "mean"):  # its default
                     check_op(leaf.op, aval.shape, where)
-                is_reduced = leaf.place in (
-                    "result",
-                    "into",
-                )  # in other places only pieces combine, if there are several
+                is_reduced = leaf.place in ("result", "into")  # elsewhere only pieces combine, if there are several
                 if is_reduced:
                     check_reducible(leaf.op, aval.dtype, aval.shape, where)
                 shape = list(aval.shape[leaf.op == "gather" :])
@@ -377,8 +387,8 @@ class Function:
             )
         parts = packed(list(parts))
         for update, part in zip(self.updates, parts[first:], strict=True):
-            got, expected = jax.tree.structure(part), update.into.structure
-            check(got == expected, f"{self.name}: an update is a tree {got}; its variable is {expected}")
+            if (got := jax.tree.structure(part)) != update.into.structure:
+                raise UsageError(f"{self.name}: an update is a tree {got}; its variable is {update.into.structure}")
         return [*self.outputs.split(self.name, parts[:first]), *parts[first:]]
 
     def _refuse_exchange(self) -> AbstractContextManager[None]:
@@ -403,87 +413,29 @@ class Function:
         return self.name, program.leaves, program.agreed, body, by_name
 
 
-OF_OTHERS = "belongs to workers that were closed"
-
-
 def takes_argument(marker: Marker) -> bool:
     """Return True if the input comes with the call."""
     return marker is broadcast or (isinstance(marker, Scatter) and marker.variable is None)
 
 
-def parse_update(update: Any) -> Output:
+def _parse_update(update: Any) -> Output:
     """`(variable, op)` as an Output; a variable alone takes the mean over pieces."""
     variable, op = update if isinstance(update, (tuple, list)) else (update, "mean")
     op = from_word(op)
-    check(
-        isinstance(variable, Variable) and isinstance(op, Output) and bool(op.op) and not op.stays and op.into is None,
-        f"updates: got {update!r}; expected a jaxmpi.variable, or a pair of it and mean, sum, add, prod, min, max or "
-        "gather",
-    )
+    is_op = isinstance(op, Output) and bool(op.op) and not op.stays and op.into is None
+    if not isinstance(variable, Variable) or not is_op:
+        raise UsageError(
+            f"updates: got {update!r}; expected a jaxmpi.variable, or a pair of it and mean, sum, add, prod, min, max "
+            "or gather"
+        )
     return Output(op.op, stays=True, into=variable)
 
 
-def is_same(before: Any, now: Any) -> bool:
+def _is_same(before: Any, now: Any) -> bool:
     """Return True if workers have this broadcast leaf: the same JAX array, or the same bytes."""
     if isinstance(now, jax.Array) or isinstance(before, jax.Array):
         return before is now
-    is_alike = (before.shape, before.dtype) == (now.shape, now.dtype)
-    # As bytes NaN equals NaN, and -0 is not 0.
-    return is_alike and np.array_equal(as_bytes(before), as_bytes(np.ascontiguousarray(now)))
-
-
-# ---------------------------------------------------------------- arguments among the parameters of the function
-
-
-def parameters(function: Callable, name: str) -> Mapping[str, inspect.Parameter]:
-    """The function's parameters, if Python knows them."""
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"{name}: its parameters have no names that Python knows: give arguments by position"
-        ) from error
-
-
-def sort_by_parameter(inputs: Mapping[str, Any], function: Callable, name: str) -> dict[str, Any]:
-    """Inputs by name, in the order of the function's parameters."""
-    known = parameters(function, name)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    by_name = [key for key, p in known.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    for key in inputs:
-        check(
-            key not in CALL_KEYWORDS, f"inputs: got {key!r}, a keyword of every call; expected another parameter name"
-        )
-        check(takes_any or key in by_name, f"inputs: got {key!r}; expected parameters of {name}: {', '.join(by_name)}")
-    order = [*known, *inputs]
-    return dict(sorted(inputs.items(), key=lambda item: order.index(item[0])))
-
-
-def bind_arguments(
-    name: str,
-    function: Callable,
-    free: Sequence[int],
-    keywords: Sequence[str],
-    args: Sequence,
-    named: Mapping[str, Any],
-) -> list[Any]:
-    """A call's arguments for the free places of the function, in order.
-
-    `keywords` name all places; if there are none, the function's parameters do.
-    """
-    given = dict(zip(free, args, strict=False))
-    if named:
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = keywords or [key for key, p in parameters(function, name).items() if p.kind in positional]
-        places = {key: place for place, key in enumerate(names) if place in free}
-        for key, value in named.items():
-            expected = f"expected one of {', '.join(places)}"
-            check(key in places, f"{name}: got an argument {key!r}; {expected}; inputs as a dict may name others")
-            check(places[key] not in given, f"{name}: got {key!r} by position and by name; expected it once")
-            given[places[key]] = value
-    got = len(args) + len(named)
-    check(
-        got == len(free) == len(given),
-        f"{name}: got {got} arguments; expected {len(free)}, one for every scatter and broadcast",
-    )
-    return [given[place] for place in free]
+    if (before.shape, before.dtype) != (now.shape, now.dtype):
+        return False
+    old, new = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (before, now))
+    return np.array_equal(old, new)  # as bytes NaN equals NaN, and -0 is not 0

@@ -1,9 +1,10 @@
 """Workers that carry out commands together: devices of one process, ranks of MPI, or forked processes.
 
-Every command is carried out in the same way by all: a part of each worker's own, then reports, then what is exchanged.
-Nothing is changed and nothing is exchanged before all have reported well; so a failure leaves all workers as they were.
+Every command is carried out in the same way by all: each worker computes its part, then reports, then takes part in
+exchanges. Nothing is changed and nothing is exchanged before all have reported well; so a failure leaves all workers as
+they were.
 
-Workers in processes of their own get commands from rank 0, or none if all ranks run the script. f32 on one host is
+Workers in other processes get commands from rank 0, or none if all ranks run the script. f32 on one host is
 summed without a program. A failed sum leaves workers out of step, and the group ends. Processes by MPI's spawn were
 dropped: a child that dies takes its parent along (docs/decisions/0017).
 """
@@ -28,11 +29,12 @@ from jaxmpi.allreduce.api import Op, exchange
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import check_one_host
 from jaxmpi.comm.mpi import MpiComm
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.functions import profiling, shared_array
-from jaxmpi.functions.fork_memory import ForkMemory
+from jaxmpi.functions.programs import MissingPrograms, ProgramKey, WorkerProgram, key_text
+from jaxmpi.functions.reports import CallReport, WorkerFailed, error_text, failure_report, judge_reports
 from jaxmpi.functions.transport import (
-    CallReport,
+    ForkMemory,
     MpiTransport,
     OutOfStep,
     SocketTransport,
@@ -42,19 +44,9 @@ from jaxmpi.functions.transport import (
     pack,
     unpack,
 )
-from jaxmpi.functions.worker import (
-    Command,
-    Leaves,
-    MissingPrograms,
-    ProgramKey,
-    Worker,
-    WorkerFailed,
-    WorkerProgram,
-    error_text,
-    failure_report,
-    judge_reports,
-    key_text,
-)
+from jaxmpi.functions.worker import Command, Leaves, Worker
+
+AXIS = "workers"
 
 
 class WorkerGroup:
@@ -110,16 +102,13 @@ class WorkerGroup:
         """Return True if the worker is in this process."""
         return any(worker.rank == rank for worker in self.workers)
 
-    def forget(self, numbers: list[int]) -> None:
-        """Drop variables, and what functions -1 - number have left."""
+    def forget_dropped(self, numbers: list[int] | None = None) -> list[int]:
+        """Drop variables, and what functions -1 - number have left; by default what Python has dropped here."""
+        if numbers is None:
+            numbers, self.dropped = self.dropped, []  # more may follow meanwhile
         for worker in self.workers:
             for number in numbers:
                 worker.forget(number)
-
-    def forget_dropped(self) -> list[int]:
-        """Let go of what has been dropped since the last call; more may follow meanwhile."""
-        numbers, self.dropped = self.dropped, []
-        self.forget(numbers)
         return numbers
 
     def release(self) -> None:
@@ -130,11 +119,11 @@ class WorkerGroup:
     @contextlib.contextmanager
     def exclusive(self, what: str) -> Iterator[None]:
         """Refuse a second command meanwhile: a nested one would wait for ever."""
-        check(
-            self.busy.acquire(blocking=False),
-            f"{what}: called while another call is under way, from inside of a function or from another thread; calls "
-            "go one after another",
-        )
+        if not self.busy.acquire(blocking=False):
+            raise UsageError(
+                f"{what}: called while another call is under way, from inside of a function or from another thread; "
+                "calls go one after another"
+            )
         try:
             yield
         finally:
@@ -142,15 +131,16 @@ class WorkerGroup:
 
     def check_usable(self) -> None:
         """Refuse a group that has been closed or broken."""
-        check(not self.unusable, self.unusable)
+        if self.unusable:
+            raise UsageError(self.unusable)
 
     def check_sees(self, array: Any) -> None:
         """Refuse shared memory that waiting workers on other hosts cannot see."""
-        check(
-            not shared_array.is_shared(array) or not self.is_serial or self.is_on_one_host,
-            "a shared array is seen on one host, and this script leads workers on several; let every rank run the "
-            "script (no jaxmpi.fork), or give a plain array",
-        )
+        if shared_array.is_shared(array) and self.is_serial and not self.is_on_one_host:
+            raise UsageError(
+                "a shared array is seen on one host, and this script leads workers on several; let every rank run the "
+                "script (no jaxmpi.fork), or give a plain array"
+            )
 
     def program(self, worker: Worker, key: ProgramKey) -> WorkerProgram:
         """The program for arguments of some structure, shapes and dtypes; MissingPrograms: a master has it."""
@@ -220,9 +210,6 @@ class WorkerGroup:
 # ---------------------------------------------------------------- devices of one process
 
 
-AXIS = "workers"
-
-
 class DeviceGroup(WorkerGroup):
     """One worker a local device; sums are one program."""
 
@@ -249,7 +236,7 @@ class DeviceGroup(WorkerGroup):
             )
             for i in full
         ]
-        totals = exchange_over_devices(self.mesh, self.size, op, strategy)(stacked)  # pyright: ignore[reportArgumentType]
+        totals = _exchange_over_devices(self.mesh, self.size, op, strategy)(stacked)  # pyright: ignore[reportArgumentType]
         results = {rank: [*leaves] for rank, leaves in mine.items()}
         for i, total in zip(full, totals, strict=True):
             for shard in total.addressable_shards:
@@ -261,7 +248,7 @@ class DeviceGroup(WorkerGroup):
 
 
 @functools.cache
-def exchange_over_devices(mesh: Mesh, size: int, op: Op, strategy: str) -> Callable[[Leaves], Leaves]:
+def _exchange_over_devices(mesh: Mesh, size: int, op: Op, strategy: str) -> Callable[[Leaves], Leaves]:
     """`exchange` of arrays that carry a first axis of workers."""
     comm = AxisComm(AXIS, size)
 
@@ -316,7 +303,7 @@ class ProcessGroup(WorkerGroup):
         ranks = range(1, self.size) if self.is_serial else ()
         inputs = [encode(command.inputs(rank)) for rank in ranks]
         dropped, freed = self.forget_dropped(), shared_array.take_freed() if self.is_serial else []
-        messages = [encode((command._replace(inputs=None), own, dropped, freed)) for own in inputs]
+        messages = [encode((command._replace(inputs=None), each, dropped, freed)) for each in inputs]
         self.is_exchanging = bool(messages)
         for rank, message in zip(ranks, messages, strict=True):
             profiling.count_sent_bytes(sum(part.nbytes for part in message))
@@ -329,7 +316,7 @@ class ProcessGroup(WorkerGroup):
         or mapped here is a failure to report.
         """
         command, inputs, dropped, freed = self.transport.receive()
-        self.forget(dropped)
+        self.forget_dropped(dropped)
         shared_array.unmap(freed)
         return command._replace(inputs=lambda rank: decode_message(inputs))
 
@@ -348,7 +335,7 @@ class RankGroup(ProcessGroup):
         """`exchange` outside jit; f32 through shared memory needs no program."""
         [(rank, leaves)] = mine.items()
         if in_shared_memory(strategy) and all(x.dtype == jnp.float32 for x in leaves):
-            sum_now = self.sum_now
+            sum_now = self._sum_now
             try:
                 return {rank: sum_now(leaves, self.size if op == "mean" else 1)}
             except Exception as error:  # whatever its kind: others wait in the sum, or have learnt of it
@@ -356,7 +343,7 @@ class RankGroup(ProcessGroup):
         return {rank: exchange(leaves, strategy, op, self.comm)}
 
     @functools.cached_property
-    def sum_now(self) -> Callable[[Leaves, float], Leaves]:
+    def _sum_now(self) -> Callable[[Leaves, float], Leaves]:
         """`sum_on_host_now`, after tracing has mapped its memory; all ranks refuse alike."""
         check_one_host(self.comm.hosts)
         jax.eval_shape(self.comm.sum_on_host, [jax.ShapeDtypeStruct((), jnp.float32)])
@@ -393,7 +380,7 @@ class ForkedGroup(ProcessGroup):
             rows = self.memory.gather(pack([np.asarray(x) for x in leaves]), True)
             stacked = [np.stack(parts) for parts in zip(*map(unpack, rows or []), strict=True)]
             del rows  # as large as `stacked`
-            return {rank: jax.block_until_ready([x[rank] for x in exchange_rows(self.size, op, strategy)(stacked)])}
+            return {rank: jax.block_until_ready([x[rank] for x in _exchange_rows(self.size, op, strategy)(stacked)])}
 
     def gather_bytes(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
         with self._name_dead_worker("a gather over workers"):
@@ -429,7 +416,7 @@ class ForkedGroup(ProcessGroup):
 
 
 @functools.cache
-def exchange_rows(size: int, op: Op, strategy: str) -> Callable[[list[Any]], Leaves]:
+def _exchange_rows(size: int, op: Op, strategy: str) -> Callable[[list[Any]], Leaves]:
     """`exchange` of arrays whose first axis is the workers, all in this process."""
     comm = AxisComm(AXIS, size)
     return jax.jit(jax.vmap(lambda leaves: exchange(leaves, strategy, op, comm), axis_name=AXIS))

@@ -25,7 +25,7 @@ import jax
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm, world
-from jaxmpi.core.errors import TrainingError, check
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.functions.commands import execute
 from jaxmpi.functions.groups import DeviceGroup, ForkedGroup, ProcessGroup, RankGroup, SumFailed, WorkerGroup
 from jaxmpi.functions.transport import MpiTransport, SocketTransport, WorkerDied
@@ -45,7 +45,8 @@ _forks = itertools.count()
 def current_group() -> WorkerGroup:
     """The workers of this process's functions; without `fork`, made at first use."""
     global _group
-    check(not _is_worker, "this process is a worker, and runs what its master sends; only the master's script goes on")
+    if _is_worker:
+        raise UsageError("this process is a worker, and runs what its master sends; only the master's script goes on")
     if _group is None:
         _group = group_of_ranks(is_serial=False) if process.launched_workers() > 1 else DeviceGroup(jax.local_devices())
     return _group
@@ -54,8 +55,9 @@ def current_group() -> WorkerGroup:
 def fork(n: int | None = None, kind: str = "auto") -> int:
     """Let this script lead `n` workers from here on, itself the first.
 
-    The other workers wait for what this script calls. Under a launcher with several ranks: rank 0 goes on, the others
-    wait here and end with it. Without one: local devices if there are several, else processes on this host, one a core.
+    The other workers wait for what this script calls. Under a launcher with several ranks: rank 0 continues, the others
+    wait in this call and end with it. Without one: local devices if there are several, else processes on this host, one
+    a core.
 
     Args:
         n: workers; None: all ranks, devices or cores.
@@ -69,20 +71,19 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
             been used. It is raised too for another number of workers than there can be, no shared memory, or no device.
     """
     global _group
-    check(
-        not _is_worker,
-        "fork: this process is a worker already; call it in the master's script only, under "
-        'if __name__ == "__main__": when workers may import that script',
-    )
-    check(kind in KINDS, f"fork: kind: got {kind!r}; expected one of {', '.join(KINDS)}")
-    check(
-        n is None or (isinstance(n, int) and n >= 1), f"fork: got {n!r} workers; expected a whole number >= 1, or None"
-    )
-    if _group is not None:
-        check(
-            not (_group.is_serial or _group.variable_count or _group.is_used),
+    if _is_worker:
+        raise UsageError(
+            "fork: this process is a worker already; call it in the master's script only, under "
+            'if __name__ == "__main__": when workers may import that script'
+        )
+    if kind not in KINDS:
+        raise UsageError(f"fork: kind: got {kind!r}; expected one of {', '.join(KINDS)}")
+    if n is not None and not (isinstance(n, int) and n >= 1):
+        raise UsageError(f"fork: got {n!r} workers; expected a whole number >= 1, or None")
+    if _group is not None and (_group.is_serial or _group.variable_count or _group.is_used):
+        raise UsageError(
             f"fork: there are {_group.size} workers already, and functions or variables on them; fork first, or "
-            "jaxmpi.close() before",
+            "jaxmpi.close() before"
         )
     try:
         _group = make_group(n, kind)
@@ -97,7 +98,8 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
 def make_group(n: int | None, kind: str) -> WorkerGroup:
     """The workers that `fork` makes."""
     if (ranks := process.launched_workers()) > 1:
-        check(n in (None, ranks), f"fork: got {n} workers; the launcher started {ranks} ranks: fork()")
+        if n not in (None, ranks):
+            raise UsageError(f"fork: got {n} workers; the launcher started {ranks} ranks: fork()")
         group = group_led_by_rank_0()
         if group.transport.rank != 0:
             serve(group)
@@ -111,17 +113,13 @@ def make_group(n: int | None, kind: str) -> WorkerGroup:
         if may_be_several or process.visible_gpus():  # else a CPU's single device is not started here
             devices = jax.local_device_count()
         has_gpus = bool(process.visible_gpus()) and jax.default_backend() != "cpu"
-    n = n or default_workers(kind, devices, has_gpus, process.cores())
+    is_one_a_core = kind == "processes" or (kind == "auto" and devices == 1 and not has_gpus)
+    n = n or (process.cores() if is_one_a_core else devices)
     if kind != "devices" and n > devices:
         return start_forked_group(n)
-    every = jax.local_devices()
-    check(n <= len(every), f"fork: got {n} workers; this process has {len(every)} devices")
+    if n > len(every := jax.local_devices()):
+        raise UsageError(f"fork: got {n} workers; this process has {len(every)} devices")
     return DeviceGroup(every[:n])
-
-
-def default_workers(kind: str, devices: int, has_gpus: bool, cores: int) -> int:
-    """The default number of workers: one a device, or one a core."""
-    return cores if kind == "processes" or (kind == "auto" and devices == 1 and not has_gpus) else devices
 
 
 def close() -> None:
@@ -161,8 +159,8 @@ def group_of_ranks(is_serial: bool) -> RankGroup:
     comm, control = world(), processes()
     assert isinstance(comm, MpiComm)
     assert isinstance(control, MpiProcesses)
-    here = len(set(comm.hosts)) == 1 and jax.default_backend() == "cpu"
-    return RankGroup(MpiTransport(control, is_serial), comm, "shm" if here else "asa32", is_serial)
+    is_shared = len(set(comm.hosts)) == 1 and jax.default_backend() == "cpu"
+    return RankGroup(MpiTransport(control, is_serial), comm, "shm" if is_shared else "asa32", is_serial)
 
 
 def group_led_by_rank_0() -> RankGroup:
@@ -173,7 +171,8 @@ def group_led_by_rank_0() -> RankGroup:
         if _led.transport.rank == 0:
             call_before_finalize(functools.partial(end_ranks, _led))
         return _led
-    check(not _lost_reason, f"fork: {_lost_reason}; start the job anew")
+    if _lost_reason:
+        raise UsageError(f"fork: {_lost_reason}; start the job anew")
     return RankGroup(_led.transport, _led.comm, _led.default_strategy, is_serial=True)
 
 
@@ -190,11 +189,11 @@ def end_ranks(led: RankGroup) -> None:
 
 def start_forked_group(n: int) -> WorkerGroup:
     """Start n - 1 processes and take part as the first."""
-    check(
-        not process.visible_gpus() or os.environ.get("JAX_PLATFORMS") == "cpu",
-        f"fork: got {n} workers for {len(process.visible_gpus())} GPUs; forked processes are for CPUs. fork() "
-        "takes all GPUs, mpirun shares them; JAX_PLATFORMS=cpu leaves them alone",
-    )
+    if process.visible_gpus() and os.environ.get("JAX_PLATFORMS") != "cpu":
+        raise UsageError(
+            f"fork: got {n} workers for {len(process.visible_gpus())} GPUs; forked processes are for CPUs. fork() "
+            "takes all GPUs, mpirun shares them; JAX_PLATFORMS=cpu leaves them alone"
+        )
     process.prepare()
     number = next(_forks)
     pipes = {rank: Pipe() for rank in range(1, n)}
@@ -266,7 +265,8 @@ def forked_main(socket: int) -> None:
 def serve(waiting: ProcessGroup) -> None:
     """Carry out the master's commands until it ends.
 
-    Raises what failed here alone after the reports: the others wait for this worker, and notice only its end.
+    Raises what failed in this process alone, after the reports: the others wait for this worker, and notice only its
+    end.
     """
     global _is_worker
     _is_worker = True
@@ -280,7 +280,7 @@ def serve(waiting: ProcessGroup) -> None:
             return
         except SumFailed:  # the master will close
             pass
-        except Exception as error:  # a failure of the worker's own part, or of others' parts, is in the reports
+        except Exception as error:  # failures of workers' parts are in the reports
             waiting.note_failure(error)
             if waiting.unusable:
                 raise

@@ -1,11 +1,11 @@
-"""Synchronous descent with any Optax optimizer: all gradients travel as one vector.
+"""Synchronous descent with any Optax optimizer: all gradients are reduced as one vector.
 
 A step is two functions over workers. The first computes gradients and takes their mean; in the second each worker
 updates its own copy without an exchange. Params and optimizer state are variables, so they stay on the workers, equal
 bit for bit. The mean is weighted by examples: unequal shares give the gradient over all examples. Fused into one
-vector, the gradients are one reduction instead of one a leaf; so params must be float32. The loss travels along for
-transformations that take it, such as reduce_on_plateau. A line search is refused, since the update has no examples to
-evaluate the loss on.
+vector, the gradients are one reduction instead of one a leaf; so params must be float32. The loss is reduced with them
+for transformations that take it, such as reduce_on_plateau. A line search is refused, since the update has no examples
+to evaluate the loss on.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from jaxmpi.allreduce.buckets import fuse, split
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.functions.function import Function, Marker
 from jaxmpi.functions.lifecycle import current_group
@@ -28,9 +28,29 @@ from jaxmpi.functions.variable import make_variable, numeric_leaves
 
 
 class Optimizer:
-    """Params and optimizer state on every worker, and a step's two functions.
+    """Synchronous descent: every worker applies `tx` to the mean gradient.
 
-    `model_state` is a variable, or a tree of them as the reductions are one; `params` and `state` are variables.
+    A step takes g = sum_r (n_r / n) grad loss(params, share_r), with n_r of the n examples on worker r.
+
+    Args:
+        loss: (params, *inputs) -> the mean loss of some examples, f32[]. With `model_state` (params, model_state,
+            *inputs) -> (loss, model_state); with `aux` it returns (loss, aux); with both (loss, (model_state, aux)).
+        params: tree of f32; every worker begins with it and all stay equal, bit for bit.
+        tx: any Optax transformation; it is given value and grad, the loss and its gradient over all examples. One
+            that evaluates the loss anew (value_fn), as a line search does, is refused.
+        inputs, strategy: as of `jaxmpi.function`.
+        model_state: tree that every worker begins with and that the loss moves, such as running batch statistics.
+        model_state_outputs: one reduction, or a tree of them, for what workers make of it: `mean` over examples keeps
+            it equal on all; `local` leaves it to each worker.
+        aux: one reduction, or a tree of them as `outputs` of `jaxmpi.function`, for what a step returns beside the
+            loss.
+
+    Communicates: at every step the gradient, flat, with the other means; then what else is reduced.
+
+    Raises:
+        UsageError: as `jaxmpi.function`; other params; a loss that does not return what is said above.
+
+    `params`, `state` and `model_state` are variables; `model_state` is a tree of them as its reductions are one.
     """
 
     def __init__(
@@ -38,27 +58,30 @@ class Optimizer:
         loss: Any,
         params: PyTree,
         tx: optax.GradientTransformation,
-        inputs: Sequence[Marker],
-        strategy: str | None,
-        model_state: PyTree,
-        model_state_outputs: PyTree,
-        aux: PyTree,
+        inputs: Sequence[Marker] = (scatter, scatter),
+        strategy: str | None = None,
+        *,
+        model_state: PyTree = None,
+        model_state_outputs: PyTree = mean,
+        aux: PyTree = None,
     ) -> None:
-        check(
-            isinstance(inputs, (tuple, list)),
-            f"optimizer: inputs: got {inputs!r}; expected a tuple, one for every input of the loss after its params",
-        )
-        is_optax = isinstance(tx, optax.GradientTransformation)
-        check(is_optax, f"optimizer: tx: got {tx!r:.80}; expected an Optax transformation, such as optax.sgd(0.1)")
+        if not isinstance(inputs, (tuple, list)):
+            raise UsageError(
+                f"optimizer: inputs: got {inputs!r}; expected a tuple, one for every input of the loss after its params"
+            )
+        if not isinstance(tx, optax.GradientTransformation):
+            raise UsageError(f"optimizer: tx: got {tx!r:.80}; expected an Optax transformation, such as optax.sgd(0.1)")
         numeric_leaves(params)  # refuse what is no tree of arrays before anything is placed
         like = [jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(params)]
-        odd = sorted({str(x.dtype) for x in like if x.dtype != np.float32})
-        check(not odd, f"optimizer: got params of {', '.join(odd)}; expected float32, which one flat gradient holds")
+        if odd := sorted({str(x.dtype) for x in like if x.dtype != np.float32}):
+            raise UsageError(f"optimizer: got params of {', '.join(odd)}; expected float32, as the flat gradient is")
         structure = jax.tree.structure(params)
         # The model state is kept in a variable for each of its reductions.
         reductions = Outputs([] if model_state is None else [model_state_outputs])
-        into = [output for output in reductions.flat if output.into is not None]
-        check(not into, f"optimizer: model_state_outputs: got {into}; expected words: it makes the variables itself")
+        if into := [output for output in reductions.flat if output.into is not None]:
+            raise UsageError(
+                f"optimizer: model_state_outputs: got {into}; expected words: it makes the variables itself"
+            )
         parts = reductions.split("optimizer: model_state", [model_state] if reductions.trees else [])
         numeric_leaves(parts)
         group = current_group()
@@ -95,27 +118,26 @@ class Optimizer:
             updates, state = extended.update(grads, state, params, **extra)
             return optax.apply_updates(params, updates), state
 
-        # The loss's own parameters may be passed by name; params and variables come by position.
+        # The loss's parameters may be passed by name; params and variables come by position.
         with contextlib.suppress(TypeError, ValueError):  # Python does not know them
-            own = [*inspect.signature(loss).parameters.values()][1 + len(reductions.trees) :]
+            arguments = [*inspect.signature(loss).parameters.values()][1 + len(reductions.trees) :]
             by_position = [
                 inspect.Parameter(f"_{i}", inspect.Parameter.POSITIONAL_ONLY) for i in range(1 + len(states))
             ]
-            gradient.__signature__ = inspect.Signature([*by_position, *own])  # pyright: ignore[reportFunctionMemberAccess]
+            gradient.__signature__ = inspect.Signature([*by_position, *arguments])  # pyright: ignore[reportFunctionMemberAccess]
         into_variables = [mean(self.gradient), mean(self.value), *(reductions.flat[i](states[i]) for i in reduced)]
         self._gradient = Function(
-            function=gradient,
+            gradient,
             inputs=(self.params, *states, *inputs),
             outputs=(mean, [aux] if has_aux else [], *into_variables),
             updates=tuple((states[i], reductions.flat[i].op or "mean") for i in local),  # over pieces
             strategy=strategy,
         )
         self._update = Function(
-            function=update,
+            update,
             inputs=(self.gradient, self.value, self.params, self.state),
             outputs=(),
             updates=(self.params, self.state),
-            strategy=None,
         )
 
     def __call__(
@@ -132,9 +154,9 @@ class Optimizer:
 
 def unpack_pair(result: Any, expected: str) -> tuple[Any, Any]:
     """The two parts of what a loss returned."""
-    got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
-    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
-    check(is_pair, f"optimizer: got {got} from the loss; expected {expected}, as model_state and aux say")
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise UsageError(f"optimizer: got {got} from the loss; expected {expected}, as model_state and aux say")
     return result[0], result[1]
 
 
@@ -147,37 +169,4 @@ def refuse_line_search(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def optimizer(
-    loss: Any,
-    params: PyTree,
-    tx: optax.GradientTransformation,
-    inputs: Sequence[Marker] = (scatter, scatter),
-    strategy: str | None = None,
-    *,
-    model_state: PyTree = None,
-    model_state_outputs: PyTree = mean,
-    aux: PyTree = None,
-) -> Optimizer:
-    """Synchronous descent: every worker applies `tx` to the mean gradient.
-
-    A step takes g = sum_r (n_r / n) grad loss(params, share_r), with n_r of the n examples on worker r.
-
-    Args:
-        loss: (params, *inputs) -> the mean loss of some examples, f32[]. With `model_state` (params, model_state,
-            *inputs) -> (loss, model_state); with `aux` it returns (loss, aux); with both (loss, (model_state, aux)).
-        params: tree of f32; every worker begins with it and all stay equal, bit for bit.
-        tx: any Optax transformation; it is given value and grad, the loss and its gradient over all examples. One
-            that evaluates the loss anew (value_fn), as a line search does, is refused.
-        inputs, strategy: as of `jaxmpi.function`.
-        model_state: tree that every worker begins with and that the loss moves, such as running batch statistics.
-        model_state_outputs: one reduction, or a tree of them, for what workers make of it: `mean` over examples keeps
-            it equal on all; `local` leaves it to each worker.
-        aux: one reduction, or a tree of them as `outputs` of `jaxmpi.function`, for what a step returns beside the
-            loss.
-
-    Communicates: at every step the gradient, flat, with the other means; then what else is reduced.
-
-    Raises:
-        UsageError: as `jaxmpi.function`; other params; a loss that does not return what is said above.
-    """
-    return Optimizer(loss, params, tx, inputs, strategy, model_state, model_state_outputs, aux)
+optimizer = Optimizer

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import jax
 import jax.monitoring
 
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import write_all
 from jaxmpi.runtime.process import launched
 
@@ -150,7 +150,7 @@ def profile(path: str | Path | None = None) -> Iterator[Profile]:
     """Profile the calls inside the `with` block.
 
     Printed it is a table. Seconds are those of this process's first worker: of a script that leads, the master's; of
-    ranks that all run the script, each rank's own. Calls wait for their results meanwhile. No communication.
+    ranks that all run the script, each rank's. Calls wait for their results meanwhile. No communication.
 
     Args:
         path: a file for a JSON line a call, with its `function`, `number` among functions, and the figures of `rows`;
@@ -160,11 +160,12 @@ def profile(path: str | Path | None = None) -> Iterator[Profile]:
         UsageError: another profile is under way, or there is no folder for the file.
     """
     global _running, _listens
-    check(_running is None, "profile: another one is under way; expected one at a time: end it first")
-    file = None if path is None else Path(path)
-    here = launched()
-    is_there = file is None or file.parent.is_dir() or (here is not None and here.rank > 0)  # worker 0 alone writes
-    check(is_there, f"profile: got {path}; expected a file in a folder that is there")
+    if _running is not None:
+        raise UsageError("profile: another one is under way; expected one at a time: end it first")
+    file, rank = None if path is None else Path(path), launched()
+    is_writer = rank is None or rank.rank == 0  # worker 0 alone
+    if file is not None and is_writer and not file.parent.is_dir():
+        raise UsageError(f"profile: got {path}; expected a file in a folder that is there")
     if not _listens:
         jax.monitoring.register_event_duration_secs_listener(count_compilation)
         _listens = True

@@ -12,10 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.core.errors import UsageError, check, lookup
+from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.core.pytrees import PyTree, path_name
-
-FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))  # dtypes that `exchange` takes
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +27,8 @@ class Scatter:
 
     def __call__(self, variable: Any) -> "Scatter":
         """Take the rows of a worker-resident variable."""
-        check(hasattr(variable, "number"), f"scatter(...): got {type(variable).__name__}; expected a jaxmpi.variable")
+        if not hasattr(variable, "number"):
+            raise UsageError(f"scatter(...): got {type(variable).__name__}; expected a jaxmpi.variable")
         return Scatter(variable)
 
 
@@ -44,9 +43,11 @@ class Output:
     def __call__(self, what: Any) -> "Output":
         """`mean(variable)`: all workers keep the result there. `local(mean)`: over pieces only."""
         if self is local:
-            check(isinstance(what, Output) and bool(what.op), f"local(...): got {what!r}; expected mean, sum, ...")
+            if not (isinstance(what, Output) and what.op):
+                raise UsageError(f"local(...): got {what!r}; expected mean, sum, ...")
             return Output(what.op, stays=True)
-        check(hasattr(what, "number"), f"{self.op}(...): got {type(what).__name__}; expected a jaxmpi.variable")
+        if not hasattr(what, "number"):
+            raise UsageError(f"{self.op}(...): got {type(what).__name__}; expected a jaxmpi.variable")
         return replace(self, into=what)
 
 
@@ -69,20 +70,19 @@ class ReductionSpec(NamedTuple):
     """How two partial results become one."""
 
     kinds: str  # letters of the dtypes that it takes, as of `kind_letter`
-    jnp: Callable | None  # function of two arrays on a device; None: placed one after another
-    numpy: Callable | None
+    function: str  # of jnp and of NumPy, of two arrays; empty: placed one after another
     way_out: str
 
 
 NUMBERS = "iufc"
 OPS: dict[str, ReductionSpec] = {
-    "mean": ReductionSpec("fc", jnp.add, np.add, "use sum and divide by the number of examples, or cast it"),
-    "sum": ReductionSpec(NUMBERS, jnp.add, np.add, "cast it to a number"),
-    "add": ReductionSpec(NUMBERS, jnp.add, np.add, "cast it to a number"),
-    "prod": ReductionSpec(NUMBERS, jnp.multiply, np.multiply, "cast it to a number"),
-    "min": ReductionSpec("biuf", jnp.minimum, np.minimum, "take its absolute value or its parts"),
-    "max": ReductionSpec("biuf", jnp.maximum, np.maximum, "take its absolute value or its parts"),
-    "gather": ReductionSpec("biufc", None, None, "return an array with an axis of examples"),
+    "mean": ReductionSpec("fc", "add", "use sum and divide by the number of examples, or cast it"),
+    "sum": ReductionSpec(NUMBERS, "add", "cast it to a number"),
+    "add": ReductionSpec(NUMBERS, "add", "cast it to a number"),
+    "prod": ReductionSpec(NUMBERS, "multiply", "cast it to a number"),
+    "min": ReductionSpec("biuf", "minimum", "take its absolute value or its parts"),
+    "max": ReductionSpec("biuf", "maximum", "take its absolute value or its parts"),
+    "gather": ReductionSpec("biufc", "", "return an array with an axis of examples"),
 }
 
 
@@ -97,10 +97,11 @@ def check_reducible(op: str, dtype: Any, shape: Sequence[int], where: str) -> No
     """Refuse an output that cannot be reduced as asked."""
     if not op:
         return
-    spec = OPS[op]
-    got = f"{where}: got {jnp.dtype(dtype)}{list(shape)}"
-    check(kind_letter(dtype) in spec.kinds, f"{got}, which {op} cannot take exactly: {spec.way_out}")
-    check(bool(spec.jnp) or len(shape) > 0, f"{got}; gather needs a first axis: {spec.way_out}")
+    spec, got = OPS[op], f"{where}: got {jnp.dtype(dtype)}{list(shape)}"
+    if kind_letter(dtype) not in spec.kinds:
+        raise UsageError(f"{got}, which {op} cannot take exactly: {spec.way_out}")
+    if op == "gather" and not shape:
+        raise UsageError(f"{got}; gather needs a first axis: {spec.way_out}")
 
 
 def kind_letter(dtype: Any) -> str:
@@ -118,24 +119,32 @@ def accumulation_dtype(dtype: Any) -> np.dtype:
 
 def is_exchanged(op: str, dtype: Any) -> bool:
     """Return True if `exchange` reduces it; all else is gathered and combined."""
-    return op in ("mean", "sum") and jnp.dtype(dtype) in FLOATS
+    return op in ("mean", "sum") and jnp.dtype(dtype).name in ("float32", "bfloat16", "float16")
 
 
 def combine(op: str, rows: Sequence[np.ndarray], weights: Sequence[float] = ()) -> np.ndarray:
     """Combine workers' arrays in rank order; mean is sum_r weights[r] row_r."""
     kinds = [f"{row.dtype}{list(row.shape[op == 'gather' :])}" for row in rows]
-    for rank, kind in enumerate(kinds):
-        if kind != kinds[0]:
-            raise UsageError(f"{op}: worker {rank} has {kind}, worker 0 has {kinds[0]}; expected the same")
-    function, dtype = OPS[op].numpy, rows[0].dtype
-    if function is None:
+    if odd := [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]:
+        raise UsageError(f"{op}: worker {odd[0]} has {kinds[odd[0]]}, worker 0 has {kinds[0]}; expected the same")
+    dtype = rows[0].dtype
+    if op == "gather":
         check_reducible(op, dtype, rows[0].shape, op)
         return np.concatenate(rows)
     flat = [np.atleast_1d(row).astype(accumulation_dtype(dtype)) for row in rows]
     with np.errstate(all="ignore"):  # integers wrap, floats overflow, as in programs
         if op == "mean":
             flat = [row * np.asarray(weight, row.dtype) for row, weight in zip(flat, weights, strict=True)]
-        return functools.reduce(function, flat).astype(dtype).reshape(rows[0].shape)
+        return functools.reduce(getattr(np, OPS[op].function), flat).astype(dtype).reshape(rows[0].shape)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def fold(ops: tuple[str, ...], totals: list[Any], out: list[Any], weights: list[Any]) -> list[jax.Array]:
+    """Combine the totals with one more piece: total <- op(total, out); for a mean, total + weight * out."""
+    new = [x.astype(accumulation_dtype(x.dtype)) for x in out]
+    new = [x * weight if op == "mean" else x for op, x, weight in zip(ops, new, weights, strict=True)]
+    functions: list[Callable] = [getattr(jnp, OPS[op].function) for op in ops]
+    return [f(t, x) for f, t, x in zip(functions, totals, new, strict=True)] if totals else new
 
 
 # ---------------------------------------------------------------- trees of outputs
@@ -163,11 +172,11 @@ class Outputs:
         self.trees: tuple[PyTree, ...] = jax.tree.map(from_word, trees, is_leaf=lambda leaf: leaf is None)
         named = jax.tree_util.tree_leaves_with_path(self.trees, is_leaf=lambda leaf: leaf is None)
         for _, output in named:
-            check(
-                isinstance(output, Output) and output.op != "add",
-                f"outputs: got {output!r}; expected jaxmpi.functions.mean, sum, prod, min, max, gather, local or a "
-                "name, or a tree of them",
-            )
+            if not isinstance(output, Output) or output.op == "add":
+                raise UsageError(
+                    f"outputs: got {output!r}; expected jaxmpi.functions.mean, sum, prod, min, max, gather, local or a "
+                    "name, or a tree of them"
+                )
         self.flat = tuple(output for _, output in named)
         # For messages: which output each reduction is of, and its path there.
         self.names = [f"{p[0].idx} {path_name(p[1:])!r}" if p[1:] else str(p[0].idx) for p, _ in named]  # pyright: ignore[reportAttributeAccessIssue]
@@ -194,11 +203,12 @@ class Outputs:
         if subset is None:
             return self.all
         tree = self.numbers[0] if self.is_single else dict(enumerate(self.numbers))
-        check(isinstance(tree, dict), "output_subset: got a choice of outputs, but the only output is no dict")
-        expected = f"expected some of {sorted(tree, key=str)} in a list, each once"
-        check(isinstance(subset, (tuple, list)), f"output_subset: got {subset!r}; {expected}")
-        known = all(isinstance(key, (str, int)) and key in tree for key in subset)
-        check(known and len(set(subset)) == len(subset), f"output_subset: got {list(subset)!r}; {expected}")
+        if not isinstance(tree, dict):
+            raise UsageError("output_subset: got a choice of outputs, but the only output is no dict; leave it out")
+        is_list = isinstance(subset, (tuple, list)) and all(isinstance(key, (str, int)) for key in subset)
+        if not is_list or len(set(subset)) < len(subset) or not set(subset) <= set(tree):
+            expected = f"expected some of {sorted(tree, key=str)} in a list, each once"
+            raise UsageError(f"output_subset: got {subset!r}; {expected}")
         chosen = {key: tree[key] for key in subset}
         return self._choose(chosen if self.is_single else tuple(chosen.values()))
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.comm.shared_sum import aligned
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.functions.shared_array import SharedArray
 
 
@@ -64,21 +65,21 @@ def select_rows(batch: Any, length: int, what: str = "batch") -> RowSelection:
         picked = range(length)[batch]
         return RowSelection(len(picked), picked.start, picked.step)
     if isinstance(batch, (int, np.integer)) and not isinstance(batch, bool):
-        check(bool(0 <= batch <= length), f"{what}: got {batch}; there are {length} examples")
+        if not 0 <= batch <= length:
+            raise UsageError(f"{what}: got {batch}; there are {length} examples")
         return RowSelection(int(batch))
     indices = np.asarray(batch)
     if indices.dtype == bool and indices.ndim:
-        got = f"{what}: got a mask of shape {list(indices.shape)}"
-        check(indices.shape == (length,), f"{got}; there are {length} examples, and it needs an entry for each")
+        if indices.shape != (length,):
+            got = f"{what}: got a mask of shape {list(indices.shape)}"
+            raise UsageError(f"{got}; there are {length} examples, and it needs an entry for each")
         indices = np.flatnonzero(indices)
-    check(
-        indices.ndim == 1 and (indices.dtype.kind in "iu" or not indices.size),
-        f"{what}: got {indices.dtype}{list(indices.shape)}; expected a whole number, a slice, a mask, or indices "
-        "in one axis",
-    )
+    if indices.ndim != 1 or (indices.dtype.kind not in "iu" and indices.size):
+        got = f"{what}: got {indices.dtype}{list(indices.shape)}"
+        raise UsageError(f"{got}; expected a whole number, a slice, a mask, or indices in one axis")
     low, high = (int(indices.min()), int(indices.max())) if indices.size else (0, -1)
-    odd = high if high >= length else low
-    check(-length <= low and high < length, f"{what}: got index {odd}; there are {length} examples")
+    if low < -length or high >= length:
+        raise UsageError(f"{what}: got index {high if high >= length else low}; there are {length} examples")
     indices = indices.astype(np.int64, copy=False)  # now that none is beyond it
     return RowSelection(indices.size, indices=np.where(indices < 0, indices + length, indices) if low < 0 else indices)
 
@@ -90,12 +91,42 @@ def choices_by_worker(batch: Any, workers: int) -> list[Any]:
     """
     if not isinstance(batch, (list, tuple)) or not any(hasattr(b, "__len__") or isinstance(b, slice) for b in batch):
         batch = [batch] * workers
-    check(len(batch) == workers, f"batch_local: got {len(batch)} choices of rows; expected {workers}, one a worker")
+    if len(batch) != workers:
+        raise UsageError(f"batch_local: got {len(batch)} choices of rows; expected {workers}, one a worker")
     return [np.asarray(b) if hasattr(b, "__len__") else b for b in batch]
 
 
-def check_lengths(lengths: dict[str, int]) -> int:
-    """The one length of all scattered arrays, given by name."""
+def check_choices(batch: Any, batch_local: Any, slices: Any, is_scattered: bool, is_resident: bool) -> None:
+    """Refuse choices of rows that no input has."""
+    if not isinstance(slices, (int, np.integer)) or slices < 1:
+        raise UsageError(f"slices: got {slices!r}; expected a whole number > 0")
+    if batch is not None and not is_scattered:
+        raise UsageError("batch: got a choice of examples, but no argument is scattered; leave it out")
+    if batch_local is not None and not is_resident:
+        raise UsageError("batch_local: got a choice of rows, but no input is scatter(variable); leave it out")
+    if slices > 1 and not (is_scattered or is_resident):
+        raise UsageError(f"slices: got {slices}, but no input is scattered; leave it out")
+
+
+def digest_rows(rows: RowSelection | None, choices: list[Any]) -> dict[str, Any]:
+    """Rows that ranks compare, if each of them chooses."""
+    crc = 0
+    for indices in (rows and rows.indices, *choices):
+        if hasattr(indices, "__len__"):
+            crc = zlib.crc32(np.asarray(indices, np.int64).tobytes(), crc)
+    return {
+        "rows": str(rows and rows[:3]),
+        "local": [str(choice) for choice in choices if not hasattr(choice, "__len__")],
+        "indices": crc,
+    }
+
+
+def check_lengths(lengths: dict[str, int], workers: int, batch: Any) -> RowSelection:
+    """The rows that a batch names of scattered arrays, given by name with their lengths.
+
+    Raises:
+        UsageError: other lengths than the first's; fewer rows than workers.
+    """
     (first, length), *others = lengths.items()
     for name, other in others:
         if other != length:
@@ -103,13 +134,12 @@ def check_lengths(lengths: dict[str, int]) -> int:
                 f"scattered inputs have different lengths: {name} {other}, {first} {length}; their first axes must be "
                 "the same examples"
             )
-    return length
-
-
-def check_enough(n: int, workers: int) -> None:
-    """Refuse a call that leaves a worker without an example."""
-    if n < workers:
-        raise UsageError(f"got {n} examples for {workers} workers; every worker needs one: fork fewer, or give more")
+    rows = select_rows(batch, length)
+    if rows.count < workers:
+        raise UsageError(
+            f"got {rows.count} examples for {workers} workers; every worker needs one: fork fewer, or give more"
+        )
+    return rows
 
 
 def take_rows(array: Any, index: slice | np.ndarray) -> Any:
@@ -117,8 +147,8 @@ def take_rows(array: Any, index: slice | np.ndarray) -> Any:
     if isinstance(array, jax.Array):
         if next(iter(array.devices())).platform != "cpu":
             if isinstance(index, slice) and index.step == 1:
-                return rows_from(array, np.int32(index.start), index.stop - index.start)
-            return rows_at(array, np.asarray(np.arange(len(array))[index], np.int32))
+                return _rows_from(array, np.int32(index.start), index.stop - index.start)
+            return _rows_at(array, np.asarray(np.arange(len(array))[index], np.int32))
         array = np.asarray(array)  # a view
     array = array.array if isinstance(array, SharedArray) else array
     if isinstance(index, slice) or not array.flags.c_contiguous:  # np.take would copy all of it first
@@ -127,5 +157,5 @@ def take_rows(array: Any, index: slice | np.ndarray) -> Any:
     return np.take(array, index, axis=0, out=out, mode="clip")  # checked before; "raise" would copy once more
 
 
-rows_from = jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=2)
-rows_at = jax.jit(functools.partial(jnp.take, axis=0, mode="clip"))
+_rows_from = jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=2)
+_rows_at = jax.jit(functools.partial(jnp.take, axis=0, mode="clip"))

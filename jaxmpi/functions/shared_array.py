@@ -22,7 +22,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.core.random_keys import is_key
 from jaxmpi.core.shared_memory import folder, reserve
@@ -53,7 +53,8 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
     @property
     def array(self) -> np.ndarray:
         """The memory as a NumPy array, a view valid until `free`."""
-        check(not self._is_free, f"the shared array {self.name!r} has been freed")
+        if self._is_free:
+            raise UsageError(f"the shared array {self.name!r} has been freed; make it anew")
         return self._array
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -78,7 +79,7 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self.array[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.array[index] = check_lossless(value, self.dtype)
+        self.array[index] = _check_lossless(value, self.dtype)
 
     def __len__(self) -> int:
         return len(self.array)
@@ -100,8 +101,8 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
         New rows are what the memory holds. If several ranks run the script all must call it. Raises: UsageError: no
         room in shared memory.
         """
-        check(self.ndim > 0, "resize: got an array without axes; expected a first axis")
-        check(length >= 0, f"resize: got {length}; expected a length >= 0")
+        if not self.ndim:
+            raise UsageError("resize: got an array without axes; expected a first axis")
         self.reshape((length, *self.shape[1:]))
 
     def reshape(self, shape: Sequence[int]) -> None:
@@ -110,18 +111,19 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
         As for `resize`, all ranks that run the script must call it. It raises `UsageError` if there is no room.
         """
         shape = tuple(int(n) for n in shape)
-        check(all(n >= 0 for n in shape), f"reshape: got {shape}; expected lengths >= 0")
+        if min(shape, default=0) < 0:
+            raise UsageError(f"reshape: got {shape}; expected lengths >= 0")
         size_bytes, dtype = PAGE + math.prod(shape) * self.dtype.itemsize, self.dtype
         if os.fstat(self._handle).st_size < size_bytes:
-            extend_file(self._handle, size_bytes)
-        os.pwrite(self._handle, header_page(dtype, shape), 0)
+            _extend_file(self._handle, size_bytes)
+        os.pwrite(self._handle, _header_page(dtype, shape), 0)
         self.refresh()
 
     def refresh(self) -> None:
         """Look again at what another process may have resized."""
         self._memory = mmap.mmap(self._handle, os.fstat(self._handle).st_size)
-        said = json.loads(self._memory[:PAGE].rstrip(b"\0"))
-        self._array = np.ndarray(said["shape"], jnp.dtype(said["dtype"]), self._memory, PAGE)
+        header = json.loads(self._memory[:PAGE].rstrip(b"\0"))
+        self._array = np.ndarray(header["shape"], jnp.dtype(header["dtype"]), self._memory, PAGE)
 
     def free(self) -> None:
         """Free memory and name; processes keep the memory while they map it."""
@@ -187,26 +189,27 @@ def unmap(keys: Sequence[str] | None = None) -> None:
 
 def create(value: Any, name: str, oversize: float, dtype: Any, force: bool) -> SharedArray:
     """A new array with the value in it; arguments and errors as of `jaxmpi.shared`."""
-    check(1 <= oversize < math.inf, f"shared: oversize: got {oversize}; expected a factor >= 1")
+    if not 1 <= oversize < math.inf:
+        raise UsageError(f"shared: oversize: got {oversize}; expected a factor >= 1")
     given = value() if callable(value) else value
     if is_key(given):
         raise UsageError("shared: got random keys; share jax.random.key_data(keys), and wrap it in the function")
     check_unmasked("shared", given)
     source = np.asarray(given)
     target = jnp.dtype(source.dtype if dtype is None else dtype)
-    check_numeric("shared", source.dtype)
+    _check_numeric("shared", source.dtype)
     check_jax_takes("shared", target)
-    values = source.astype(target) if force else check_lossless(source, target)
-    with new_file(name) as (handle, path):
+    values = source.astype(target) if force else _check_lossless(source, target)
+    with _new_file(name) as (handle, path):
         try:
-            extend_file(handle, PAGE + math.ceil(oversize * source.size * target.itemsize))
+            _extend_file(handle, PAGE + math.ceil(oversize * source.size * target.itemsize))
         except UsageError:
             os.close(handle)
             raise
-        os.pwrite(handle, header_page(target, source.shape), 0)
+        os.pwrite(handle, _header_page(target, source.shape), 0)
         array = SharedArray(handle, path, name)
         array.array[...] = values
-    if not path.startswith("/proc/"):
+    if name:
         array._unlinks = os.getpid()
         atexit.register(array.free)
     return array
@@ -214,7 +217,7 @@ def create(value: Any, name: str, oversize: float, dtype: Any, force: bool) -> S
 
 def attach(name: str) -> SharedArray:
     """The array that another process has made under this name."""
-    path = array_path(name)
+    path = _array_path(name)
     try:
         return SharedArray(os.open(path, os.O_RDWR), path, name)
     except FileNotFoundError as error:
@@ -224,70 +227,57 @@ def attach(name: str) -> SharedArray:
 
 
 @contextlib.contextmanager
-def new_file(name: str) -> Iterator[tuple[int, str]]:
+def _new_file(name: str) -> Iterator[tuple[int, str]]:
     """An empty file, and the path under which others find it later.
 
-    The file appears there whole, when the block ends. One without a name is seen through this process only.
+    A name is there once the array is whole: the file has none until the block ends, and goes with its maker until
+    then. One without a name is seen through this process only.
     """
-    if not name and hasattr(os, "memfd_create"):
+    if not name:
         handle = os.memfd_create("jaxmpi")
         yield handle, f"/proc/{os.getpid()}/fd/{handle}"
         return
-    path = array_path(name or uuid.uuid4().hex)
-    unlink_if_orphaned(path)
+    path = _array_path(name)
+    _unlink_if_orphaned(path)
     taken = f"shared: the name {name!r} is taken ({path}); attach with jaxmpi.shared(name=...)"
-    check(not os.path.exists(path), taken)
-    handle, unseen = open_unlinked(path)
+    if os.path.exists(path):
+        raise UsageError(taken)
     try:
+        handle = os.open(os.path.dirname(path), os.O_RDWR | os.O_TMPFILE, 0o600)
         yield handle, path
-        os.link(unseen, path, src_dir_fd=handle)  # the path is whole; a folder's handle makes it follow links
+        os.link(f"/proc/self/fd/{handle}", path, src_dir_fd=handle)  # a folder's handle makes it follow links
     except FileExistsError as error:
         raise UsageError(taken) from error
     except OSError as error:
         raise UsageError(f"shared: {path} cannot be made: {error}; leave the name out, or free that folder") from error
-    finally:
-        if not unseen.startswith("/proc/"):
-            os.unlink(unseen)
 
 
-def open_unlinked(path: str) -> tuple[int, str]:
-    """A file, if possible without a name, so that it goes with its maker; and the path to link."""
-    try:
-        handle = os.open(os.path.dirname(path), os.O_RDWR | os.O_TMPFILE, 0o600)
-        return handle, f"/proc/self/fd/{handle}"
-    except (AttributeError, OSError):
-        unseen = f"{path}~{uuid.uuid4().hex}"  # no array's name has a ~
-        return os.open(unseen, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), unseen
-
-
-def array_path(name: str) -> str:
+def _array_path(name: str) -> str:
     """Path of the memory of a name."""
-    check(
-        re.fullmatch(r"[\w.-]{1,200}", name) is not None, f"shared: name: got {name!r}; expected letters, digits, ._-"
-    )
+    if not re.fullmatch(r"[\w.-]{1,200}", name):
+        raise UsageError(f"shared: name: got {name!r}; expected letters, digits, ._-")
     return os.path.join(folder(), f"jaxmpi-array-{name}")
 
 
-def unlink_if_orphaned(path: str) -> None:
+def _unlink_if_orphaned(path: str) -> None:
     """Remove memory whose maker is gone."""
     # nobody has it; another user has; its maker is just writing the page
     with contextlib.suppress(FileNotFoundError, PermissionError, ValueError), open(path, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # the second of two finders must not remove what the first makes then
-        said = json.loads(file.read(PAGE).rstrip(b"\0"))
+        header = json.loads(file.read(PAGE).rstrip(b"\0"))
         try:
-            os.kill(said["pid"], 0)
+            os.kill(header["pid"], 0)
         except ProcessLookupError:
             if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
                 os.unlink(path)
 
 
-def header_page(dtype: Any, shape: Sequence[int]) -> bytes:
+def _header_page(dtype: Any, shape: Sequence[int]) -> bytes:
     """The first page: dtype and shape of what follows, and its maker."""
     return json.dumps({"dtype": str(dtype), "shape": list(shape), "pid": os.getpid()}).encode().ljust(PAGE, b"\0")
 
 
-def extend_file(handle: int, size_bytes: int) -> None:
-    """Let the file have so many bytes."""
+def _extend_file(handle: int, size_bytes: int) -> None:
     try:
         reserve(handle, size_bytes)
     except OSError as error:
@@ -296,32 +286,32 @@ def extend_file(handle: int, size_bytes: int) -> None:
         ) from error
 
 
-def check_lossless(value: Any, dtype: np.dtype) -> Any:
+# ---------------------------------------------------------------- numbers that it may hold
+
+
+def _check_lossless(value: Any, dtype: np.dtype) -> Any:
     """The value, refused if this dtype may lose something of it."""
     if isinstance(value, (bool, int, float, complex)):
         got, fits = type(value).__name__, np.can_cast(np.min_scalar_type(value), dtype, "same_kind")
     else:
         check_unmasked("shared", value)
         value = np.asarray(value)
-        check_numeric("shared", value.dtype)
+        _check_numeric("shared", value.dtype)
         got, fits = value.dtype, np.can_cast(value.dtype, dtype, "safe")
-    check(
-        fits, f"shared: got {got} for {dtype}, which may lose digits; cast it with .astype, or shared(..., force=True)"
-    )
+    if not fits:
+        way_out = "cast it with .astype, or shared(..., force=True)"
+        raise UsageError(f"shared: got {got} for {dtype}, which may lose digits; {way_out}")
     return value
 
 
-# ---------------------------------------------------------------- what JAX would read otherwise, or not at all
-
-
-def check_numeric(what: str, dtype: Any) -> None:
+def _check_numeric(what: str, dtype: Any) -> None:
     """Refuse dtypes other than numbers; bfloat16 and the like are numbers."""
     if dtype.kind not in "biufc" and not jnp.issubdtype(dtype, jnp.number):
         raise UsageError(f"{what}: got an array of {dtype}; expected numbers")
 
 
 def check_jax_takes(what: str, dtype: Any) -> None:
-    """As `check_numeric`, and refuse another byte order or over 64 bits."""
-    check_numeric(what, dtype)
+    """Refuse dtypes other than numbers, another byte order, and more than 64 bits."""
+    _check_numeric(what, dtype)
     if not dtype.isnative or dtype.itemsize > (16 if dtype.kind == "c" else 8):
         raise UsageError(f"{what}: got an array of {dtype}, which JAX does not take; cast it: x.astype(np.float32)")

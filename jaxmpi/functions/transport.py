@@ -1,14 +1,11 @@
-"""Messages between processes of workers, over MPI or a fork's sockets.
+"""Messages between processes of workers, over MPI or a fork's sockets, and the watch for workers that are stopped.
 
-A transport carries commands from the master, reports of all, and arrays of any length. A message is a pickled value
-with its arrays beside it, which so are not copied; all processes are this user's own. A call ends with a report of each
-worker. Mostly all are alike and well, so 48 bytes of each are sent, a hash of the text among them; whole texts follow
-if they differ or one has failed. The master looks at its workers' processes meanwhile: one that is stopped or gone is
-named, one that computes is not late.
+A transport carries commands from the master, reports of all, and arrays of any length. A message is a pickled value and
+its arrays, which are sent separately and so are not copied; all processes are this user's. The master looks at its
+workers' processes: one that is stopped or gone is named, one that computes is not late.
 """
 
 import functools
-import hashlib
 import os
 import pickle
 import select
@@ -19,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -26,19 +24,21 @@ import numpy as np
 
 from jaxmpi.comm.control import LATE_S, MAX_BYTES, MpiProcesses
 from jaxmpi.comm.polling import POLL_S, wait
-from jaxmpi.comm.shared_sync import TIMEOUT_S
+from jaxmpi.comm.shared_sum import SharedSum
+from jaxmpi.comm.shared_sync import ARRIVED, TIMEOUT_S, digest
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.process_stat import stat_of
-from jaxmpi.runtime import job_folder
+from jaxmpi.functions.reports import SHORT_BYTES, CallReport, pack_report, unpack_reports
+from jaxmpi.runtime import host_callbacks, job_folder
 from jaxmpi.runtime.failures import call_before_finalize
 
 
 class OutOfStep(TrainingError):
-    """Workers are at different places, or gone; no call can follow."""
+    """Workers are at different calls, or have ended; no call can follow."""
 
 
 class WorkerDied(OutOfStep):
-    """A worker's process has ended, and with it what it held."""
+    """A worker's process has ended; its variables are lost."""
 
 
 # ---------------------------------------------------------------- messages
@@ -87,40 +87,6 @@ def unpack(vector: np.ndarray) -> Any:
         return vector[begin : begin + size]
 
     return decode(receive(int(vector[:8].view(np.int64)[0])), receive)
-
-
-def as_bytes(array: np.ndarray) -> np.ndarray:
-    """C-contiguous values as u8[nbytes], without a copy."""
-    return array.reshape(-1).view(np.uint8)
-
-
-# ---------------------------------------------------------------- reports
-
-
-class CallReport(NamedTuple):
-    """How one worker's part of a call went."""
-
-    kind: str  # ok | missing (a program) | error
-    text: str  # values that must be the same on all workers; name of the program; error message
-    count: int = 0  # examples
-
-
-SHORT_BYTES = 48
-
-
-def pack_report(report: CallReport) -> bytes:
-    """A report as its text's hash, its count and a not-ok flag."""
-    count, is_bad = report.count.to_bytes(8, "little"), bytes([report.kind != "ok"])
-    text = report.text.encode(errors="surrogatepass")  # an error may name a file that is no UTF-8
-    return (hashlib.sha256(text).digest() + count + is_bad).ljust(SHORT_BYTES, b"\0")
-
-
-def unpack_reports(rows: bytes) -> list[CallReport] | None:
-    """Every worker's report without its text; None if their texts are needed."""
-    each = [rows[i : i + SHORT_BYTES] for i in range(0, len(rows), SHORT_BYTES)]
-    if any(row[40] for row in each) or len({row[:32] for row in each}) > 1:
-        return None
-    return [CallReport("ok", "", int.from_bytes(row[32:40], "little")) for row in each]
 
 
 # ---------------------------------------------------------------- who is stopped
@@ -201,7 +167,7 @@ SHORT_S, SHORT_LOOKS = 0.0001, 5000  # the sleep between a wait's first looks, a
 
 
 class MpiTransport:
-    """Over a communicator of its own, polled without spinning."""
+    """Over a separate communicator, polled without spinning."""
 
     def __init__(self, control: MpiProcesses, is_led: bool) -> None:
         """Take a communicator for this transport alone; all ranks call this together.
@@ -255,16 +221,16 @@ class MpiTransport:
     def send(self, rank: int, message: Message) -> None:
         """The head's length, the head, and the arrays."""
         parts = [np.array([message[0].size]).view(np.uint8), *message]
-        for request in [self.comm.Isend(piece, rank, tag=3) for part in parts for piece in mpi_pieces(part)]:
-            wait_politely(request, float("inf"))
+        for request in [self.comm.Isend(piece, rank, tag=3) for part in parts for piece in _mpi_pieces(part)]:
+            _wait_politely(request, float("inf"))
 
     def receive(self) -> Any:
         """The next value, received by polling, often at first: a loop's next call comes soon."""
 
         def receive(size: int) -> np.ndarray:
             data = np.empty(size, np.uint8)
-            for piece in mpi_pieces(data):
-                wait_politely(self.comm.Irecv(piece, 0, 3), float("inf"))
+            for piece in _mpi_pieces(data):
+                _wait_politely(self.comm.Irecv(piece, 0, 3), float("inf"))
             return data
 
         return decode(receive(int(receive(8).view(np.int64)[0])), receive)
@@ -306,7 +272,7 @@ class MpiTransport:
             OutOfStep: a rank has not come to it within the time limit; it is named. If rank 0 leads all come, and
                 computing is not late.
         """
-        if not wait_politely(request, self.timeout_s):
+        if not _wait_politely(request, self.timeout_s):
             late = self.control.in_job(self.control.late())
             raise OutOfStep(
                 f"rank {late} did not come to this call within {TIMEOUT_S:.0f} s; all ranks must make "
@@ -314,12 +280,12 @@ class MpiTransport:
             )
 
 
-def mpi_pieces(message: np.ndarray) -> list[np.ndarray]:
+def _mpi_pieces(message: np.ndarray) -> list[np.ndarray]:
     """Parts of MAX_BYTES at most; none if there is nothing."""
     return [message[start : start + MAX_BYTES] for start in range(0, message.size, MAX_BYTES)]
 
 
-def wait_politely(request: Any, timeout_s: float) -> bool:
+def _wait_politely(request: Any, timeout_s: float) -> bool:
     """Wait for an MPI request without spinning; False if time ran out.
 
     Sleeps are short for about a second: in a loop of calls the next message comes soon.
@@ -327,7 +293,7 @@ def wait_politely(request: Any, timeout_s: float) -> bool:
     return wait(request.Test, timeout_s, pause_s=lambda looks: SHORT_S if looks < SHORT_LOOKS else POLL_S)
 
 
-# ---------------------------------------------------------------- sockets
+# ---------------------------------------------------------------- a fork's sockets
 
 
 LOOKS_S = 0.002  # before sleeping: in a loop the next message comes soon, and a core that sleeps takes 0.1 ms to wake
@@ -422,3 +388,67 @@ class SocketTransport:
     def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
         """The master's value, on all."""
         return self._allgather(make() if self.rank == 0 else None)[0]
+
+
+# ---------------------------------------------------------------- a fork's shared memory
+
+
+@dataclass(frozen=True)
+class ForkEffect(host_callbacks.OrderedEffect):
+    """Effect that keeps the sums of one fork in order; a failed sum leaves nothing to the next fork."""
+
+    number: int
+
+
+host_callbacks.admit(ForkEffect(0))
+
+
+class ForkMemory:
+    """Sums and gathers over forked workers, outside jit, without MPI: they share a host."""
+
+    def __init__(self, transport: SocketTransport, number: int) -> None:
+        """Map the memory; all workers of the fork of this number call it together."""
+        instead = f'take devices of one process: JAX_NUM_CPU_DEVICES={transport.size} and fork(kind="devices")'
+        self.sums = SharedSum(transport, f"sum of fork {number}", effect=ForkEffect(number), instead=instead)
+        self.board = self.sums.board
+        self.rows = self.sums.rows.view(np.uint8)  # u8[2, workers, n]: of even and of odd calls, one a worker
+
+    def close(self) -> None:
+        """Unmap the memory."""
+        self.sums.close()
+        del self.sums, self.board, self.rows
+
+    def gather(self, data: np.ndarray, is_wanted: bool) -> list[np.ndarray] | None:
+        """Every worker's u8[n] of any n, if wanted; a collective call."""
+        size, room = np.array([data.size]).view(np.uint8), self.rows.shape[2]
+        start, end = 0, room - size.size  # the first piece also says how many bytes there are
+        try:
+            rows = self._gather_piece(np.concatenate([size, data[:end]]))
+            sizes = rows[:, : size.size].copy().view(np.int64)[:, 0].tolist()
+            out = [np.empty(n, np.uint8) for n in sizes] if is_wanted else None
+            rows = rows[:, size.size :]
+            while True:
+                for whole, row in zip(out or (), rows, strict=False):
+                    whole[start:end] = row[: whole[start:end].size]
+                if end >= max(sizes):
+                    return out
+                start, end = end, end + room
+                rows = self._gather_piece(data[start:end])
+        except BaseException:
+            self.board.fail()  # the others learn that this worker does not go on
+            raise
+
+    def _gather_piece(self, mine: np.ndarray) -> np.ndarray:
+        """All workers' rows, u8[workers, n], valid until the call after the next.
+
+        A row is free: all have come to the call before this one, and so have left the one before that.
+        """
+        board = self.board
+        board.begin((digest((-1,), 0.0), 1, -1))  # the header of no sum
+        rows = self.rows[board.call % 2]
+        rows[board.rank, : mine.size] = mine
+        board.post(ARRIVED, board.call)
+        for rank in range(board.size):
+            board.wait(rank, ARRIVED, board.call)
+            board.check_same(rank)
+        return rows

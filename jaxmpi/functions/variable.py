@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmpi.allreduce.api import check_strategy
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.random_keys import check_op, check_rows, key_leaves, packed, unpacked
@@ -24,13 +24,13 @@ from jaxmpi.core.to_jax import in_jax_dtype
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.groups import WorkerGroup
 from jaxmpi.functions.reductions import Output, check_reducible, combine, reduction_name
-from jaxmpi.functions.rows import RowSelection, check_enough, check_lengths, select_rows, shard_bounds, take_rows
+from jaxmpi.functions.rows import RowSelection, check_lengths, shard_bounds
 from jaxmpi.functions.shared_array import check_jax_takes, is_shared
 from jaxmpi.functions.worker import Command, Input, Leaves
 
 
 class Variable:
-    """A tree of which every worker holds values of its own.
+    """A tree that each worker holds, with its values.
 
     `jaxmpi.variable` makes one, for functions as an input or a target. If every rank runs the script, all ranks call
     the same methods in the same order. All of them get the results. A script that leads workers calls the methods once.
@@ -50,7 +50,7 @@ class Variable:
 
     @property
     def value(self) -> PyTree:
-        """The tree on this process's own worker, without communication.
+        """The tree on this process's worker, without communication.
 
         For a script that leads, or has devices as workers, this is worker 0.
         """
@@ -59,7 +59,7 @@ class Variable:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Leaves of this process's own worker."""
+        """Shapes of the leaves on this process's worker."""
         return [x.shape for x in jax.tree.leaves(self.value)]
 
     def lengths(self) -> list[int]:
@@ -106,19 +106,17 @@ class Variable:
         """
 
         def prepare(name: str) -> Command:
-            tree = packed(value)
-            structure = jax.tree.structure(tree)
-            check(structure == self.structure, f"scatter: got a tree {structure}; expected {self.structure}")
+            tree = self._check_structure("scatter", value)
             leaves = []
-            for (path, leaf), is_key in zip(named_leaves(tree), key_leaves(structure), strict=True):
+            for (path, leaf), is_key in zip(named_leaves(tree), key_leaves(self.structure), strict=True):
                 where = f"scatter: leaf {path!r}"
                 leaves.append(Input("rows", where, leaf if is_shared(leaf) else check_numbers(where, leaf)))
                 if is_key:
                     check_rows(leaf.shape, where)
-                check(leaves[-1].value.ndim > 0, "scatter: got an array without axes; expected rows")
+                if not leaves[-1].value.ndim:
+                    raise UsageError("scatter: got an array without axes; expected rows")
                 self.group.check_sees(leaf)
-            rows = select_rows(batch, check_lengths({x.name: len(x.value) for x in leaves}))
-            check_enough(rows.count, self.group.size)
+            rows = check_lengths({x.name: len(x.value) for x in leaves}, self.group.size, batch)
             spans = [*itertools.pairwise(shard_bounds(rows.count, self.group.size))]
             fields = {"number": self.number, "ranks": None, "agreed": [self.number, rows.count]}
             return Command(
@@ -155,13 +153,20 @@ class Variable:
 
     @property
     def leaves(self) -> Leaves:
-        """The leaves on this process's own worker; of random keys the numbers."""
+        """The leaves on this process's worker; of random keys the numbers."""
         return self.group.worker.leaves(self.number)
 
     def _rank(self, what: str, rank: int | np.integer) -> int:
-        is_rank = isinstance(rank, (int, np.integer)) and 0 <= rank < self.group.size
-        check(bool(is_rank), f"{what}: got {rank!r}; expected a worker in [0, {self.group.size})")
+        if not isinstance(rank, (int, np.integer)) or not 0 <= rank < self.group.size:
+            raise UsageError(f"{what}: got {rank!r}; expected a worker in [0, {self.group.size})")
         return int(rank)
+
+    def _check_structure(self, what: str, value: PyTree) -> PyTree:
+        """The tree, random keys as their numbers."""
+        tree = packed(value)
+        if (structure := jax.tree.structure(tree)) != self.structure:
+            raise UsageError(f"{what}: got a tree {structure}; expected {self.structure}")
+        return tree
 
     def _tree(self, leaves: Sequence[Any]) -> PyTree:
         return unpacked(jax.tree.unflatten(self.structure, leaves))
@@ -178,9 +183,7 @@ class Variable:
 
     def _put(self, method: str, value: PyTree, ranks: Sequence[int] | None = None) -> None:
         def prepare(name: str) -> Command:
-            structure = jax.tree.structure(packed(value))
-            check(structure == self.structure, f"variable: got a tree {structure}; expected {self.structure}")
-            leaves = numeric_leaves(value)
+            leaves = numeric_leaves(self._check_structure("variable", value))
             fields = {"number": self.number, "ranks": ranks, "agreed": [self.number, ranks]}
             return Command("put", name, fields, lambda rank: leaves if ranks is None or rank in ranks else [])
 
@@ -213,10 +216,7 @@ def make_variable(group: WorkerGroup, tree: PyTree) -> Variable:
 def give_rows(group: WorkerGroup, rank: int, x: Input, rows: RowSelection, span: tuple[int, int]) -> Input:
     """The input with a worker's rows: as a selection if it sees the array, else copied out of it."""
     shard = rows.shard(*span)
-    if group.is_local(rank) or is_shared(x.value):
-        return x._replace(rows=shard)
-    value = np.asarray(in_jax_dtype(x.name, take_rows(x.value, shard.index(0, shard.count))))
-    return x._replace(value=value, rows=RowSelection(shard.count))
+    return x._replace(rows=shard) if group.is_local(rank) or is_shared(x.value) else x.copy_rows(shard)
 
 
 def check_numbers(what: str, leaf: Any) -> Any:
@@ -226,7 +226,8 @@ def check_numbers(what: str, leaf: Any) -> Any:
             f"{what}: got a traced value; call functions and variables outside of jax.jit, grad and vmap: use these "
             "inside the function that jaxmpi.function wraps"
         )
-    check(not isinstance(leaf, Variable), f"{what}: got a jaxmpi.variable; name it in `inputs`, or take its .value")
+    if isinstance(leaf, Variable):
+        raise UsageError(f"{what}: got a jaxmpi.variable; name it in `inputs`, or take its .value")
     check_unmasked(what, leaf)
     array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf)
     check_jax_takes(what, array.dtype)

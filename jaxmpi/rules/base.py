@@ -157,41 +157,40 @@ class ScheduledPush(NamedTuple):
 class Gossip(Protocol):
     """A worker's part in gossip.
 
-    Weights, and shares under way, of all workers sum to 1: their weighted mean is the run's result.
+    Weights of all workers, and shares of pushes on their way, sum to 1: their weighted mean is the run's result.
     """
 
     weight: float  # alpha
 
-    def draw(self, is_shut: frozenset[int], /) -> ScheduledPush | None:
-        """After a step: whom to push to now, never one in `is_shut`."""
+    def draw(self, closed: frozenset[int], /) -> ScheduledPush | None:
+        """After a step: whom to push to now, never one in `closed`."""
         ...
 
-    def merge(self, w: np.ndarray, sent: np.ndarray, share: float, /) -> np.ndarray:
+    def merge(self, w: np.ndarray, pushed: np.ndarray, share: float, /) -> np.ndarray:
         """Params f32[n] after a push; the weight grows by the share."""
         ...
 
 
 class Asynchronous(NamedTuple):
-    """How workers meet a center or each other, in NumPy on f32[n].
+    """How workers exchange with a center or each other, in NumPy on f32[n].
 
-    `sent` and `seen` are what travelled, as both ends know it. `to_center(params, state)` is the tree that travels,
-    `from_center(tree, state)` the params for what came of it.
+    `pushed` is what a worker sent, as the wire left it, and `seen` the center before that; both ends know both.
     """
 
-    send: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (w, base) -> what the worker sends
-    serve: Callable[[np.ndarray, np.ndarray, np.ndarray], None]  # (center, sent, seen): changes the center in place,
-    # entry by entry: it is called on pieces of f32[n]
-    meet: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
-    # meet: (w, base, sent, seen) -> (w, base), the worker's after the exchange
-    # (worker, workers, seed, weight or 0) -> its part, if workers meet each other and not a center
+    push: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (w, base) -> what the worker pushes
+    # (center, pushed, seen): changes the center in place, entry by entry: it is called on segments of f32[n]
+    apply: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
+    # (w, base, pushed, seen) -> (w, base), the worker's after the exchange
+    pull: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+    # (worker, workers, seed, weight or 0) -> its part, if workers push to each other and not to a center
     gossip: Callable[[int, int, int, float], Gossip] | None = None
     starts_at_center: bool = False  # if a run is resumed
-    to_center: Callable[[PyTree, PyTree], PyTree] = lambda params, state: params
-    from_center: Callable[[PyTree, PyTree], PyTree] = lambda tree, state: tree
+    to_center: Callable[[PyTree, PyTree], PyTree] = lambda params, state: params  # the tree that is pushed
+    from_center: Callable[[PyTree, PyTree], PyTree] = lambda tree, state: tree  # its inverse
 
     @property
     def is_gossip(self) -> bool:
-        """Return True if workers meet each other, not a center."""
+        """Return True if workers push to each other, not to a center."""
         return self.gossip is not None
 
 

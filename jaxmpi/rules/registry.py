@@ -9,22 +9,16 @@ launcher and the checks here read them. A user's own rule is a row that is added
 import dataclasses
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 import optax
 
 from jaxmpi.allreduce.wires import is_coarse
 from jaxmpi.config.rule_config import RuleConfig
-from jaxmpi.core.errors import UsageError, check, lookup
-from jaxmpi.rules.asgd import asgd
-from jaxmpi.rules.awagd import awagd
+from jaxmpi.core.errors import UsageError, lookup
+from jaxmpi.rules.asynchronous.rules import asgd, check_gossip, easgd, gosgd
 from jaxmpi.rules.base import Exchange, Rule
-from jaxmpi.rules.diloco import diloco
-from jaxmpi.rules.easgd import check_stable, easgd, easgd_sync
-from jaxmpi.rules.gosgd import check_gossip, gosgd
 from jaxmpi.rules.gradients import gradients
-from jaxmpi.rules.local_sgd import local_sgd
-from jaxmpi.rules.subgd import subgd
+from jaxmpi.rules.synchronous import awagd, check_stable, diloco, easgd_sync, local_sgd, subgd
 
 Build = Callable[[optax.GradientTransformation, Exchange, RuleConfig], Rule]
 
@@ -40,30 +34,27 @@ class RuleSpec:
     any_optimizer: bool  # else only optimizers linear in the gradient: with others it equals no single worker
     is_periodic: bool = False  # exchanges every so many steps, nothing in between
     is_asynchronous: bool = False  # workers do not wait for each other
-    settings: tuple[str, ...] | None = None  # fields of its config that it goes by; None: those RuleConfig has not
+    settings: tuple[str, ...] | None = None  # fields of its config that it uses; None: those that RuleConfig lacks
     takes_compressors: bool = False  # it exchanges means of gradients, of which a compressor may keep something back
     sends_params: bool = False  # which a wire of 8 bits would round by more than a step changes them
     check: Callable[[RuleConfig, int], None] = lambda config, workers: None  # raises UsageError
 
     def uses(self, setting: str) -> bool:
         """Return True if a config field matters; `name` and `force` always do."""
-        own = self.settings if self.settings is not None else {setting} - COMMON
-        return setting in ("name", "force", *own)
+        if self.settings is not None:
+            return setting in ("name", "force", *self.settings)
+        return setting in ("name", "force") or setting not in COMMON
 
 
 COMMON = {field.name for field in dataclasses.fields(RuleConfig)}
-
-
-CENTER, LOCAL = ("tau", "staleness", "servers"), ("local_steps",)
-SPRING, OUTER = ("alpha", "server_alpha", "momentum"), ("outer_lr", "outer_momentum")
-AVERAGE, NOISE = ("average_momentum",), ("noise_scale",)
+CENTER = ("tau", "staleness", "servers")
 RULES: dict[str, RuleSpec] = {
     "gradients": RuleSpec(
         lambda tx, x, c: gradients(tx, x, c.noise_scale),
         lr_scaling="linear",
         sums_updates=False,
         any_optimizer=True,
-        settings=NOISE,
+        settings=("noise_scale",),
         takes_compressors=True,
     ),
     "subgd": RuleSpec(
@@ -74,14 +65,24 @@ RULES: dict[str, RuleSpec] = {
         lr_scaling="linear",
         sums_updates=False,
         any_optimizer=False,
-        settings=AVERAGE,
+        settings=("average_momentum",),
         sends_params=True,
     ),
     "local_sgd": RuleSpec(
-        local_sgd, lr_scaling="linear", sums_updates=False, any_optimizer=True, is_periodic=True, settings=LOCAL
+        local_sgd,
+        lr_scaling="linear",
+        sums_updates=False,
+        any_optimizer=True,
+        is_periodic=True,
+        settings=("local_steps",),
     ),
     "diloco": RuleSpec(
-        diloco, lr_scaling="none", sums_updates=False, any_optimizer=True, is_periodic=True, settings=LOCAL + OUTER
+        diloco,
+        lr_scaling="none",
+        sums_updates=False,
+        any_optimizer=True,
+        is_periodic=True,
+        settings=("local_steps", "outer_lr", "outer_momentum"),
     ),
     "easgd": RuleSpec(
         easgd,
@@ -89,7 +90,7 @@ RULES: dict[str, RuleSpec] = {
         sums_updates=False,
         any_optimizer=False,
         is_asynchronous=True,
-        settings=SPRING + CENTER,
+        settings=("alpha", "server_alpha", "momentum", *CENTER),
     ),
     "easgd_sync": RuleSpec(
         easgd_sync,
@@ -113,9 +114,7 @@ RULES: dict[str, RuleSpec] = {
         check=check_gossip,
     ),
 }
-
-
-# Why a rule has no use for a setting, if there is more to say than that it does not go by it.
+# Why a rule has no use for a setting, if there is more to say than that it does not use it.
 NO_USE = {
     "servers": "which has no center",
     "staleness": "whose workers report to no center that could hold them back",
@@ -123,28 +122,21 @@ NO_USE = {
 
 
 def check_settings(config: RuleConfig) -> None:
-    """Refuse changed settings that the rule does not go by.
-
-    Raises:
-        UsageError: the setting, the rule, and which rules take it.
-    """
+    """Raise `UsageError` for changed settings that the rule does not use; it names the rules that do."""
     row = lookup(RULES, config.name, "rule")
     for field in dataclasses.fields(config):
-        got, why = getattr(config, field.name), NO_USE.get(field.name, "which does not go by it")
-        if row.uses(field.name) or got == default_settings(field):
+        got, default = getattr(config, field.name), field.default
+        if callable(field.default_factory):
+            default = field.default_factory()
+        if row.uses(field.name) or got == default:
             continue
-        able = " or ".join(name for name, spec in RULES.items() if spec.uses(field.name))
+        why, able = NO_USE.get(field.name, "which does not use it"), [n for n, r in RULES.items() if r.uses(field.name)]
         ways = [f"rule.{field.name}: got {got} with rule {config.name}, {why}; leave it out"]
         if able:
-            ways.append(f"or use {able}")
+            ways.append(f"or use {' or '.join(able)}")
         if row.settings is None:
             ways.append(f"or add {field.name} to `settings` of its RuleSpec if the rule does")
         raise UsageError(", ".join(ways))
-
-
-def default_settings(field: dataclasses.Field) -> Any:
-    """The default value of a field of a dataclass."""
-    return field.default_factory() if callable(field.default_factory) else field.default
 
 
 def is_asynchronous(config: RuleConfig) -> bool:
@@ -152,23 +144,26 @@ def is_asynchronous(config: RuleConfig) -> bool:
     return lookup(RULES, config.name, "rule").is_asynchronous
 
 
-def check_ranks(config: RuleConfig, size: int) -> None:
-    """Refuse rank counts and settings with which a rule makes no sense.
+def is_periodic(config: RuleConfig) -> bool:
+    """Return True if workers exchange only every so many steps."""
+    return lookup(RULES, config.name, "rule").is_periodic
 
-    Raises:
-        UsageError: got, expected, way out.
-    """
+
+def check_ranks(config: RuleConfig, size: int) -> None:
+    """Raise `UsageError` for settings, or a number of ranks, with which a rule makes no sense."""
     check_settings(config)
-    row, name = lookup(RULES, config.name, "rule"), config.name
+    row, name = RULES[config.name], config.name
     workers = size - config.servers * row.is_asynchronous
-    check(
-        not row.is_asynchronous or size > 1,
-        f"rule {name} is between workers that do not wait for each other; got one rank: start several "
-        "(mpirun -n 4, jaxmpi train -n 4), or use rule gradients",
-    )
-    check(
-        workers >= 1, f"rule.servers: got {config.servers} of {size} ranks; expected at most {size - 1}, one must train"
-    )
+    if row.is_asynchronous and size == 1:
+        raise UsageError(
+            f"rule {name} needs at least 2 ranks; got one rank: start several (mpirun -n 4, jaxmpi train -n 4), or use "
+            "rule gradients"
+        )
+    if workers < 1:
+        raise UsageError(
+            f"rule.servers: got {config.servers} of {size} ranks; expected at most {size - 1}: at least one rank must "
+            "train"
+        )
     row.check(config, workers)
 
 
@@ -183,40 +178,32 @@ def build(
         linear: whether its updates are linear in the gradients it is given.
 
     Raises:
-        UsageError: an unknown rule, or one that equals no single worker with this optimizer. A mean with a state, for
-            what are no gradients, raises it as well.
+        UsageError: an unknown rule; one that equals no single worker with this optimizer; or a mean with a state for a
+            rule that exchanges no gradients.
     """
     row = lookup(RULES, config.name, "rule")
-    check(
-        row.takes_compressors or exchange.gradients is None,
-        f"rule {config.name!r} exchanges no gradients, which compressors are for; use rule gradients, or no compressor",
-    )
-    check(
-        row.any_optimizer or linear or config.force,
-        f"rule {config.name!r} with {optimizer} equals no single worker on the whole batch: {optimizer} is not linear "
-        "in the gradient, and its state is each worker's own, not averaged. Use rule gradients, an optimizer out of "
-        "sgd, momentum, nesterov without clipping, or --rule.force",
-    )
+    if exchange.gradients and not row.takes_compressors:
+        raise UsageError(
+            f"rule {config.name!r} exchanges no gradients, which compressors are for; use rule gradients, or no "
+            "compressor"
+        )
+    if not (row.any_optimizer or linear or config.force):
+        raise UsageError(
+            f"rule {config.name!r} with {optimizer} equals no single worker on the whole batch: {optimizer} is not "
+            "linear in the gradient, and its state is each worker's own, not averaged. Use rule gradients, an "
+            "optimizer out of sgd, momentum, nesterov without clipping, or --rule.force"
+        )
     return row.build(tx, exchange, config)
 
 
 def check_wire(config: RuleConfig, strategy: str) -> None:
-    """Refuse to send weights over wires that round away a step's changes.
-
-    Raises:
-        UsageError: params over a coarse wire, such as `8` or `bf16`, unless forced.
-    """
+    """Raise `UsageError` if params would be sent by a coarse wire, such as `8` or `bf16`, unless forced."""
     row, wire = lookup(RULES, config.name, "rule"), strategy.partition(":")[2]
-    check(
-        not row.sends_params or not is_coarse(wire) or config.force,
-        f"rule {config.name} sends weights, and wire {wire} keeps 8 bits of them: small updates would be rounded away. "
-        "Use wire 32 or 16, rule gradients, or --rule.force",
-    )
-
-
-def is_periodic(config: RuleConfig) -> bool:
-    """Return True if workers exchange only every so many steps."""
-    return lookup(RULES, config.name, "rule").is_periodic
+    if row.sends_params and is_coarse(wire) and not config.force:
+        raise UsageError(
+            f"rule {config.name} sends weights, and wire {wire} keeps 8 bits of them: small updates would be rounded "
+            "away. Use wire 32 or 16, rule gradients, or --rule.force"
+        )
 
 
 def scale_lr(rule: str, scaling: str, workers: int) -> tuple[float, str]:
@@ -228,9 +215,9 @@ def scale_lr(rule: str, scaling: str, workers: int) -> tuple[float, str]:
     row = lookup(RULES, rule, "rule")
     name = row.lr_scaling if scaling == "rule" else scaling
     factor = lookup({"none": 1.0, "linear": float(workers), "sqrt": workers**0.5}, name, "lr_scaling")
-    check(
-        not (row.sums_updates and name != "none"),
-        f"rule {rule!r} sums the workers' updates, which is {workers} times one worker's step already; "
-        f"lr_scaling {name} would count them twice: use none",
-    )
+    if row.sums_updates and name != "none":
+        raise UsageError(
+            f"rule {rule!r} sums the workers' updates, which is {workers} times one worker's step already; "
+            f"lr_scaling {name} would count them twice: use none"
+        )
     return factor, name

@@ -92,8 +92,8 @@ def check_outputs(
         return result
 
     with add_note(f"before training, jaxmpi was trying loss of {what} on shapes"):
-        asked = as_float_shapes(params, compute_dtype), model_state, batch, jax.random.key(0)
-        losses, updated, outputs = jax.eval_shape(judge, *asked)
+        params_like = as_float_shapes(params, compute_dtype)
+        losses, updated, outputs = jax.eval_shape(judge, params_like, model_state, batch, jax.random.key(0))
     is_one_each = getattr(losses, "shape", None) == (EXAMPLES,) and jnp.issubdtype(losses.dtype, jnp.floating)
     check(
         is_one_each,

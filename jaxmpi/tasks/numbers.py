@@ -43,12 +43,12 @@ def binary_cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
 
 def hits(outputs: jax.Array, batch: Batch) -> Ratios:
     """Accuracy by answer and by whole example, and F1 over all answers."""
-    said, true = outputs > 0, targets(outputs, batch["label"]) > 0.5
-    ones = jnp.ones(said.shape[0])
-    both, either = ((x.astype(jnp.float32)).sum(-1) for x in (said & true, said ^ true))
+    found, true = outputs > 0, targets(outputs, batch["label"]) > 0.5
+    ones = jnp.ones(found.shape[0])
+    both, either = ((x.astype(jnp.float32)).sum(-1) for x in (found & true, found ^ true))
     return {
-        "accuracy": (per_example(said == true), ones),
-        "exact": ((said == true).all(-1).astype(jnp.float32), ones),
+        "accuracy": (per_example(found == true), ones),
+        "exact": ((found == true).all(-1).astype(jnp.float32), ones),
         "f1": (2 * both, 2 * both + either),
     }
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi.config.data import Data
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.model.contract import Model
+from jaxmpi.model.contract import Model, check_image
 from jaxmpi.tasks.base import Batch, Judged, Ratios, Task
-from jaxmpi.tasks.inputs import cast_floats, prepare_batch
 
 Loss = Callable[[Any, jax.Array], jax.Array]  # (outputs, labels) -> f32[batch, ...]
 
@@ -77,3 +77,47 @@ def weighted_sum(values: jax.Array, counted: jax.Array) -> jax.Array:
 def example_count(counted: jax.Array) -> jax.Array:
     """f32[batch]: how many of an example's tokens or pixels count."""
     return counted.astype(jnp.float32).reshape(counted.shape[0], -1).sum(-1)
+
+
+# ---------------------------------------------------------------- the way of an image or of tokens into a model
+
+
+def prepare_batch(image: jax.Array, model: Model, data: Data, dtype: Any) -> jax.Array:
+    """The model's input: normalised images in `dtype`, tokens in `model.input_dtype`."""
+    check_image(model.name, image.shape, model.input_shape)
+    if not model.takes_tokens:
+        return normalise(image, data).astype(dtype)
+    if not jnp.issubdtype(image.dtype, jnp.integer):
+        raise UsageError(
+            f"{model.name}: got examples of {image.dtype}; expected tokens, whole numbers, as source text gives"
+        )
+    return image.astype(model.input_dtype)
+
+
+def normalise(image: jax.Array, data: Data) -> jax.Array:
+    """Normalise u8 images per channel: (pixel / 255 - mean) / std.
+
+    Other images are ready, as loaders with a mean image make them.
+
+    Raises:
+        UsageError: a mean or deviation is given for images that are not u8, or a mean image for some that are.
+    """
+    if image.dtype != jnp.uint8:
+        if not data.mean_image and (data.mean or data.std):
+            raise UsageError(
+                f"data.mean and data.std are for images of uint8; got {image.dtype}, which are taken as ready: leave "
+                "both out, or give uint8"
+            )
+        return image
+    if data.mean_image:
+        raise UsageError(
+            "data.mean_image is subtracted by loaders; got images of uint8: give (pixel - mean image) / 255 / data.std"
+        )
+    channels = (1,) * (image.ndim - 1) + (-1,)
+    mean, std = (jnp.asarray(x, jnp.float32).reshape(channels) for x in (data.mean or (0.0,), data.std or (1.0,)))
+    return (image.astype(jnp.float32) / 255 - mean) / std
+
+
+def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
+    """Floating-point leaves in `dtype`; others as they are."""
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)

@@ -1,45 +1,72 @@
-"""The coordinator of asynchronous rules: workers that share no step.
+"""The trainer's loop under asynchronous rules: workers that share no step.
 
 A slow worker holds up all others if every step exchanges. Under these rules each worker runs the trainer's loop alone.
-Every tau steps it exchanges with the center, or after some steps it sends its params to another worker.
-`AsynchronousWorker` answers the loop's questions as the lock-step coordinator does. Its reports
-to server 0 take the place of collectives, and the answers carry the progress of all. Worker 0 is also chief: it logs,
-evaluates and saves by the examples of all workers. A rank with a shard of the center serves it in a
-thread, or does nothing else.
+Every tau steps it exchanges with the center, or after some steps it pushes its params to another worker
+(`jaxmpi.rules.asynchronous`). Its reports to server 0 take the place of collectives, and the answers carry the progress
+of all. Worker 0 also leads: it logs, evaluates and saves by the examples of all workers.
+
+A checkpoint has two phases, since workers do not meet. Worker 0 orders it, and each worker writes its part when it next
+reports. When all have written, worker 0 adds the center and completes the checkpoint. Evaluations are shared, because a
+worker that evaluated alone would fall behind the others. Worker 0 posts the center and its own model state at server 0;
+each worker evaluates its batches at its next report and posts the sums, which worker 0 adds up.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Generator, Sequence
+from functools import partial
+from operator import and_, gt, or_
+from typing import Any, NoReturn
 
+import jax
 import numpy as np
 
-from jaxmpi.checkpoint.manager import warn
+from jaxmpi.checkpoint.manager import refuge, warn, written
 from jaxmpi.checkpoint.write import Retention, UncoordinatedCheckpoint
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import to_device
 from jaxmpi.config.durations import step_range
-from jaxmpi.core.pytrees import named_leaves
+from jaxmpi.core.errors import TrainingError
+from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import Batch, TrainState
+from jaxmpi.data.sources.grain_datasets import StreamSource
 from jaxmpi.observe.recorder import Recorder
-from jaxmpi.observe.step_timing import StepTimer
+from jaxmpi.observe.step_timing import StepTimer, summary_asynchronous
 from jaxmpi.observe.trace import UncoordinatedTrace
 from jaxmpi.optim import optimizers
 from jaxmpi.recover import decisions
-from jaxmpi.rules.parameter_server import ServerAnswer
+from jaxmpi.rules.asynchronous.center import LEAVE, AllWorkers, Counters, Order, Status
+from jaxmpi.rules.asynchronous.coordinator import HeartbeatMonitor, Part, start_limit_s, take_part
+from jaxmpi.rules.asynchronous.start import AsyncStart, on_device
+from jaxmpi.rules.asynchronous.worker import AsyncWorker
 from jaxmpi.runtime import failures
 from jaxmpi.runtime.progress import drain, phase
-from jaxmpi.trainer.async_chief import LOOK_S, AsyncLeader, SharedEvaluation
-from jaxmpi.trainer.async_servers import HeartbeatMonitor, connect, serve, start_limit_s
-from jaxmpi.trainer.async_start import AsyncStart, on_device
-from jaxmpi.trainer.async_worker import AsyncWorker
+from jaxmpi.trainer import callbacks
+from jaxmpi.trainer.evaluate import (
+    Evaluation,
+    Subject,
+    concluded,
+    flat,
+    judged,
+    like,
+    means_of,
+    rate_factor,
+    score,
+    subject_of,
+    sums_of,
+)
 from jaxmpi.trainer.loop import Position, RunProgress, run_steps
-from jaxmpi.trainer.progress import SUMS
+from jaxmpi.trainer.progress import SUMS, Done
+from jaxmpi.trainer.resume import extra_of, note_whole
 from jaxmpi.trainer.run import Run
 from jaxmpi.trainer.step import Metrics
 from jaxmpi.trainer.timetable import DueEvents
+
+MANY = 50  # steps of a worker by the median, before one that has made few is named
+LOOK_S = 0.02  # between reports of a worker that only waits for the others
 
 
 def run_asynchronously(run: Run, start: AsyncStart, hosts: Sequence[str]) -> dict[str, float]:
@@ -52,21 +79,30 @@ def run_asynchronously(run: Run, start: AsyncStart, hosts: Sequence[str]) -> dic
         TrainingError: the center or worker 0 is gone, or the loss is not finite.
         decisions.Preempted: the run was asked to leave, and has been saved.
     """
-    config = run.experiment
+    config, rule = run.experiment, run.functions.rule.asynchronous
+    assert rule is not None
     trace = UncoordinatedTrace(step_range(config.trace, "trace"), run.workers.processes, run.folder / "trace.json")
-    connections, thread = connect(run, start), None
-    monitor = HeartbeatMonitor(config.stall_timeout_s, config.on_stall, hosts)
-    if connections.endpoint and connections.channels:
-        parts = run, connections.endpoint, monitor
-        thread = threading.Thread(target=serve, args=parts, name="jaxmpi center", daemon=True)
-        thread.start()  # before anything is compiled: it names who is late
-    if connections.endpoint and not connections.channels:
-        serve(run, connections.endpoint, monitor)
+    wire = run.functions.strategy.partition(":")[2]  # all that these rules take of a strategy
+    target = run.plan.examples(run.plan.clock.total_steps)
+    part = take_part(run.workers, config.rule, rule, wire, start, target)
+    monitor = HeartbeatMonitor(config.stall_timeout_s, config.on_stall, hosts, lambda: run.notice.given)
+    if part.worker is None:
+        serve(part, monitor)
+        if part.server and part.server.is_left:
+            raise decisions.Preempted
         return {}
-    worker = AsyncWorker(run, start, connections, trace)
-    coordinator = AsynchronousWorker(run=run, start=start, worker=worker, server=thread)
+    thread = threading.Thread(target=serve, args=(part, monitor), name="jaxmpi center", daemon=True)
+    thread.start()  # before anything is compiled: it names who is late
+    coordinator = AsyncCoordinator if part.worker.number else AsyncLeader
     with contextlib.closing(run.profiler):
-        return run_steps(coordinator, run.callbacks, Position(int(start.state.step), start.state))
+        position = Position(int(start.state.step), start.state)
+        return run_steps(coordinator(run, start, part.worker, trace, thread), run.callbacks, position)
+
+
+def serve(part: Part, monitor: HeartbeatMonitor) -> None:
+    """Keep this rank's shard of the center, if it has one, to the end."""
+    if part.server and part.responder:
+        part.responder.run(part.server.is_over, partial(monitor.look, part.server, part.responder))
 
 
 class StderrRecorder(Recorder):
@@ -77,45 +113,36 @@ class StderrRecorder(Recorder):
         warn(f"{failures.describe_rank()}: {text}")
 
 
-class AsynchronousWorker:
-    """The loop's coordinator for this rank's worker; worker 0 is also chief."""
+class AsyncCoordinator:
+    """The loop's coordinator for this rank's worker."""
 
     is_asynchronous = True
     is_stopped = False
 
     def __init__(
-        self,
-        run: Run,
-        start: AsyncStart,
-        worker: AsyncWorker,
-        server: threading.Thread | None,
+        self, run: Run, start: AsyncStart, worker: AsyncWorker, trace: UncoordinatedTrace, server: threading.Thread
     ) -> None:
         """Take up what the run starts with.
 
         Args:
-            server: keeps a shard of the center on this rank.
+            server: thread that keeps a shard of the center on this rank; it ends at once if there is none.
         """
         solo = run.workers._replace(processes=SoloProcesses())  # votes and evaluations are this rank's
         leaves = [path for path, _ in named_leaves(start.state.params)]
         votes = decisions.StepConsensus(solo.processes, run.notice, leaves)
-        recorder = run.recorder if run.workers.processes.rank == 0 else StderrRecorder(None)
+        recorder = StderrRecorder(None) if worker.number else run.recorder
         guard = dataclasses.replace(run.guard, votes=votes, workers=solo, recorder=recorder)
-        self.run, self.start, self.worker, self.server = run, start, worker, server
-        self.alone = dataclasses.replace(run, workers=solo, guard=guard)
-        self.timer = StepTimer(run.workers.size, to_device(run.workers))
+        self.run, self.control = dataclasses.replace(run, workers=solo, guard=guard), run.workers.processes
+        self.start, self.worker, self.trace, self.server = start, worker, trace, server
+        self.timer = StepTimer(worker.workers, to_device(run.workers))
         keep = Retention(run.experiment.keep_checkpoints, run.experiment.keep_best)
-        self.parts = UncoordinatedCheckpoint(run.folder / "checkpoints", run.workers.size, keep)
-        self.evaluation = SharedEvaluation(self.alone, worker)
-        is_chief = worker.number == 0
-        self.chief = (
-            AsyncLeader(run=self.alone, worker=worker, parts=self.parts, start=start, evaluation=self.evaluation)
-            if is_chief
-            else None
-        )
+        self.parts = UncoordinatedCheckpoint(run.folder / "checkpoints", worker.workers, keep)
+        self.evaluation = SharedEvaluation(self.run, worker)
         self.report_every = run.experiment.log_every
         if not worker.rule.is_gossip:
             self.report_every = min(self.report_every, worker.tau)
-        self.answer: ServerAnswer | None = None  # the last
+        self.is_left = False  # the run is to be resumed later
+        self._waited = 0, 0.0  # the feed's running totals at the last report
         self._pending: list[tuple[int, Metrics | None]] = []  # since the last report
 
     def begin(self, position: Position) -> TrainState:
@@ -125,16 +152,13 @@ class AsynchronousWorker:
         self.first = next(self.source)
         train_step, limit_s = run.functions.train_step, start_limit_s(run.experiment.stall_timeout_s)
         with phase("tracing and compiling the step"):
-            self.step = run.workers.processes.leader_first(
-                lambda: train_step.lower(state, self.first).compile(), limit_s
-            )
+            self.step = self.control.leader_first(lambda: train_step.lower(state, self.first).compile(), limit_s)
         with phase("compiling the evaluation"):  # else one would fall behind while it compiles
-            run.workers.processes.leader_first(lambda: self.evaluation.compile(state), limit_s)
+            self.control.leader_first(lambda: self.evaluation.compile(state), limit_s)
             run.plan.lr_of(1)  # as progress lines do
         with phase("waiting for all workers to be ready"):
             self.worker.wait_for_start()
-        if self.chief:
-            run.recorder.start_window(int(self.start.counters.examples))
+        run.recorder.start_window(int(self.start.counters.examples))
         return state
 
     def batches(self) -> Generator[Batch, None, None]:
@@ -153,34 +177,45 @@ class AsynchronousWorker:
         worker.clock += 1
         if worker.rule.is_gossip:
             state = worker.gossip_step(state)
-        meets = not worker.rule.is_gossip and worker.clock % worker.tau == 0
-        if not meets and worker.clock % self.report_every:
+        exchanges = not worker.rule.is_gossip and worker.clock % worker.tau == 0
+        if not exchanges and worker.clock % self.report_every:
             return state, RunProgress(step)
-        sums = np.sum([self._step_sums(*one) for one in self._pending], axis=0)
-        self.timer.pause()
-        worker.count(sums, len(self._pending), run.plan.feed.skipped, run.plan.feed.wait_s)
-        self._pending.clear()
-        window = self.timer.window()
-        worker.count_time(window)
-        worker.tracer.add(window.spans, worker.number, step)
-        asks = (self.chief.requests() if self.chief else {}) | {"leave": float(run.notice.given)}
-        state, answer = worker.exchange(state, asks) if meets else (state, worker.report(asks))
-        self._serve_requests(state, answer)
-        self.answer = answer
-        progress = RunProgress(step, is_over=bool(answer.status.stop))
-        if self.chief:
-            progress = self.chief.progress(state, answer)
-        if progress.is_over:
-            worker.tracer.add(drain(), worker.number, step, is_end=True)
+        self._count(step)
+        leave = bool(run.notice.given)
+        state, status = worker.exchange(state, leave=leave) if exchanges else (state, worker.report(leave=leave))
+        self._obey(state, status)
+        self.is_left = status.stop == LEAVE
+        if status.stop:
+            self.trace.add(drain(), worker.number, step, is_end=True)
         else:
-            now = run.plan.step(answer.counters.examples)
+            now = run.plan.step(status.examples)
             state = state._replace(rule_state=optimizers.set_step(state.rule_state, now))
-        return state, progress
+        return state, self.progress(step, state, status)
 
-    def _serve_requests(self, state: TrainState, answer: ServerAnswer) -> None:
-        """Do this worker's parts of a checkpoint and an evaluation under way."""
-        self.worker.write_if_asked(self.parts, self.run.saver.home, state, answer)
-        self.evaluation.evaluate_shard(answer)
+    def progress(self, step: int, state: TrainState, status: Status) -> RunProgress:
+        """What is due after a report; see `AsyncLeader`."""
+        return RunProgress(step, is_over=bool(status.stop))
+
+    def _count(self, step: int) -> None:
+        """Count the pending steps, and where their time went."""
+        feed, before = self.run.plan.feed, self._waited
+        sums = np.sum([self._step_sums(*pending) for pending in self._pending], axis=0)
+        self.timer.pause()
+        window = self.timer.window()
+        self.trace.add(window.spans, self.worker.number, step)
+        self._waited = feed.skipped, feed.wait_s
+        loss, examples, square = map(float, sums[:3])
+        self.worker.count(
+            steps=len(self._pending),
+            examples=examples,
+            loss=loss,
+            skipped=feed.skipped - before[0],
+            wait_s=feed.wait_s - before[1],
+            square=square,
+            exchange=window.parts["exposed"],
+            **{part: window.parts[part] for part in ("data", "transfer", "compute", "other")},
+        )
+        self._pending.clear()
 
     def _step_sums(self, step: int, metrics: Metrics | None) -> np.ndarray:
         """f64[SUMS] of a step, checked as finite before it reaches the center.
@@ -189,10 +224,14 @@ class AsynchronousWorker:
             TrainingError: it is not, and `on_nonfinite` does not leave it out.
         """
         assert metrics is not None
-        guard = self.alone.guard
-        is_made = guard.passes(step, metrics)
-        guard.settle()
+        is_made = self.run.guard.passes(step, metrics)
+        self.run.guard.settle()
         return self.run.log.sums(step, metrics) if is_made else np.zeros(SUMS)
+
+    def _obey(self, state: TrainState, status: Status) -> None:
+        """Do this worker's parts of a checkpoint and an evaluation that worker 0 has ordered."""
+        self.worker.write_if_ordered(self.parts, self.run.saver.home, state, status)
+        self.evaluation.evaluate_if_ordered(status.evaluate)
 
     def pause(self, state: TrainState) -> None:
         """Nothing: no message of this worker waits for others."""
@@ -200,51 +239,296 @@ class AsynchronousWorker:
     def compare(self, step: int, state: TrainState) -> None:
         """Nothing: its params are its own."""
 
-    def log(self, step: int, state: TrainState) -> None:
-        assert self.chief is not None
-        self.chief.log(step, state)
-
-    def evaluate(self, step: int, state: TrainState) -> None:
-        """Begin one of the center, in which all take part."""
-        assert self.chief is not None
-        self.chief.evaluate(step, state)
-
-    def save(self, step: int, state: TrainState, *, is_last: bool) -> None:
-        """Announce a checkpoint; each worker writes its part at its next report."""
-        assert self.chief is not None
-        self.chief.save(step, state)
-
     def leave(self, step: int, state: TrainState) -> None:
-        """Nothing: the answer to a report says it, at the end."""
+        """Nothing: the answer to a report ends the run."""
+
+    # Nothing is ever due on a worker but worker 0.
+    def log(self, step: int, state: TrainState) -> None: ...
+
+    def evaluate(self, step: int, state: TrainState) -> None: ...
+
+    def save(self, step: int, state: TrainState, *, is_last: bool) -> None: ...
 
     def settle(self, step: int, due: DueEvents) -> None:
-        """Restart the timer, since record and checkpoints are no training.
-
-        The time of an exchange has been counted.
-        """
+        """Restart the timer, since record and checkpoints are no training; exchanges have been counted."""
         self.timer.restart()
 
     def finish(self, state: TrainState) -> dict[str, float]:
         """Make the last exchange, evaluation and checkpoint, all workers doing their parts.
 
+        Returns: the last evaluation, on worker 0.
+
         Raises:
             decisions.Preempted: the run is to be resumed later.
         """
-        worker = self.worker
-        assert self.answer is not None
-        is_left = self.answer.status.stop == 2
-        state = worker.end(state)
-        if self.chief:
-            self.chief.finish(state)
-            worker.close(is_left)
-            if self.server:
-                self.server.join()
-        else:
-            answer = worker.report({})
-            while not answer.status.closing:
-                time.sleep(LOOK_S)
-                self._serve_requests(state, answer)
-                answer = worker.report({})
-        if is_left:
+        figures = self.complete_run(self.worker.end(state))
+        self.server.join()
+        if self.is_left:
             raise decisions.Preempted
-        return self.chief.result if self.chief else {}
+        return figures
+
+    def complete_run(self, state: TrainState) -> dict[str, float]:
+        """Do what worker 0 orders, until it closes the run."""
+        while not (status := self.worker.report()).closing:
+            time.sleep(LOOK_S)
+            self._obey(state, status)
+        return {}
+
+
+# ---------------------------------------------------------------- evaluations
+
+
+class SharedEvaluation:
+    """One worker's part in evaluations, and worker 0's in all of them.
+
+    Communicates K bytes from worker 0 to server 0 and from there to each worker, and each worker's sums.
+    """
+
+    def __init__(self, run: Run, worker: AsyncWorker) -> None:
+        """Divide the batches; a stream's, read from its beginning, are worker 0's.
+
+        Args:
+            run: whose control plane is this rank's alone.
+        """
+        feed = run.plan.validation
+        self.run, self.worker = run, worker
+        batches = feed.samplers[0].steps_per_epoch
+        bounds = [-(-batches * number // worker.workers) for number in range(worker.workers + 1)]
+        self.parts: list[tuple[int, int | None]] = [*itertools.pairwise(bounds)]
+        if isinstance(feed.source, StreamSource):
+            self.parts = [(0, None), *[(0, 0)] * (worker.workers - 1)]
+        # Worker 0's alone:
+        self.subject: Subject | None = None  # that of the evaluation that is open
+        self.order = Order()  # the last evaluation
+        self._sums = dict[str, np.ndarray]()
+
+    @property
+    def is_open(self) -> bool:
+        """Return True if parts are to come."""
+        return self.subject is not None
+
+    def compile(self, state: TrainState) -> None:
+        """Evaluate one batch, so that all is compiled that an evaluation takes."""
+        subject = subject_of(self.run, state)
+        self._like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), subject)
+        for metrics in judged(self.run, subject, 0, 0, 1):
+            jax.block_until_ready(metrics)
+
+    def begin(self, step: int, state: TrainState) -> None:
+        """Worker 0: post what is evaluated, order all parts, and evaluate its own."""
+        worker, self.subject = self.worker, subject_of(self.run, state)
+        self.order = worker.evaluate_order = Order(self.order.number + 1, step)
+        leaves = [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(self.subject)]
+        worker.client.post(np.concatenate(leaves or [np.empty(0, np.uint8)]))
+        worker.report()
+        self._sums = self._evaluate(self.subject, step, worker.number)
+        worker.evaluated = self.order.number
+
+    def evaluate_if_ordered(self, order: Order) -> None:
+        """Evaluate this worker's part, and post its sums."""
+        worker = self.worker
+        if order.number <= worker.evaluated:
+            return
+        if self.parts[worker.number] != (0, 0):
+            sums = self._evaluate(on_device(self._fetch_subject()), order.step, worker.number)
+            worker.client.post(np.append(float(order.number), flat(sums)).view(np.uint8))
+        worker.evaluated = order.number
+
+    def conclude_if_complete(self, workers: AllWorkers) -> Evaluation | None:
+        """Worker 0: the outcome, once all workers have posted their parts; that of a dead one is evaluated here."""
+        reports, number = workers.reports.values(), self.order.number
+        if self.subject is None or any(report.evaluated < number for report in reports):
+            return None
+        subject, totals, self.subject = self.subject, self._sums, None
+        for other in range(1, self.worker.workers if totals else 1):
+            values = self.worker.client.fetch(other, 8 * (1 + flat(totals).size)).view(np.float64)
+            is_posted = values[0] == number
+            sums = like(self._sums, values[1:]) if is_posted else self._evaluate(subject, self.order.step, other)
+            totals = {name: total + sums.get(name, 0) for name, total in totals.items()}
+        return concluded(self.run, subject, self.order.step, means_of(totals))
+
+    def _evaluate(self, subject: Subject, step: int, number: int) -> dict[str, np.ndarray]:
+        """Sums over the part of a worker."""
+        begin, end = self.parts[number]
+        return {} if begin == end else sums_of(judged(self.run, subject, step, begin, end), self.run.workers)
+
+    def _fetch_subject(self) -> Subject:
+        leaves, structure = jax.tree.flatten(self._like)
+        ends = np.cumsum([leaf.size * leaf.dtype.itemsize for leaf in leaves])
+        parts = np.split(self.worker.client.fetch(0, int(ends[-1]) if leaves else 0), ends[:-1])
+        return structure.unflatten(
+            part.view(leaf.dtype).reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)
+        )
+
+
+# ---------------------------------------------------------------- worker 0
+
+
+class AsyncLeader(AsyncCoordinator):
+    """Worker 0's coordinator: it leads all, by their examples."""
+
+    def __init__(self, run: Run, start: AsyncStart, worker: AsyncWorker, *more: Any) -> None:
+        """Go on from the start of the run."""
+        super().__init__(run, start, worker, *more)
+        self.logged = AllWorkers({}, start.counters, np.zeros((worker.workers, len(Counters._fields))), [])
+        self.workers = self.logged  # as the last answer has them
+        self.saved = start.counters  # when the last checkpoint was begun
+        self.done = start.step  # the last step for which it is known what is due
+        self.evaluated, self.order = -1, Order(0, start.step)  # step of the last evaluation; the last checkpoint
+        self.is_writing = False  # a checkpoint, whose parts workers still write
+        self.states: list[list[Any]] = []  # states of callbacks, when the last checkpoint was begun
+        self.overdue = DueEvents(log=True)  # the run starts with a progress line
+        self.behind: frozenset[int] = frozenset()  # workers that were, at the last line
+        self.result: dict[str, float] = {}
+
+    def progress(self, step: int, state: TrainState, status: Status) -> RunProgress:
+        """Complete what all workers have done parts of; return what is due.
+
+        At the end nothing is due: see `complete_run`.
+        """
+        assert status.workers is not None
+        self.workers, step = status.workers, self.run.plan.step(status.examples)
+        if outcome := self.evaluation.conclude_if_complete(self.workers):
+            self.result, self.evaluated = outcome.figures, self.evaluation.order.step
+        is_saved = all(report.saved >= self.order.number for report in self.workers.reports.values())
+        if self.is_writing and is_saved and not self.evaluation.is_open:  # which may be its score
+            is_scored = self.evaluated == self.order.step
+            self.complete(self.parts, state, score(self.run.experiment, self.result) if is_scored else None)
+            self.is_writing = False
+            note_whole(self.run, self.order.step)
+        if status.stop:
+            return RunProgress(step, is_over=True)
+        due, self.done = self.run.plan.timetable.between(self.done, step), step
+        due = DueEvents(*map(or_, due, self.overdue))
+        may = DueEvents(log=self.has_news(), evaluate=not self.evaluation.is_open, save=not self.is_writing)
+        now = DueEvents(*map(and_, due, may))
+        self.overdue = DueEvents(*map(gt, due, now))._replace(compare=False)
+        return RunProgress(step, now)
+
+    def has_news(self) -> bool:
+        """Return True if any worker stepped since the last progress line."""
+        return self.workers.counters.examples > self.logged.counters.examples
+
+    def save(self, step: int, state: TrainState, *, is_last: bool) -> None:
+        """Have all workers write their parts of a checkpoint.
+
+        Raises:
+            TrainingError: it cannot be written; or the run directory is gone, moved or replaced: then the center is
+                saved elsewhere.
+        """
+        self.order, self.saved, home = Order(self.order.number + 1, step), self.workers.counters, self.run.saver.home
+        if fate := home.fate():
+            self.save_elsewhere(state, fate)
+        self.states = callbacks.states(self.run.experiment.callbacks, self.run.workers.processes)
+        with written(step, home):
+            self.parts.begin(step)
+        self.is_writing, self.worker.save_order = True, self.order
+
+    def save_elsewhere(self, state: TrainState, fate: str) -> NoReturn:
+        """Save the center elsewhere, to resume from, and end the run."""
+        home, step = self.run.saver.home, self.order.step
+        place = refuge(home, self.run.recorder.copy_to)
+        parts = self.parts._replace(folder=place / "checkpoints")
+        with written(step, home):
+            parts.begin(step)
+        self.complete(parts, state, None)
+        raise TrainingError(
+            f"run directory {str(home.path)!r} {fate}; the center is saved at step {step} in {str(place)!r}: go on "
+            f"with --resume --run-dir {place}"
+        )
+
+    def complete(self, parts: UncoordinatedCheckpoint, state: TrainState, score: float | None) -> None:
+        """Complete a checkpoint's parts with the shared params and JSON values."""
+        run, step = self.run, self.order.step
+        extra = extra_of(run, run.functions, run.recorder.elapsed_s())
+        extra |= {"tally": [*map(float, self.saved)], "lr": run.plan.lr_of(step + 1), "callbacks": self.states}
+        with written(step, run.saver.home):
+            parts.end(step, {"center": self.shared(state)}, extra, score)
+
+    def evaluate(self, step: int, state: TrainState) -> None:
+        """Evaluate the center; in gossip worker 0's params, until the end."""
+        self.evaluation.begin(step, state._replace(params=on_device(self.shared(state))))
+
+    def shared(self, state: TrainState) -> PyTree:
+        """The params that stand for all workers'."""
+        is_own = self.worker.rule.is_gossip and not self.worker.is_done
+        return jax.tree.map(np.asarray, state.params) if is_own else self.worker.center()
+
+    def log(self, step: int, state: TrainState) -> None:
+        """Write lines about all workers' steps; the learning rate is worker 0's."""
+        recorder, before, self.logged = self.run.recorder, self.logged, self.workers
+        now, alive = self.workers.counters, len(self.workers.reports)
+        since = Counters(*(a - b for a, b in zip(now, before.counters, strict=True)))
+        spent = dict(zip(Counters._fields, (self.workers.by_worker - before.by_worker).T, strict=True))
+        worker_steps = self.workers.by_worker[:, Counters._fields.index("steps")].astype(int).tolist()
+        done = Done(
+            epoch=now.examples / len(self.run.plan.feed.source),
+            examples=int(now.examples),
+            loss=since.loss / since.examples,
+            gradient_norm=(since.square / max(since.steps, 1.0)) ** 0.5,
+            wait_s=now.wait_s / max(alive, 1),
+            skipped=int(now.skipped),
+        )
+        anatomy = summary_asynchronous(spent) if spent["steps"].any() else None
+        self.run.log.write(step, done, anatomy, rate_factor(self.run, state), worker_steps=worker_steps)
+        recorder.write(
+            "workers",
+            step=step,
+            alive=alive,
+            exchanges=int(now.exchanges),
+            exchange_s=now.exchange_s,
+            sent_bytes=int(now.sent_bytes),
+            distance=since.distance / max(since.exchanges, 1),
+            staleness=self.workers.staleness,
+            worker_steps=worker_steps,
+        )
+        behind = find_stragglers({number: worker_steps[number] for number in self.workers.reports})
+        for number in sorted(behind.keys() - self.behind):
+            recorder.say(
+                f"{recorder.name(number)} has fallen behind: {worker_steps[number]} steps, {behind[number]:g} by the "
+                "median"
+            )
+        self.behind = frozenset(behind)
+        if alive < len(before.reports):
+            recorder.say(f"{len(before.reports) - alive} of {len(before.reports)} workers gone; the others go on")
+
+    def complete_run(self, state: TrainState) -> dict[str, float]:
+        """Wait for all last exchanges; make the last evaluation and checkpoint; let all go."""
+        run, workers = self.run, self.worker.workers
+        while self.is_writing or self.evaluation.is_open or not all(r.is_done for r in self.workers.reports.values()):
+            self.wait(state)
+        step = run.plan.step(self.workers.counters.examples)
+        if self.has_news():
+            self.log(step, state)
+        is_due = run.plan.timetable.between(self.done, step).evaluate or self.overdue.evaluate
+        if step == run.plan.clock.total_steps or is_due:
+            self.evaluate(step, state)
+        while self.evaluation.is_open:
+            self.wait(state)
+        self.save(step, state, is_last=True)
+        while self.is_writing:
+            self.wait(state)
+        if traced := self.trace.merge(workers):
+            run.recorder.say(traced)
+        if self.is_left:
+            run.notice.say_saved(run.recorder.say, step, run.folder)
+        if lost := workers - len(self.workers.reports):
+            run.recorder.say(f"finished with {workers - lost} of {workers} workers")
+        self.worker.close(self.is_left)
+        return self.result
+
+    def wait(self, state: TrainState) -> None:
+        """Report, write the checkpoint part that is ordered, and complete what is whole."""
+        time.sleep(LOOK_S)
+        status = self.worker.report()
+        self.worker.write_if_ordered(self.parts, self.run.saver.home, state, status)
+        self.progress(self.order.step, state, status)
+
+
+def find_stragglers(worker_steps: dict[int, int]) -> dict[int, float]:
+    """Return the workers below half the median of steps, and that median.
+
+    If the median is below MANY nobody is behind: all are within the steps of one report.
+    """
+    median = float(np.median([*worker_steps.values()])) if worker_steps else 0.0
+    return {number: median for number, made in worker_steps.items() if median >= MANY and made < median / 2}

@@ -44,11 +44,11 @@ from jaxmpi.optim.optimizers import OPTIMIZERS
 from jaxmpi.optim.schedules import DECAYS, WARMUPS
 from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.rules import registry
+from jaxmpi.rules.asynchronous.start import AsyncStart
 from jaxmpi.runtime import failures, fault_injection, job_folder, process, progress, provenance
 from jaxmpi.tasks.check import check_task, metric_names
 from jaxmpi.tasks.registry import find_spec
 from jaxmpi.trainer import callbacks, memory
-from jaxmpi.trainer.async_start import AsyncStart
 from jaxmpi.trainer.asynchronous import run_asynchronously
 from jaxmpi.trainer.build import Functions, build_functions
 from jaxmpi.trainer.compatibility import check_compatible, check_step_mode

@@ -26,10 +26,10 @@ from jaxmpi.core.pytrees import named_leaves, tree_digest
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.optim import optimizers
+from jaxmpi.rules.asynchronous.start import AsyncStart, load_start
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime import failures
 from jaxmpi.trainer import callbacks
-from jaxmpi.trainer.async_start import AsyncStart, load_start
 from jaxmpi.trainer.build import Functions, initial_states
 from jaxmpi.trainer.run import Run
 from jaxmpi.trainer.training_plan import Job, TrainingPlan

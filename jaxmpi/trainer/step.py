@@ -27,7 +27,7 @@ from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.model.batch_statistics import statistics_over
 from jaxmpi.rules.base import Rule
 from jaxmpi.tasks.base import Task
-from jaxmpi.tasks.inputs import cast_floats
+from jaxmpi.tasks.supervised import cast_floats
 
 
 class Metrics(NamedTuple):

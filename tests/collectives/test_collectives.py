@@ -2,8 +2,6 @@
 
 import functools
 import re
-import subprocess
-import sys
 import time
 
 import jax
@@ -42,14 +40,6 @@ ALONE = "\nelse: time.sleep(60)"
 SUB = "from mpi4py import MPI\nsub = MPI.COMM_WORLD.Dup()\n"
 MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many ranks if not 2
     "another shape": ("mpi.allreduce(jnp.ones(3 + rank))", r"allreduce differs.*\s+rank 1: shape of argument 0"),
-    "another dtype of a mean": (
-        "mpi.allreduce(x.astype(jnp.int32) if rank else jnp.ones((3, 2), jnp.uint8), 'mean')",
-        "rank 1: mean of: got int32, expected uint8",
-    ),
-    "two communicators of the same ranks": (
-        "from mpi4py import MPI\nboth = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()\nmpi.allreduce(x, comm=both[rank])",
-        r"has waited 5 s for the others, which wait in a first call on another communicator",
-    ),
     "another root": ("jax.jit(lambda x: mpi.bcast(x, rank))(x)", "rank 1: root: got 1, expected 0"),
     "a branch that one rank takes": (
         "h = jax.jit(lambda x, b: mpi.bcast(jax.lax.cond(b, mpi.allreduce, lambda x: x, x)))\n"
@@ -59,7 +49,7 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many
     "another order on a part of the ranks": (
         PART + "b = jax.jit(lambda x: mpi.allreduce(2 * x, comm=part))\n"
         "a(x).block_until_ready(), b(x).block_until_ready(), (a, b)[rank](x).block_until_ready()",
-        r"rank 0 to 'exchange 1 of a communicator of 2 ranks \(allreduce\(.*rank 1 to 'exchange 2 of a comm",
+        r"rank 0 to 'exchange 1 of [\w ]+ \(allreduce\(.*rank 1 to 'exchange 2 of ",
     ),
     "one rank is missing": (
         "if rank == 0: f(x).block_until_ready()" + ALONE,
@@ -69,17 +59,9 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many
         "if rank == 0: jax.jit(lambda x: mpi.allreduce(x) - 1)(x)" + ALONE,
         r"rank \[1\] did not answer in time" + AT.format(1),
     ),
-    "one rank waits in another way": (
-        "if rank == 0: f(x).block_until_ready()\nelse: mpi.recv(x, 0)",
-        r"for rank 1;.*; rank 1 waits in recv\(float32|recv.* has waited 5 s;.*; rank 0 waits in exchange 1 of the job",
-    ),
     "the script of one rank has ended": (
         "if rank == 0: f(x).block_until_ready()",
         r"rank 0 waits in exchange 1 of the job \(allreduce.* " + ENDED.format(1),
-    ),
-    "the script of one rank has ended before a started operation": (
-        STARTED + "s(x).block_until_ready()\nif rank == 0: s(x).block_until_ready()",
-        r"rank 0 waits in allreduce\(.* in s " + ENDED.format(1),
     ),
     "the script of one rank has ended before it sends": (
         "if rank == 1: mpi.recv(x, 0)",
@@ -109,48 +91,16 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many
         "mpi.send(jnp.ones(4), 1) if rank == 0 else mpi.recv(x, 0)",
         r"rank 1 expects float32\[3\], but got a message of rank 0: float32\[4\], sent at <string>:\d+",
     ),
-    "another order of started operations on a part of the ranks": (
-        "part = jaxmpi.world().split(0, key=-rank)\n"
-        "h = lambda op: jax.jit(lambda x: jaxmpi.wait(jaxmpi.start(mpi.allreduce, x, op, comm=part)))\n"
-        "a, b = h('max'), h('min')\n"
-        "a(x).block_until_ready(), b(x).block_until_ready(), (a, b)[rank](x).block_until_ready()",
-        r"rank 0 to 'allreduce\(float32\[3\], op=max\).*rank 1 to 'allreduce\(float32\[3\], op=min\)",
-    ),
-    "one rank is missing at a started operation of a part of the ranks": (
-        "part = jaxmpi.world().split(None if rank == 1 else 0, key=-rank)\n"
-        "s = jax.jit(lambda x: jaxmpi.wait(jaxmpi.start(mpi.allreduce, x, comm=part)))\n"
-        "if part: s(x).block_until_ready()\nif rank == 0: s(x).block_until_ready()" + ALONE,
-        r"comparison of allreduce.* has waited \d s for rank \[2\];" + AT.format(2),
-        3,
-    ),
     "one rank alone makes the first call on a communicator of mpi4py": (
         "from mpi4py import MPI\nsub = MPI.COMM_WORLD.Split(rank == 1, -rank)\n"
         "if rank == 0: mpi.allreduce(x, comm=sub)" + ALONE,
         r"the first call on a communicator of 2 ranks has waited 5 s for rank \[2\];" + AT.format(2),
         3,
     ),
-    "a message that all ranks of a communicator of mpi4py do not come to at first": (
-        SUB + "if rank == 0: mpi.send(x, 1, comm=sub)\nelif rank == 1: mpi.recv(x, 0, comm=sub)" + ALONE,
-        r"the first call on a communicator of 3 ranks has waited 5 s for rank \[2\]; .* does not concern",
-        3,
-    ),
-    "the script of one rank has ended before the first call on a communicator of mpi4py": (
-        SUB + "if rank == 0: mpi.allreduce(x, comm=sub)",
-        "rank 0 waits in the first call on a communicator of 2 ranks, .* " + ENDED.format(1),
-    ),
     "a started receive without a send": (
         "s = jax.jit(lambda x: jaxmpi.wait(jaxmpi.start(mpi.recv, x, 0)))\n"
         "if rank == 1: s(x).block_until_ready()" + ALONE,
         r"recv\(float32\[3\], source=0\), .* has waited 5 s; no message has come or gone" + AT.format(0),
-    ),
-    "a sendrecv of another shape": (
-        "mpi.sendrecv(jnp.ones(3 + rank), x, 1 - rank, 1 - rank)",
-        r"rank 0 expects float32\[3\], but got a message of rank 1: float32\[4\], sent at <string>:\d+",
-    ),
-    "the script of one rank of three has ended before a sendrecv": (
-        "if rank: mpi.sendrecv(x, x, (rank - 1) % 3, (rank + 1) % 3)",
-        r"rank 1 waits in sendrecv\(float32\[3\], dest=2, .* " + ENDED.format(0),
-        3,
     ),
     "a sendrecv without a receive": ("mpi.send(x, 0) if rank else mpi.sendrecv(x, x, 1, 1)", NOT_RECEIVED),
     "two receives that wait for each other": (
@@ -181,17 +131,6 @@ def test_a_mistake_ends_the_job_with_rank_and_call(mistake):
     assert re.search(message, ended.out), ended.out[-3000:]
     begun_s = max(float(found) for found in re.findall(r"begun ([\d.]+)", ended.out))
     assert end_s - begun_s < LIMIT_S + 15  # to ask who is late takes up to 10; programs of the mistake, mpirun's end
-
-
-@pytest.mark.slow  # longer than the limit of a wait
-def test_computing_before_a_small_sendrecv_is_no_wait_for_it():
-    script = (
-        "def late(x):\n    time.sleep(8)\n    return x\n"
-        "step = jax.jit(lambda x: mpi.sendrecv(jax.pure_callback(late, x, x), x, 1 - rank, 1 - rank))\n"
-        "assert step(x).tolist() == [1 - rank] * 3"
-    )
-    ended = mpirun(2, "-c", f"{HEAD}\n{script}\n", timeout_s=90, env=LIMITS)
-    assert ended.code == 0, ended.out[-3000:]
 
 
 MPI4JAX = """
@@ -357,11 +296,3 @@ def test_the_table_in_the_docs_is_the_programs_own():
     rows = [f"| `{name}` | {' | '.join(cells)} |" for name, *cells in list_operations()]
     assert [row for row in rows if row not in page] == []
     assert set(OPERATIONS) <= set(dir(mpi))
-
-
-def test_the_module_lists_operations_and_what_they_send():
-    said = subprocess.run(
-        [sys.executable, "-m", "jaxmpi.collectives"], capture_output=True, text=True, timeout=60, cwd=ROOT
-    )
-    assert said.returncode == 0, said.stderr
-    assert all(f"{name} " in said.stdout and row.sends in said.stdout for name, row in OPERATIONS.items())

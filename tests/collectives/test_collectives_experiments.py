@@ -17,7 +17,5 @@ def test_ranks_compute_what_one_process_computes(ranks):
     assert ended.out.count(f"{ranks} ranks: ") == len(NAMES)
 
 
-def test_every_example_is_run_and_is_short():
-    lines = {file.stem: len(file.read_text().splitlines()) for file in FOLDER.glob("*.py")}
-    assert lines.keys() == set(NAMES)
-    assert max(lines.values()) <= 80
+def test_every_example_is_run():
+    assert {file.stem for file in FOLDER.glob("*.py")} == set(NAMES)

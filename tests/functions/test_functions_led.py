@@ -1,9 +1,6 @@
 """A script that leads workers: made by fork, or ranks of mpirun. It runs once; what fails is named; nothing hangs."""
 
 import os
-import re
-import shutil
-import subprocess
 import sys
 
 import pytest
@@ -79,63 +76,6 @@ def test_checks_hold_for_a_script_that_leads(n, ranks, which, tmp_path):
     out = lead(tmp_path, ALL_CHECKS.replace("{which}", which), n, ranks, timeout_s=200)
     assert out.count(f"script of {n or ranks}") == 1
     assert out.count("all checks pass") == 1
-
-
-SHORT = 'jaxmpi.fork({n}, kind="processes")\n'
-
-
-@pytest.mark.e2e
-def test_a_script_without_shared_memory_ends_with_one_sentence(tmp_path):
-    enter = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"]
-    if not shutil.which("unshare") or subprocess.run([*enter, "true"], capture_output=True).returncode:
-        pytest.skip("mounting is not permitted here")
-    script = write_script(tmp_path, SHORT.replace("{n}", "2"))
-    ended = run([*enter, sys.executable, script], timeout_s=100, env=ENV)
-    assert ended.code == 1
-    assert re.fullmatch(r"jaxmpi: error: no \d+ bytes for 2 ranks in /dev/shm .*\n", ended.out), ended.out
-
-
-DROPPED = """
-from jaxmpi.functions.lifecycle import current_group
-from jaxmpi.functions.transport import SocketTransport
-
-sent, send = [0], SocketTransport._send
-
-def counted(line, rank, data):
-    sent[0] += memoryview(data).nbytes
-    send(line, rank, data)
-
-def held_mb():
-    pages = int(open(f"/proc/{current_group().transport.jobs[1].pid}/statm").read().split()[1])
-    return pages * resource.getpagesize() >> 20
-
-if __name__ == "__main__":
-    jm.fork(2)
-    x, held = np.ones(2, np.float32), []
-    for i in range(30):
-        f = jm.function(lambda x, w: (x.sum() + w).sum(), (jm.scatter, jm.broadcast), jm.sum)
-        f(x, np.full(1 << 21, i, np.float32))
-        held.append(held_mb())
-        del f
-    print("grown", max(held) - held[1])
-
-    w = jm.shared(np.ones(1 << 20, np.float32))
-    f = jm.function(lambda x, w: x.sum() + w.sum(), (jm.scatter, jm.broadcast), jm.max)
-    SocketTransport._send = counted
-    for value in (1, 2):
-        w[:] = value
-        assert float(f(x, w)) == 1 + (value << 20)
-    print("sent", sent[0])
-"""
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # a job more
-def test_workers_let_go_of_what_is_gone_and_are_sent_nothing_that_is_shared(tmp_path):
-    # Garbage is searched for as often as with users: what a call leaves is in cycles, and tests search seldom.
-    out = lead(tmp_path, DROPPED, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
-    assert int(out.split("grown ")[1].split()[0]) < 100, out  # MB; 28 inputs are 224
-    assert int(out.split("sent ")[1]) < 100_000, out  # bytes; a shared broadcast input is read in place
 
 
 FAULTS = """
@@ -365,37 +305,26 @@ def left_over(path: str) -> list[str]:
     return found
 
 
-ENDS = {
-    "no_close": ("pass", 0),
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", -9),
-    "exit": ("sys.exit(3)", 3),
-}
-RARE = ("exit", "no_close")
-
-
 @pytest.mark.e2e
-@pytest.mark.parametrize("end", [pytest.param(e, marks=pytest.mark.slow) if e in RARE else e for e in ENDS])
-def test_workers_end_with_their_master(end, tmp_path):
-    code, status = ENDS[end]
-    script = f"jm.fork(2)\njm.function(lambda x: x.sum(), jm.scatter, jm.sum)(np.ones(4, np.float32))\n{code}\n"
-    lead(tmp_path, script, code=status)  # its pipe closes when the last of them has ended
+def test_workers_end_with_a_killed_master(tmp_path):
+    script = "jm.fork(2)\njm.function(lambda x: x.sum(), jm.scatter, jm.sum)(np.ones(4, np.float32))\n"
+    lead(tmp_path, f"{script}os.kill(os.getpid(), signal.SIGKILL)", code=-9)  # its pipe closes when the last has ended
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", [pytest.param("0", marks=pytest.mark.slow), "1"])
-def test_a_rank_of_mpirun_that_dies_ends_the_job(who, tmp_path):
+def test_a_rank_of_mpirun_that_dies_ends_the_job(tmp_path):
     script = """
 from jaxmpi.comm.job import processes
 def dies(x):
     def die(v):
-        if processes().rank == WHO: os.kill(os.getpid(), signal.SIGKILL)
+        if processes().rank == 1: os.kill(os.getpid(), signal.SIGKILL)
         return v
     return jax.pure_callback(die, jax.ShapeDtypeStruct((), jnp.float32), x.max())
 if __name__ == "__main__":
     jm.fork()
     jm.function(dies, jm.scatter, jm.max)(np.ones(4, np.float32))
-""".replace("WHO", who)
-    assert f"rank {who}" in lead(tmp_path, script, ranks=2, code=None, timeout_s=60)
+"""
+    assert "rank 1" in lead(tmp_path, script, ranks=2, code=None, timeout_s=60)
 
 
 @pytest.mark.slow
@@ -455,28 +384,6 @@ os.kill(os.getpid(), signal.SIGKILL)
     out = lead(tmp_path, again)
     assert "[5.]" in out
     assert not os.path.exists(out.split()[-1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 2])
-def test_slices_bound_the_memory(n, tmp_path):
-    """A share needs 400 MB at once over the workers, and each piece of twenty needs a twentieth of that."""
-    script = """
-def peak_mb(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-if __name__ == "__main__":
-    n = jm.fork({n})
-    x, w = jm.shared(np.ones((100_000, 8), np.float32)), np.ones((8, 1000), np.float32)
-    f = jm.function(lambda x, w: (jnp.tanh(x @ w) @ w.T).sum(), (jm.scatter, jm.broadcast), jm.sum)
-    f(x, w, batch=5_000)
-    peaks = [peak_mb()]
-    for slices in (20 // n, 1):
-        f(x, w, slices=slices)
-        peaks.append(peak_mb())
-    print("peaks", *np.diff(peaks))
-"""
-    sliced, whole = map(int, lead(tmp_path, script, n).split("peaks ")[1].split()[:2])
-    assert whole > 300 / n
-    assert sliced < 100 / n
 
 
 OVER_HOSTS = """

@@ -77,13 +77,6 @@ def test_init_gives_plain_arrays(state):
         assert leaf.dtype == jnp.float32
 
 
-def test_init_does_not_depend_on_tracing(model, state):
-    abstract = jax.eval_shape(model.init, KEY, IMAGE[:1])
-    assert jax.tree.map(lambda x: x.shape, abstract) == jax.tree.map(lambda x: x.shape, state)
-    traced = jax.jit(model.init)(KEY, IMAGE[:1])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), traced, state)
-
-
 def test_same_numbers_as_the_module(apply, state):
     module = Net(nnx.Rngs(KEY))
     want = module(IMAGE, False)
@@ -147,35 +140,3 @@ def test_each_stream_has_its_own_key():
     twice = adapted(Twice)
     one, two = twice.apply(*twice.init(KEY, IMAGE[:1]), IMAGE, KEY, True)[0]
     assert not np.array_equal(one, two)
-
-
-def test_jit_with_donated_state(model):
-    def loss_and_grads(params, model_state, image, key):
-        def loss(params):
-            outputs, updated = model.apply(params, model_state, image, key, True)
-            return (outputs**2).mean(), updated
-
-        return jax.value_and_grad(loss, has_aux=True)(params)
-
-    def step(params, model_state, image, key):
-        (_, model_state), grads = loss_and_grads(params, model_state, image, key)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), model_state
-
-    jitted: Any = jax.jit(step, donate_argnums=(0, 1))
-    params, model_state = model.init(KEY, IMAGE[:1])
-    structure = jax.tree.structure((params, model_state))
-    for i in range(3):
-        params, model_state = jitted(params, model_state, IMAGE, jax.random.fold_in(KEY, i))
-    assert jax.tree.structure((params, model_state)) == structure
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
-    assert jitted._cache_size() == 1
-
-
-def test_vmap_over_workers(model, apply, state):
-    images, keys = jnp.stack([IMAGE, 2 * IMAGE]), jax.random.split(KEY, 2)
-    mapped: Any = jax.jit(jax.vmap(lambda x, key: model.apply(*state, x, key, True)))
-    outputs, states = mapped(images, keys)
-    for i in range(2):
-        want, want_state = apply(*state, images[i], keys[i], True)
-        np.testing.assert_allclose(outputs[i], want, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(states["norm"]["mean"][i], want_state["norm"]["mean"], atol=1e-5)

@@ -217,7 +217,11 @@ def test_a_line_with_values_of_another_kind_is_read_for_what_it_has(kind, tmp_pa
     ],
 )
 def test_a_forged_record_gives_a_page(kind, fields, tmp_path):
-    assert report.write([forged(tmp_path / "run", kind, **fields)], tmp_path / "out").exists()
+    run = forged(tmp_path / "run", kind, **fields)
+    if kind == "exchange":  # names of buckets are in pictures, too, of which drawing takes the time
+        assert report.write([run], tmp_path / "out").exists()
+    else:
+        assert report_page.page([read(run)], {}).encode(errors="replace")
 
 
 def test_names_of_a_record_are_no_markup(tmp_path):

@@ -22,7 +22,7 @@ from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.optim.optimizers import optimizer
 from jaxmpi.rules import base, registry
-from jaxmpi.rules.local_sgd import LocalState
+from jaxmpi.rules.synchronous import LocalState
 from jaxmpi.trainer.step_form import unfit_for_overlap
 from jaxmpi.trainer.training_plan import Job
 from launching import train as run
@@ -204,12 +204,6 @@ def test_the_distance_of_workers_is_that_of_the_last_meeting(name):
         # N squares, their sum, a root, a mean of K: each rounds once, relatively.
         np.testing.assert_allclose(np.asarray(rule.distance(state)), expected, rtol=(N + K + 4) * 2.0**-24)
     assert expected.min() > 0.1
-
-
-def test_one_worker_stays_as_it_is():
-    row = RNG.standard_normal((1, 10)).astype(np.float32)
-    agreed = np.zeros(10, np.float32)
-    np.testing.assert_array_equal(met("asa:32", row, agreed)[1], row)
 
 
 # ---------------------------------------------------------------- contract

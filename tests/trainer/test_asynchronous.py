@@ -1,7 +1,5 @@
 """Whole runs by asynchronous rules: what they count, record, save and survive; and what they refuse."""
 
-import contextlib
-import functools
 import itertools
 import json
 import os
@@ -17,17 +15,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from jaxmpi.allreduce.api import exchange
+from jaxmpi.allreduce.wires import BLOCK
 from jaxmpi.checkpoint.manifests import found
 from jaxmpi.checkpoint.write import Retention, UncoordinatedCheckpoint
-from jaxmpi.comm.axis import AxisComm
-from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.exchange_config import ExchangeConfig
-from jaxmpi.config.optim import Optim
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import HeldFolder
@@ -36,29 +30,26 @@ from jaxmpi.launch import command, postmortem
 from jaxmpi.launch.experiment_facts import facts_of
 from jaxmpi.launch.options import Options
 from jaxmpi.observe.recorder import Recorder
-from jaxmpi.optim.optimizers import is_linear, optimizer
-from jaxmpi.rules import base, parameter_server, registry
-from jaxmpi.rules.gosgd import RandomGossip
-from jaxmpi.rules.parameter_server import (
+from jaxmpi.rules import registry
+from jaxmpi.rules.asynchronous.center import (
+    CenterClient,
+    CenterLayout,
+    CenterServer,
     Counters,
     GlobalProgress,
-    Server,
-    ServerExchange,
-    ServerLayout,
-    TimeSpent,
-    WorkerReport,
+    Report,
 )
+from jaxmpi.rules.asynchronous.start import AsyncStart
+from jaxmpi.rules.asynchronous.worker import AsyncWorker
 from jaxmpi.runtime import failures, job_folder
-from jaxmpi.trainer import async_chief, async_start
-from jaxmpi.trainer.async_chief import SharedEvaluation
-from jaxmpi.trainer.async_worker import AsyncWorker
-from jaxmpi.trainer.asynchronous import AsynchronousWorker
+from jaxmpi.trainer import asynchronous
+from jaxmpi.trainer.asynchronous import MANY, AsyncLeader, SharedEvaluation, find_stragglers
 from jaxmpi.trainer.callbacks import Callback
 from jaxmpi.trainer.loop import RunProgress
 from jaxmpi.trainer.resolve_auto import to_center
 from jaxmpi.trainer.timetable import DueEvents, Timetable
 from launching import ROOT, kill_session, mpirun_line, run, train, train_here
-from tolerances import USUAL_EMITTERS, U
+from simulated_mpi import Line
 from traces import check_schema
 
 DIGITS = "experiments/digits.py"
@@ -161,13 +152,11 @@ def test_workers_of_equal_speed_make_equal_shares_of_a_long_run_to_a_tenth(tau, 
     assert max(abs(4 * steps / sum(made) - 1) for steps in made) < 0.1, made
 
 
-@pytest.mark.parametrize("steps", [100, 2 * async_chief.MANY - 2])
-def test_who_has_made_less_than_half_of_the_steps_has_fallen_behind(steps):
-    """But nobody before there are enough, and none that is gone."""
-    made = [steps, steps // 2 - 1, 0, steps]
-    enough = steps >= async_chief.MANY
-    assert async_chief.find_stragglers(made, [False, False, True, False]) == ({1: float(steps)} if enough else {})
-    assert async_chief.find_stragglers([async_chief.MANY - 1, 0], [False, True]) == {}
+def test_who_has_made_less_than_half_of_the_steps_has_fallen_behind():
+    """But nobody before there are enough."""
+    assert find_stragglers({0: 100, 1: 49, 3: 100}) == {1: 100.0}
+    assert find_stragglers({0: MANY - 2, 1: 1, 3: MANY - 2}) == {}
+    assert find_stragglers({}) == {}
 
 
 LATE = """
@@ -182,29 +171,18 @@ experiment = dataclasses.replace(digits, model=model._replace(apply=apply), trai
 """
 
 
-def late(folder: Path, rank: int, sent: str, *args: str) -> list[str]:
-    """The line of a run of 3 workers, of which one gets a signal while it traces its step."""
-    (folder / "late.py").write_text(LATE.format(rank=rank, signal=sent))
-    return surviving(3, str(folder / "late.py"), *RULES["easgd"], *args, "--run-dir", str(folder / "run"))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_worker_that_hangs_before_the_start_is_named(rank, tmp_path):
-    """Rank 0, for which the others wait to compile, or another, whom server 0 misses; within six times the limit."""
-    ended = run(late(tmp_path, rank, "SIGSTOP", "--stall-timeout-s", "2"), timeout_s=120)
+@pytest.mark.parametrize(("rank", "sent"), [(0, "SIGSTOP"), (2, "SIGSTOP"), (2, "SIGKILL")])
+def test_a_worker_that_hangs_before_the_start_is_named_and_one_that_dies_holds_nobody_up(rank, sent, tmp_path):
+    """It gets a signal while it traces its step: rank 0, for which the others wait to compile, or another."""
+    (tmp_path / "late.py").write_text(LATE.format(rank=rank, signal=sent))
+    limit = ("--stall-timeout-s", "2" if sent == "SIGSTOP" else "0")  # six times as long at the start
+    line = surviving(3, str(tmp_path / "late.py"), *RULES["easgd"], *limit, "--run-dir", str(tmp_path / "run"))
+    ended = run(line, timeout_s=120)
     assert not ended.timed_out
-    assert ended.code != 0, ended.out
-    assert f"late: rank {rank}" in ended.out
+    assert (ended.code == 0) == (sent == "SIGKILL"), ended.out
+    assert ("finished with 2 of 3 workers" if sent == "SIGKILL" else f"late: rank {rank}") in ended.out
     assert "Traceback" not in ended.out, ended.out
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_before_the_start_holds_nobody_up(tmp_path):
-    ended = run(late(tmp_path, 2, "SIGKILL"), timeout_s=120)
-    assert ended.code == 0, ended.out
-    assert "finished with 2 of 3 workers" in ended.out
-    assert record(tmp_path / "run", "workers")[-1]["worker_steps"][2] == 0
 
 
 @pytest.mark.slow
@@ -239,22 +217,26 @@ def test_a_step_that_any_worker_leaves_out_is_told(tmp_path):
     assert re.search(r"rank 1/2 on \S+: the gradient of \S+ of worker 1 is not finite at step 5: skipped", ended.out)
 
 
-class LoneWorker(AsyncWorker):
-    """AsyncWorker 0 of one, with the status at hand and nothing to learn."""
+class ServedWorker(AsyncWorker):
+    """A worker with server 0 at hand."""
 
-    def __init__(self) -> None:
-        self.number, self.workers, self.saved, self.is_done = 0, 1, 0.0, False
-        self.gossip, self.tracer = RandomGossip(0, 1, 0.0, seed=0), SimpleNamespace(merge=lambda workers: "")
-        self.rule = SimpleNamespace(is_gossip=False)
-        self.progress = GlobalProgress(1, target=100, bound=0)
+    def __init__(self, number: int, workers: int, server: CenterServer, layout: CenterLayout) -> None:
+        client = CenterClient(Line(server, number), layout, [0], 0 if number else workers)
+        params = {"w": np.zeros(2, np.float32)}
+        state = TrainState(0, params, {}, {}, np.zeros(2, np.uint32))
+        rule = SimpleNamespace(is_gossip=False, gossip=None)
+        super().__init__(number, workers, rule, AsyncStart(np.zeros(2, np.float32), state, Counters()), client)  # pyright: ignore[reportArgumentType]
 
-    def report(self, asks, examples=0.0):
-        self.progress.report(0, WorkerReport(1, self.saved, self.is_done, **asks), Counters(examples=examples))
-        [(_, answer)] = self.progress.answers()
-        return answer
 
-    def center(self):
-        return {"w": np.ones(3, np.float32)}
+def served(workers: int, target: float) -> tuple[CenterServer, list[ServedWorker]]:
+    layout = CenterLayout(BLOCK, 1, "32")
+    progress = GlobalProgress(workers, target, 0)
+    server = CenterServer(layout, 0, np.ones(BLOCK, np.float32), lambda *segment: None, workers, progress)
+    for number in range(workers):
+        progress.report(number, Report())
+    for _ in progress.answers():
+        pass
+    return server, [ServedWorker(number, workers, server, layout) for number in range(workers)]
 
 
 class Saves(Callback):
@@ -270,14 +252,25 @@ class Saves(Callback):
 
 
 def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(async_chief, "extra_of", lambda *run: {})
+    monkeypatch.setattr(asynchronous, "extra_of", lambda *run: {})
     saves = Saves()
     state = TrainState(*(np.zeros(2, np.float32) for _ in TrainState._fields))
     timetable = Timetable(compare_every=100, log_every=1, eval_every=100, save_every=1, total_steps=10)
-    clock, feed = SimpleNamespace(total_steps=10), SimpleNamespace(source=range(100))
-    numbers = {"step": lambda examples: int(examples) // 10, "lr_of": lambda step: 0.1}
-    run = SimpleNamespace(
-        plan=SimpleNamespace(timetable=timetable, clock=clock, feed=feed, **numbers),
+    feed = SimpleNamespace(source=range(100), samplers=[SimpleNamespace(steps_per_epoch=1)])
+    plan = SimpleNamespace(
+        timetable=timetable,
+        clock=SimpleNamespace(total_steps=10),
+        feed=feed,
+        validation=feed,
+        step=lambda examples: int(examples) // 10,
+        lr_of=lambda step: 0.1,
+    )
+    (checkpoints := tmp_path / "checkpoints").mkdir()
+    _, [worker] = served(1, target=100)
+    monkeypatch.setattr(asynchronous.AsyncCoordinator, "__init__", lambda self, *parts: None)
+    start: Any = AsyncStart(np.zeros(2, np.float32), state, Counters())
+    run: Any = SimpleNamespace(
+        plan=plan,
         log=SimpleNamespace(write=lambda *line, **more: None),
         recorder=Recorder(None),
         saver=SimpleNamespace(home=HeldFolder(tmp_path)),
@@ -288,52 +281,27 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
         folder=tmp_path,
         functions=None,
     )
-    worker, start = LoneWorker(), SimpleNamespace(counters=Counters(), step=0)
-    (checkpoints := tmp_path / "checkpoints").mkdir()
-    parts = UncoordinatedCheckpoint(checkpoints, 1, Retention(2))
-    evaluation = SimpleNamespace(is_open=False, requests=dict, conclude_if_complete=lambda answer: None)
-    chief = async_chief.AsyncLeader(run, worker, parts, start, evaluation)  # pyright: ignore[reportArgumentType] # of all this a part
-    assert chief.progress(state, worker.report({}, examples=10)) == RunProgress(1, DueEvents(log=True, save=True))
-    chief.log(1, state)
-    chief.save(1, state)
-    while chief.is_writing:
-        chief.wait(state)
+    leader = AsyncLeader(run, start, worker)
+    trace: Any = SimpleNamespace(merge=lambda workers: "")
+    leader.run, leader.worker, leader.trace, leader.is_left = run, worker, trace, True
+    leader.parts = UncoordinatedCheckpoint(checkpoints, 1, Retention(2))
+    leader.evaluation = SharedEvaluation(run, worker)
+    worker.count(examples=10)
+    assert leader.progress(1, state, worker.report()) == RunProgress(1, DueEvents(log=True, save=True))
+    leader.log(1, state)
+    leader.save(1, state, is_last=False)
+    while leader.is_writing:
+        leader.wait(state)
+    worker.count(examples=5)
+    assert leader.progress(1, state, worker.report(leave=True)) == RunProgress(1, is_over=True)
     worker.is_done = True
-    assert chief.progress(state, worker.report({"leave": 1.0}, examples=5)) == RunProgress(1, is_over=True)
-    chief.finish(state)
+    leader.complete_run(state)
     [saved] = found(checkpoints)
     assert saves.whole == ((1, True), (1, True))  # the second takes the place of the first
     assert saved.name == "step_00000001"
     manifest = json.loads((saved / "manifest.json").read_text())
     assert manifest["files"]["worker_00000.bin"]
     assert manifest["extra"]["callbacks"] == [["Saves", {"saves": 2}]]
-
-
-# ---------------------------------------------------------------- evaluations
-
-
-class JudgingWorker(AsyncWorker):
-    """A worker with a server at hand."""
-
-    def __init__(self, number: int, server: Server) -> None:
-        self.number, self.workers, self.server, self.clock, self.is_done = number, 3, server, 1, False
-        self.saved = self.evaluated = 0.0
-        self.new, self.spent = Counters(), TimeSpent()
-
-    def report(self, asks):
-        answer = self._server_exchange(parameter_server.PUSH, None, self._report(asks)).answer
-        assert answer is not None
-        return answer
-
-    def _server_exchange(self, kind, vector, report, **posted):
-        told = 0 if self.number else self.workers
-        server_exchange = ServerExchange(self.server.layout, kind, vector, report, told, **posted)
-        while not server_exchange.is_over():
-            for sending in server_exchange.ready():
-                self.server.take(self.number, sending.message)
-            while self.server.out.get(self.number):
-                server_exchange.take(0, self.server.out[self.number].popleft())
-        return server_exchange
 
 
 @pytest.mark.parametrize("batches", [0, 1, 2, 7])
@@ -348,10 +316,9 @@ def test_an_evaluation_is_of_every_batch_once_by_worker_0s_params_and_state(batc
 
     data = jnp.arange(1.0, 1 + batches)
     made: list[list[float]] = [[], [], []]
-    workers, evaluations, states = [], [], []
-    progress = GlobalProgress(3, 1e9, 0)
-    server = Server(ServerLayout(100, 1, "16"), 0, np.zeros(100, np.float32), lambda *shard: None, progress)
-    for number in range(3):
+    server, workers = served(3, target=1e9)
+    evaluations, states = [], []
+    for number, worker in enumerate(workers):
 
         def taken(begin=0, end=None, number=number):
             for batch in data[begin:end]:
@@ -371,21 +338,17 @@ def test_an_evaluation_is_of_every_batch_once_by_worker_0s_params_and_state(batc
         state = TrainState(*[np.zeros(())] * len(TrainState._fields))
         params, model_state = {"w": jnp.bfloat16(3 + number)}, {"n": jnp.int32(70_000 + number)}
         states.append(state._replace(params=params, model_state=model_state))
-        workers.append(JudgingWorker(number, server))
-        evaluations.append(SharedEvaluation(run, workers[-1]))
+        evaluations.append(SharedEvaluation(run, worker))
         evaluations[-1].compile(states[-1])
         made[number].clear()
-        progress.report(number, WorkerReport(0, 0), Counters())
-    for _ in progress.answers():
-        pass
     evaluations[0].begin(40, states[0])
-    assert evaluations[0].conclude_if_complete(workers[0].report(evaluations[0].requests())) is None
+    assert evaluations[0].conclude_if_complete(workers[0].report().workers) is None
     for number in (1,) if dies == "before" else (1, 2):
-        evaluations[number].evaluate_shard(workers[number].report({}))
-        evaluations[number].evaluate_shard(workers[number].report({}))  # which says that it has, and is not asked again
+        evaluations[number].evaluate_if_ordered(workers[number].report().evaluate)
+        evaluations[number].evaluate_if_ordered(workers[number].report().evaluate)  # not evaluated again
     if dies:
-        server.drop_worker(2)
-    outcome = evaluations[0].conclude_if_complete(workers[0].report({}))
+        server.drop(2)
+    outcome = evaluations[0].conclude_if_complete(workers[0].report().workers)
     assert outcome is not None
     assert sorted(itertools.chain(*made)) == data.tolist()
     assert outcome.figures["eval_count"] == batches
@@ -393,7 +356,7 @@ def test_an_evaluation_is_of_every_batch_once_by_worker_0s_params_and_state(batc
         assert outcome.figures["eval_loss"] == pytest.approx(float(3 * data.mean()) + 70_000, rel=1e-7)
         assert outcome.figures["eval_far"] == pytest.approx(float(data.mean()) / 2)
         assert max(map(len, made)) <= -(-batches // 3) * (2 if dies == "before" else 1)
-    assert evaluations[0].conclude_if_complete(workers[0].report(evaluations[0].requests())) is None  # it is over
+    assert evaluations[0].conclude_if_complete(workers[0].report().workers) is None  # it is over
 
 
 # ---------------------------------------------------------------- who dies
@@ -505,22 +468,6 @@ def test_an_error_of_one_rank_ends_all_where_ranks_may_die(tmp_path):
 
 
 @pytest.mark.slow
-def test_who_still_gathers_when_another_fails_has_nothing_to_say(tmp_path):
-    """Rank 0 has all texts and ends the job, while the last rank still waits for them; most likely
-    at the first, when connections are made."""
-    script = (
-        "import jaxmpi\ncomm = jaxmpi.world()\ncomm.processes.allgather_object('abc')\n"
-        "if comm.rank == 0: raise ValueError('boom')\ncomm.processes.allgather_object('abc')\n"
-    )
-    (tmp_path / "job.py").write_text(script)
-    line = [*mpirun_line(3), "--with-ft", "ulfm", sys.executable, str(tmp_path / "job.py")]
-    for _ in range(3):
-        ended = run(line, timeout_s=60)
-        assert ended.code == 1, ended.out
-        assert ended.out.count("Traceback") == 1, ended.out
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("told", "ranks"), [(1, 3), (3, 5)], ids=["worker, then fewer", "server, then more"])
 def test_a_run_that_is_asked_to_leave_is_gone_on_with_on_another_number_of_ranks(told, ranks, tmp_path):
     """By a signal to one rank alone; nothing is lost, since all have reported and saved when they leave."""
@@ -618,203 +565,12 @@ def test_ranks_and_rules_that_do_not_fit_are_refused(message):
         registry.check_ranks(*RANKS[message])
 
 
-def test_a_run_that_stops_at_its_first_step_closes_its_source():
-    closed = []
-
-    def source():
-        try:
-            yield from range(2, 9)
-        finally:
-            closed.append(True)
-
-    batches = source()
-    worker: Any = SimpleNamespace(first=next(batches), source=batches)
-    with contextlib.closing(AsynchronousWorker.batches(worker)) as mine:
-        assert next(mine) == 2
-    assert closed == [True]
-
-
-@pytest.mark.parametrize("name", ["easgd", "asgd", "gosgd", "easgd_sync"])
-def test_an_optimizer_whose_state_is_not_averaged_is_refused_unless_forced(name):
-    config = Optim("adam")
-    with pytest.raises(UsageError, match="its state is each worker's own, not averaged"):
-        build(RuleConfig(name), config)
-    build(RuleConfig(name, force=True), config)
-
-
 def test_a_single_rank_is_told_to_start_several(tmp_path):
     ended = train_here(*COMMON, *RULES["easgd"], "--run-dir", str(tmp_path / "run"))
     assert ended.code != 0
     assert "start several (mpirun -n 4, jaxmpi train -n 4)" in ended.out
 
 
-SLOWLY_ENDED = """
-import os
-from jaxmpi.experiments.digits import experiment
-from jaxmpi.runtime import failures
-failures.RANK_0_FIRST_S = 1.0
-failures.PASSED_ON_S = 4.0 * (os.environ.get("OMPI_COMM_WORLD_RANK") == "0")
-"""
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # waits for a launcher
-def test_one_rank_says_what_is_refused_however_slow_the_launcher_ends_the_others(tmp_path):
-    (tmp_path / "slowly.py").write_text(SLOWLY_ENDED)
-    line = (sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "3", str(tmp_path / "slowly.py"))
-    ended = run([*line, *RULES["easgd"], "--comm", "xla", "--run-dir", str(tmp_path / "run")], timeout_s=60)
-    assert ended.code == failures.MISUSED, ended.out
-    assert ended.out.count("error: comm: got xla with an asynchronous rule") == 1, ended.out
-    assert "---" not in ended.out, ended.out  # no box of Open MPI's
-
-
 def test_of_a_strategy_the_wire_counts():
-    asked = {
-        "auto": "root:32",
-        "auto:16": "root:16",
-        "ring16": "root:16",
-        "asa:bf16": "root:bf16",
-        "hier-ring": "root:32",
-    }
-    assert {name: to_center(ExchangeConfig(name)) for name in asked} == asked
-
-
-# ---------------------------------------------------------------- the local halves, and the synchronous form
-
-
-def build(config: RuleConfig, optim: Optim, workers: int = 1, lr: float = 0.05) -> Any:
-    comm = AxisComm("w", workers) if workers > 1 else SoloComm()
-    exchanged = base.Exchange(lambda tree: exchange(tree, comm=comm), lambda tree: exchange(tree, op="sum", comm=comm))
-    tx = optimizer(optim, lambda step: jnp.float32(lr))
-    return registry.build(config, tx, exchanged, optimizer=optim.name, linear=is_linear(optim, tx, {}))
-
-
-def gradient(w):
-    return jax.tree.map(lambda x: jnp.sin(3 * x) + x, w)
-
-
-PARAMS = {"a": np.linspace(-1, 1, 7, dtype=np.float32), "b": np.array([[0.3, -2]], np.float32)}
-
-
-@pytest.mark.parametrize("name", ["easgd", "asgd", "gosgd", "easgd_sync"])
-@pytest.mark.parametrize("optim", [Optim("sgd"), Optim("momentum"), Optim("nesterov")], ids=lambda o: o.name)
-def test_without_exchanges_a_worker_is_the_plain_optimizer_in_every_bit(name, optim):
-    """`easgd_sync` meets before the first step only, when worker and center are the same."""
-    rule, tx = build(RuleConfig(name, tau=100), optim), optimizer(optim, lambda step: jnp.float32(0.05))
-    mine, plain = jax.tree.map(jnp.array, PARAMS), jax.tree.map(jnp.array, PARAMS)
-    state, inner = rule.init(mine), tx.init(plain)
-    compiled = functools.partial(jax.jit, compiler_options=USUAL_EMITTERS)
-
-    @compiled
-    def step(params, inner):
-        updates, inner = tx.update(gradient(params), inner, params)
-        return optax.apply_updates(params, updates), inner
-
-    local = compiled(lambda params, state: rule.update(gradient(params), state, params))
-    for _ in range(5):
-        mine, state = local(mine, state)
-        plain, inner = step(plain, inner)
-    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(plain), strict=True):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
-def test_eamsgd_is_the_papers_two_lines_and_only_w_travels():
-    """v <- delta v - eta g(w + delta v) ;  w <- w + v, and the center pulls at w. Zhang et al. 2015, section 4."""
-    delta, eta, alpha = 0.9, 0.05, 0.25
-    rule = build(RuleConfig("easgd", alpha=alpha, momentum=delta), Optim("sgd"), lr=eta)
-    asynchronous = rule.asynchronous
-    assert asynchronous is not None
-    w, v = np.linspace(-1, 1, 7), np.zeros(7)
-    center = np.full(7, 0.5)
-    params, state = {"a": jnp.asarray(w, jnp.float32)}, rule.init({"a": jnp.asarray(w, jnp.float32)})
-    for _ in range(5):
-        v = delta * v - eta * (np.sin(3 * (w + delta * v)) + w + delta * v)
-        w = w + v
-        params, state = rule.update(gradient(params), state, params)
-        w = w - alpha * (w - center)
-        mine = np.asarray(asynchronous.to_center(params, state)["a"])
-        new, _ = asynchronous.meet(mine, mine, mine, center.astype(np.float32))
-        params = asynchronous.from_center({"a": jnp.asarray(new)}, state)
-    # 5 steps of some 12 roundings of numbers below 2; errors grow by 1 + delta at most a step, to 2^5.
-    np.testing.assert_allclose(asynchronous.to_center(params, state)["a"], w, atol=5 * 12 * U * 2 * 2**5)
-
-
-@pytest.mark.parametrize("tau", [1, 3])
-def test_synchronous_easgd_is_the_papers_and_conserves_the_sum(tau):
-    """Zhang et al. 2015, equations 5 and 6 in float64; without gradients the sum of workers and center stays."""
-    k, alpha, eta, steps = 4, 0.2, 0.05, 6
-    rule = build(RuleConfig("easgd_sync", alpha=alpha, tau=tau), Optim("sgd"), workers=k, lr=eta)
-    rng = np.random.default_rng(0)
-    w = rng.uniform(-1, 1, (k, 5))
-    params = {"a": jnp.asarray(w, jnp.float32)}
-    state = jax.vmap(lambda p: rule.init(p), axis_name="w")(params)._replace(center={"a": jnp.zeros((k, 5))})
-    center = np.zeros(5)
-    step = jax.jit(jax.vmap(lambda p, s: rule.update(gradient(p), s, p), axis_name="w"))
-    for t in range(steps):
-        params, state = step(params, state)
-        g, pull = np.sin(3 * w) + w, alpha * (w - center) * (t % tau == 0)
-        w, center = w - eta * g - pull, center + pull.sum(0)
-    assert rule.eval_params is not None
-    seen = np.asarray(rule.eval_params(params, state)["a"])
-    # Some 10 roundings a step of numbers below 2; a step stretches errors by 1.2 at most.
-    np.testing.assert_allclose(params["a"], w, atol=steps * 10 * U * 2 * 1.2**steps)
-    np.testing.assert_allclose(seen, np.tile(center, (k, 1)), atol=steps * (10 + k) * U * 4 * 1.2**steps)
-    assert len({row.tobytes() for row in seen}) == 1
-
-
-@pytest.mark.parametrize("optim", [Optim("sgd"), Optim("momentum", momentum=0.5)], ids=lambda o: o.name)
-def test_synchronous_easgd_at_tau_1_beside_bsp(optim):
-    """Synchronous EASGD beside BSP, if gradients do not depend on w.
-
-    The mean of k workers and center goes k/(k+1) of BSP's way at every step, since pulls cancel. At k alpha = 1 the
-    center is what the mean of the workers was.
-    """
-    k, eta, steps = 3, 0.05, 6
-    grads = np.random.default_rng(1).uniform(-2, 2, (steps, k, 5)).astype(np.float32)
-    elastic = build(RuleConfig("easgd_sync", alpha=1 / k, tau=1), optim, workers=k, lr=eta)
-    bsp = build(RuleConfig("gradients", noise_scale=False), optim, workers=k, lr=eta)
-    assert elastic.eval_params is not None
-    begun = {"a": jnp.ones((k, 5))}
-    at = {rule: (begun, jax.vmap(rule.init)(begun)) for rule in (elastic, bsp)}
-    update = {rule: jax.jit(jax.vmap(rule.update, axis_name="w")) for rule in at}
-    for t in range(steps):
-        means = np.asarray(at[elastic][0]["a"], np.float64).mean(0)
-        for rule, (params, state) in at.items():
-            at[rule] = update[rule]({"a": jnp.asarray(grads[t])}, state, params)
-        w, center = np.asarray(at[elastic][0]["a"], np.float64), np.asarray(elastic.eval_params(*at[elastic])["a"])[0]
-        moved = (w.sum(0) + center) / (k + 1) - 1
-        # Each step rounds some 10 sums of numbers below 2 on either side.
-        np.testing.assert_allclose(moved, k / (k + 1) * (np.asarray(at[bsp][0]["a"])[0] - 1.0), atol=steps * 20 * U * 2)
-        np.testing.assert_allclose(center, means, atol=(k + 3) * U * 2)
-        assert len({row.tobytes() for row in w}) == k  # no BSP: workers stay apart
-
-
-def test_asgd_workers_that_come_from_one_center_leave_the_sum_of_their_updates_there_as_subgd_does():
-    """At tau = 1, all from the same center; small integers, which nothing rounds. And the last one has it all."""
-    rule = build(RuleConfig("asgd", tau=1), Optim("sgd")).asynchronous
-    assert rule is not None
-    center, learnt = np.arange(4, dtype=np.float32), np.arange(12, dtype=np.float32).reshape(3, 4)
-    begun, last = center.copy(), center
-    for update in learnt:
-        seen = center.copy()
-        sent = rule.send(begun + update, begun)
-        rule.serve(center, sent, seen)
-        last, base = rule.meet(begun + update, begun, sent, seen)
-        np.testing.assert_array_equal(base, seen + update)
-    np.testing.assert_array_equal(center, begun + learnt.sum(0))
-    np.testing.assert_array_equal(last, center)
-
-
-def test_a_worker_that_a_checkpoint_does_not_know_begins_at_the_rate_of_the_run(tmp_path):
-    """Else it would warm up until its first report, at the place where the others' rate has long fallen."""
-    tx = optimizer(Optim("momentum"), lambda step: jnp.float32(0.1) * jnp.asarray(step, jnp.float32))
-    params = {"a": np.ones(3, np.float32)}
-    fresh = TrainState(np.zeros((), np.int32), params, {}, tx.init(params), np.zeros(2, np.uint32))
-    home = UncoordinatedCheckpoint(tmp_path, 1, Retention(2))
-    home.begin(7)
-    home.write_own(7, 0, {**jax.tree.map(np.asarray, fresh)._asdict(), "weight": np.array(1.0)})
-    home.end(7, {"center": params}, {"tally": [0.0] * len(Counters._fields)}, None)
-    rule = build(RuleConfig("easgd"), Optim("sgd")).asynchronous
-    for worker in range(2):
-        start = async_start.start_from_checkpoint(found(tmp_path)[-1], fresh, worker, 2, rule)
-        assert [int(x) for x in jax.tree.leaves(start.state.rule_state) if x.ndim == 0] == [7]
+    wires = {"auto": "32", "auto:16": "16", "ring16": "16", "asa:bf16": "bf16", "hier-ring": "32"}
+    assert {name: to_center(ExchangeConfig(name)).partition(":")[2] for name in wires} == wires

@@ -1,7 +1,6 @@
 """Language models: exact counts, plain references, no look at what comes next, and that the tiny ones learn."""
 
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from jaxmpi.models import MODELS
 from jaxmpi.models.encoder_decoder import encoder_decoder
 from jaxmpi.models.gpt import attention, gpt
 from jaxmpi.models.lstm import lstm
-from launching import ROOT
 
 KEY = jax.random.key(0)
 TINY = ("lstm_tiny", "gpt_tiny", "lm300m_tiny")
@@ -90,16 +88,6 @@ def test_attention_is_the_equation():
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-def test_a_gpt_starts_with_no_opinion():
-    """Logits of std 0.02 sqrt(48) = 0.14 after a norm: the loss is ln 256 and about half their variance."""
-    model = MODELS["gpt_tiny"]()
-    params, state = model.init(KEY, jnp.zeros((1, 16), jnp.int32))
-    x = tokens((8, 17))
-    logits = jax.jit(lambda x: model.apply(params, state, x, KEY, False)[0])(x[:, :-1])
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, x[:, 1:]).mean()
-    assert float(loss) == pytest.approx(math.log(256), abs=0.03)
-
-
 def test_a_decoder_sees_the_words_before_and_no_padding_of_the_source():
     init, apply = encoder_decoder(12, 6, width=16, heads=2, layers=2)
     params = init(jax.random.key(0))
@@ -155,22 +143,6 @@ def learn(model: Model, params, state, rows: np.ndarray) -> list[float]:
     return losses
 
 
-def test_a_loop_counts_as_often_as_it_turns():
-    """2 a multiply-add and a token: W, U and P of each layer, and the logits; the rest of the cell is little."""
-    flop = {window: report.flop(traced(lstm(window=window, width=64, cells=128))) for window in (1, 2, 40)}
-    products = 2 * (2 * (2 * 64 * 512 + 128 * 64) + 64 * 256)
-    assert products < flop[1] < 1.1 * products
-    assert flop[40] - flop[2] == pytest.approx(38 * (flop[2] - flop[1]), rel=1e-6)
-    assert flop[40] == pytest.approx(40 * flop[1], rel=0.05)
-
-
 def traced(model: Model):
     params, state, x = report.shapes(model)
     return jax.jit(lambda p, x: model.apply(p, state, x, KEY, False)[0]).trace(params, x).jaxpr
-
-
-def test_the_pages_model_is_taken_by_the_trainer():
-    [block] = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "text.md").read_text(), re.S | re.M)
-    names: dict = {}
-    exec(block, names)
-    check_model(names["bigrams"])

@@ -1,4 +1,4 @@
-"""Functions that the adapters share: on arguments, and checks of a model."""
+"""Functions that the adapters share: on arguments of a user's functions, and checks of a model."""
 
 import functools
 import inspect
@@ -7,12 +7,9 @@ from typing import Any
 
 import jax
 
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.model.contract import Model, check_facts, check_image, with_article
-
-# ---------------------------------------------------------------- arguments
-
 
 # Names of the switch for training in a module's call, with its value in training.
 TRAIN_ARGUMENTS = {
@@ -56,9 +53,6 @@ def takes_parameter(function: Callable[..., Any], count: int, by_name: dict[str,
     return True
 
 
-# ---------------------------------------------------------------- checks
-
-
 def check_call(name: str, init: Callable, apply: Callable, input_shape: Sequence[int], classes: int) -> Model:
     """Make a model that checks the shape of its images.
 
@@ -80,5 +74,5 @@ def check_call(name: str, init: Callable, apply: Callable, input_shape: Sequence
 
 def check_maker(name: str, make: Any, not_of: type | tuple, way_out: str) -> None:
     """Raise `UsageError` unless `make` takes one argument and is no `not_of`."""
-    holds = callable(make) and not isinstance(make, not_of) and takes_parameter(make, 1)
-    check(holds, f"{name}: got {with_article(make)}; {way_out}")
+    if not callable(make) or isinstance(make, not_of) or not takes_parameter(make, 1):
+        raise UsageError(f"{name}: got {with_article(make)}; {way_out}")

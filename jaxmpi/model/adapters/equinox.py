@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, by_path, path_name
 from jaxmpi.model.adapters.common import OncePerShape, check_call, check_maker
 from jaxmpi.model.contract import Model, format_value, with_article
@@ -24,23 +24,20 @@ def equinox_model(
 ) -> Model:
     """An Equinox module as a `Model`, under `vmap`: one example a call.
 
-    Params are the floating-point arrays of the module. Model state is its `eqx.nn.State`, and its
-    arrays of other types. Both are dicts by path, such as `conv/weight`. The module is called as
-    `module(image)`, with the state second if it holds any. If its call has the argument `key`, it
-    also gets `key=`; each example gets a key of its own. A module with state gives
+    Params are the floating-point arrays of the module. Model state is its `eqx.nn.State` and its arrays of other types.
+    Both are dicts by path, such as `conv/weight`. The module is called as `module(image)`, with the state second if it
+    holds any, and with `key=` if its call has it; each example gets its own key. A module with state gives
     `(outputs, state)`. In evaluation it is in `eqx.nn.inference_mode`.
 
     Args:
         make: builds the module from a key; or a module, whose arrays are then the initial ones.
-        name: of the model, for errors and records.
-        input_shape: of one example: (height, width, channels).
-        classes: number of logits.
+        name, input_shape, classes: as of `nnx_model`.
         axis_name: of the `vmap`, for layers such as `eqx.nn.BatchNorm`.
         channels_first: whether the module takes f32[channels, height, width], as `eqx.nn` does.
 
     Raises:
-        UsageError: `make` is no module and no function of one argument; by `init` and `apply`,
-            if an image is not of `input_shape`.
+        UsageError: `make` is no module and no function of one argument; by `init` and `apply`, if an image is not of
+            `input_shape`.
     """
     import equinox as eqx
 
@@ -50,7 +47,8 @@ def equinox_model(
 
     def build(key: jax.Array) -> Any:
         module = make if isinstance(make, eqx.Module) else make(key)
-        check(isinstance(module, eqx.Module), f"{name}: got {with_article(module)} from its maker; {way_out}")
+        if not isinstance(module, eqx.Module):
+            raise UsageError(f"{name}: got {with_article(module)} from its maker; {way_out}")
         try:
             return eqx.nn.make_with_state(lambda: module)()
         except ValueError as error:  # its state has been taken out already
@@ -94,10 +92,10 @@ def over_examples(name: str, module: Any, axis_name: str, stateful: bool) -> Cal
         result = module(image, *([state] if stateful else []), **({"key": key} if takes_key else {}))
         if not stateful:
             return result, state
-        check(
-            isinstance(result, tuple) and len(result) == 2 and type(result[1]) is type(state),
-            f"{name}: got {format_value(result)} from a module that holds state; expected (outputs, state)",
-        )
+        if not isinstance(result, tuple) or len(result) != 2 or type(result[1]) is not type(state):
+            raise UsageError(
+                f"{name}: got {format_value(result)} from a module that holds state; expected (outputs, state)"
+            )
         return result
 
     return jax.vmap(of_one, in_axes=(0, None, 0), out_axes=(0, None), axis_name=axis_name)

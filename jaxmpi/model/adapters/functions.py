@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.model.adapters.common import check_call, takes_parameter, train_arguments
 from jaxmpi.model.contract import Model, check_pair, with_article
@@ -23,46 +23,42 @@ def plain_model(
     | `(key)` or `(key, image)` -> params | `(params, image)` -> outputs |
     | the same -> (params, state) | `(params, state, image)` -> (outputs, state) |
 
-    The second argument of an `apply` with state is called `state` or `model_state`. Behind these,
-    `apply` may have `key` and one of `TRAIN_ARGUMENTS`, which it gets by name. Params and state are
-    trees of arrays in dicts, lists and tuples.
+    The second argument of an `apply` with state is called `state` or `model_state`. Behind these, `apply` may have
+    `key` and one of `TRAIN_ARGUMENTS`, which it gets by name. Params and state are trees of arrays in dicts, lists and
+    tuples.
 
     Args:
         init: `image` is f32[1, height, width, channels].
         apply: `image` is f32[batch, height, width, channels].
-        name: of the model, for errors and records.
-        input_shape: of one example: (height, width, channels).
-        classes: number of logits.
+        name, input_shape, classes: as of `nnx_model`.
 
     Raises:
-        UsageError: a function with other arguments; by `init` and `apply`, a result that is none
-            of the above, or an image not of `input_shape`.
+        UsageError: a function with other arguments; by `init` and `apply`, a result that is none of the above, or an
+            image not of `input_shape`.
     """
     inits = "init(key) or init(key, image), which gives params, or (params, state)"
     applies = "apply(params, image) or apply(params, state, image), and key and train by name"
-    check(callable(init), f"{name}: got {with_article(init)} for init; expected {inits}")
-    check(callable(apply), f"{name}: got {with_article(apply)} for apply; expected {applies}")
+    for what, function, expected in (("init", init, inits), ("apply", apply, applies)):
+        if not callable(function):
+            raise UsageError(f"{name}: got {with_article(function)} for {what}; expected {expected}")
     arguments = list(inspect.signature(apply).parameters)
     stateful = arguments[1:2] in (["state"], ["model_state"])
     parameters = inspect.signature(init).parameters.values()
     has_more = any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters)
     count = 2 if has_more or not takes_parameter(init, 1) else 1  # arguments with a default keep it
-    shapes = [parameter.name for parameter in parameters if "shape" in parameter.name]
-    check(not shapes, f"{name}: init takes {shapes}: wrap it, as lambda key, image: init(key, image.shape)[1]")
-    check(
-        not arguments[1:2] or arguments[1] not in ("rng", "rngs", "key"),
-        f"{name}: apply takes {arguments[1:2]} second: wrap it, as lambda params, image, key: "
-        "apply(params, key, image)",
-    )
-    check(takes_parameter(init, count), f"{name}: got init{inspect.signature(init)}; expected {inits}")
+    if shapes := [parameter.name for parameter in parameters if "shape" in parameter.name]:
+        raise UsageError(f"{name}: init takes {shapes}: wrap it, as lambda key, image: init(key, image.shape)[1]")
+    if arguments[1:2] and arguments[1] in ("rng", "rngs", "key"):
+        way_out = "wrap it, as lambda params, image, key: apply(params, key, image)"
+        raise UsageError(f"{name}: apply takes {arguments[1:2]} second: {way_out}")
+    if not takes_parameter(init, count):
+        raise UsageError(f"{name}: got init{inspect.signature(init)}; expected {inits}")
 
     def by_name(key: Any, train: bool) -> dict[str, Any]:
         return train_arguments(apply, train) | ({"key": key} if "key" in arguments else {})
 
-    check(
-        takes_parameter(apply, 3 if stateful else 2, by_name(None, True)),
-        f"{name}: got apply{inspect.signature(apply)}; expected {applies}",
-    )
+    if not takes_parameter(apply, 3 if stateful else 2, by_name(None, True)):
+        raise UsageError(f"{name}: got apply{inspect.signature(apply)}; expected {applies}")
 
     def pair(result: Any, what: str) -> tuple[Any, Any]:
         if not stateful:

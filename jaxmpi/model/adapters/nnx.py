@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, path_name
 from jaxmpi.model.adapters.common import OncePerShape, check_call, check_maker, train_arguments
 from jaxmpi.model.contract import Model, with_article
@@ -15,22 +15,21 @@ from jaxmpi.model.contract import Model, with_article
 def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, ...], classes: int) -> Model:
     """A Flax NNX module as a `Model`, called as `module(image)`.
 
-    Params are its `nnx.Param`s; every other variable but its random streams is model state, both
-    as nested dicts of arrays. No random stream lives in the train state: each is rebuilt from
-    `fold_in(key, i)` at every call, so a step depends on its key only. In evaluation the module's
-    layers are put in eval mode and the model state comes back as it went in.
+    Params are its `nnx.Param`s; every other variable but its random streams is model state, both as nested dicts of
+    arrays. No random stream lives in the train state: each is rebuilt from `fold_in(key, i)` at every call, so a step
+    depends on its key only. In evaluation the module's layers are put in eval mode and the model state comes back as it
+    went in.
 
     Args:
-        make: builds the module from an `nnx.Rngs`; called once for real by each `init`, and once
-            on abstract values, when `apply` is first traced. A module whose call has an argument
-            of `TRAIN_ARGUMENTS` gets it by name.
+        make: builds the module from an `nnx.Rngs`; called once for real by each `init`, and once on abstract values,
+            when `apply` is first traced. A module whose call has an argument of `TRAIN_ARGUMENTS` gets it by name.
         name: of the model, for errors and records.
         input_shape: of one example: (height, width, channels).
         classes: number of logits.
 
     Raises:
-        UsageError: `make` is no function of one argument; no name, shape or number of classes; by `init`
-            and `apply`, if an image is not of `input_shape`.
+        UsageError: `make` is no function of one argument; no name, shape or number of classes; by `init` and `apply`,
+            if an image is not of `input_shape`.
     """
     from flax import nnx  # here, since a model of another library need not pay for its import
 
@@ -39,8 +38,9 @@ def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, 
 
     def build(rngs: Any) -> Any:
         module = make(rngs)
-        check(isinstance(module, nnx.Module), f"{name}: got {with_article(module)} from its maker; {way_out}")
-        check_bare(name, bare_arrays(module))
+        if not isinstance(module, nnx.Module):
+            raise UsageError(f"{name}: got {with_article(module)} from its maker; {way_out}")
+        _refuse_bare(name, _bare_arrays(module))
         return module
 
     @OncePerShape  # building a Model costs nothing; the first apply pays
@@ -52,14 +52,13 @@ def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, 
 
     def init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
         _, params, _, rest = nnx.split(build(nnx.Rngs(key)), nnx.Param, nnx.RngState, ...)
-        check_bare(
-            name, ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest) if path not in structure()[2]]
-        )
+        known = structure()[2]
+        _refuse_bare(name, ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest) if path not in known])
         return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
 
     def apply(params: PyTree, model_state: PyTree, image: jax.Array, key: jax.Array, train: bool) -> tuple[Any, PyTree]:
         graph, streams, state_paths = structure()
-        rngs = nnx.from_flat_state(fresh_streams(streams, key))
+        rngs = nnx.from_flat_state(_fresh_streams(streams, key))
         module = nnx.merge(graph, params, rngs, model_state)
         if not train:
             module.eval()  # so that a layer that is not given `train` is deterministic as well
@@ -72,7 +71,7 @@ def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, 
     return check_call(name, init, apply, input_shape, classes)
 
 
-def bare_arrays(module: Any) -> list[str]:
+def _bare_arrays(module: Any) -> list[str]:
     """Paths of JAX arrays in a module's attributes that are no variables.
 
     NNX does not know them as leaves while a module is built on abstract values: they would be constants.
@@ -89,22 +88,20 @@ def bare_arrays(module: Any) -> list[str]:
     ]
 
 
-def check_bare(name: str, paths: list[str]) -> None:
+def _refuse_bare(name: str, paths: list[str]) -> None:
     """Refuse arrays that would silently not be trained."""
-    check(
-        not paths,
-        f"{name}: {', '.join(paths)}: a JAX array that is no variable; make it nnx.Param to train it, else "
-        "nnx.Variable or a NumPy array",
-    )
+    if paths:
+        way_out = "make it nnx.Param to train it, else nnx.Variable or a NumPy array"
+        raise UsageError(f"{name}: {', '.join(paths)}: a JAX array that is no variable; {way_out}")
 
 
-def fresh_streams(streams: list[tuple[Any, Any]], key: jax.Array) -> dict[Any, jax.Array]:
+def _fresh_streams(streams: list[tuple[Any, Any]], key: jax.Array) -> dict[Any, jax.Array]:
     """Random streams from `key`: key i is `fold_in(key, i)`, counts are 0."""
     fresh = {}
     for i, (path, leaf) in enumerate(streams):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            own = jax.random.fold_in(key, i)
-            fresh[path] = jax.random.split(own, leaf.shape) if leaf.shape else own
+            stream = jax.random.fold_in(key, i)
+            fresh[path] = jax.random.split(stream, leaf.shape) if leaf.shape else stream
         else:
             fresh[path] = jnp.zeros(leaf.shape, leaf.dtype)
     return fresh

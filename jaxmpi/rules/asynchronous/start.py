@@ -1,4 +1,4 @@
-"""Start of asynchronous workers: the center, each worker's state, and progress."""
+"""Start of an asynchronous worker: params as one vector, state 0 or its part of a checkpoint."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,19 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.allreduce.buckets import round_up
 from jaxmpi.allreduce.wires import BLOCK
 from jaxmpi.checkpoint import manifests
 from jaxmpi.checkpoint.restore import first_whole, read_file
 from jaxmpi.comm.topology import Workers
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.optim import optimizers
+from jaxmpi.rules.asynchronous.center import Counters
 from jaxmpi.rules.base import Asynchronous
-from jaxmpi.rules.parameter_server import Counters
-
-# ---------------------------------------------------------------- params as one vector
 
 
 class ParamsVector(NamedTuple):
@@ -35,47 +32,47 @@ class ParamsVector(NamedTuple):
     like: list[jax.ShapeDtypeStruct]
 
     @classmethod
-    def of(cls, params: PyTree) -> "ParamsVector":
+    def from_params(cls, params: PyTree) -> "ParamsVector":
         """Layout of params.
 
         Raises:
             UsageError: a leaf is no float32, bfloat16 or float16, by path.
         """
         for name, leaf in named_leaves(params):
-            is_small = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize <= 4
-            check(is_small, f"params {name}: got {leaf.dtype}; a center holds float32, bfloat16 or float16")
+            if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize > 4:
+                raise UsageError(f"params {name}: got {leaf.dtype}; a center holds float32, bfloat16 or float16")
         leaves, structure = jax.tree.flatten(params)
         return cls(structure, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
 
     @property
+    def starts(self) -> list[int]:
+        """Where each leaf begins; then n."""
+        return np.cumsum([0, *(-(-leaf.size // BLOCK) * BLOCK for leaf in self.like)]).tolist()
+
+    @property
     def n(self) -> int:
         """Floats in all."""
-        return sum(round_up(leaf.size, BLOCK) for leaf in self.like)
+        return self.starts[-1]
 
     def vector(self, params: PyTree) -> np.ndarray:
         """f32[n], a copy."""
-        flat, start = np.zeros(self.n, np.float32), 0
-        for leaf in jax.tree.leaves(params):
+        flat = np.zeros(self.n, np.float32)
+        for start, leaf in zip(self.starts, jax.tree.leaves(params), strict=False):
             flat[start : start + leaf.size] = np.asarray(leaf, np.float32).reshape(-1)
-            start += round_up(leaf.size, BLOCK)
         return flat
 
     def tree(self, vector: np.ndarray) -> PyTree:
         """Params of f32[n] as NumPy arrays; those in f32 share its memory."""
-        starts = np.cumsum([0, *(round_up(leaf.size, BLOCK) for leaf in self.like)])
-        shaped = [
+        leaves = [
             vector[start : start + leaf.size].reshape(leaf.shape).astype(leaf.dtype, copy=False)
-            for start, leaf in zip(starts, self.like, strict=False)
+            for start, leaf in zip(self.starts, self.like, strict=False)
         ]
-        return jax.tree.unflatten(self.structure, shaped)
+        return jax.tree.unflatten(self.structure, leaves)
 
 
 def on_device(tree: PyTree) -> PyTree:
     """Copies that are committed to this worker's device, as step results are."""
     return jax.device_put(jax.tree.map(jnp.array, tree), jax.local_devices()[0])
-
-
-# ---------------------------------------------------------------- a start
 
 
 @dataclass
@@ -102,7 +99,7 @@ def load_start(
     read = partial(start_from_checkpoint, state=state, worker=workers.mine[0], workers=workers.size, rule=rule)
     found = first_whole(folder, workers.processes, read, say) if resume else None
     workers.processes.assert_same("the checkpoint to resume from", {"step": found.step if found else 0})
-    return found or AsyncStart(ParamsVector.of(state.params).vector(state.params), state, Counters())
+    return found or AsyncStart(ParamsVector.from_params(state.params).vector(state.params), state, Counters())
 
 
 def start_from_checkpoint(path: Path, state: TrainState, worker: int, workers: int, rule: Asynchronous) -> AsyncStart:
@@ -115,27 +112,22 @@ def start_from_checkpoint(path: Path, state: TrainState, worker: int, workers: i
     mine, weight = state._replace(step=np.array(manifest["step"], np.int32), params=center), 0.0
     name = manifests.worker_file(worker)
     if manifest["files"].get(name):
-        own = read_file(path, manifest, name, {**state._asdict(), "weight": np.zeros(())})
-        weight = float(own.pop("weight")) * (manifest["workers"] == workers)
-        mine = TrainState(**own)
+        stored = read_file(path, manifest, name, {**state._asdict(), "weight": np.zeros(())})
+        weight = float(stored.pop("weight")) * (manifest["workers"] == workers)
+        mine = TrainState(**stored)
     if rule.starts_at_center:
         mine = mine._replace(params=center)
-    mine = mine._replace(
-        rule_state=optimizers.set_step(mine.rule_state, manifest["step"])
-    )  # a new worker's is of step 0
-    extra = manifest["extra"]
-    stored = extra.get("tally")
-    # A tally of an older version may be shorter: what it did not count begins at 0.
-    is_whole = (
-        isinstance(stored, list) and len(stored) <= len(Counters._fields) and all(type(x) is float for x in stored)
-    )
+    # A new worker's optimizer is at step 0: it would warm up while the others' rate has long fallen.
+    mine = mine._replace(rule_state=optimizers.set_step(mine.rule_state, manifest["step"]))
+    tally = manifest["extra"].get("tally")  # of an older version it may be shorter: what that did not count begins at 0
     most = len(Counters._fields)
-    manifests.undamaged(is_whole, f"{path}: tally: got {stored!r:.80}; expected at most {most} numbers: damaged")
+    is_whole = isinstance(tally, list) and len(tally) <= most and all(type(x) is float for x in tally)
+    manifests.undamaged(is_whole, f"{path}: tally: got {tally!r:.80}; expected at most {most} numbers: damaged")
     return AsyncStart(
-        center=ParamsVector.of(state.params).vector(center),
+        center=ParamsVector.from_params(state.params).vector(center),
         state=mine,
-        counters=Counters(*extra["tally"]),
+        counters=Counters(*tally),
         step=manifest["step"],
-        extra=extra,
+        extra=manifest["extra"],
         weight=weight,
     )

@@ -1,0 +1,298 @@
+/* Messages between two ranks, each behind its header: a handler that XLA calls, and for Python the same by ctypes.
+
+   `messages.py` says what a header is for. `begin` starts what a call sends and receives, and `advance`
+   finishes it in four stages. XLA's handler waits in each (MPI's own wait is faster than to look again and again); Python
+   polls, for programs on GPUs and for started messages. MPI waits without a limit, so a call leaves a note
+   meanwhile: the thread that names absent ranks reads notes, and has the limit. Nothing here needs Python unless a header
+   is not the expected one, or MPI fails. */
+
+#include "c_handlers.h"
+
+enum { LOOKED_AT = 4, HEARD_EVERY = 16 };
+enum word { CALL, SENT_ITEM_BYTES, RECEIVED_ITEM_BYTES }; /* of a call's attribute */
+enum { UNEXPECTED = -1, PENDING = -2 };                   /* besides MPI's errors, which are above 0 */
+
+static struct {
+  int (*isend)(const void *, int, handle, int, int, handle, handle *);
+  int (*issend)(const void *, int, handle, int, int, handle, handle *);
+  int (*irecv)(void *, int, handle, int, int, handle, handle *);
+  int (*wait)(handle *, void *);
+  int (*test)(handle *, int *, void *);
+  int (*set_elements)(void *, handle, int);
+  void (*unexpected)(int32_t call, const char *header); /* it ends the job */
+  void (*failed)(int32_t call, int32_t code);           /* likewise */
+} mpi; /* of the process, in this order */
+
+static handle byte; /* MPI_BYTE */
+
+void jaxmpi_set_up(const void *functions, handle mpi_byte) {
+  memcpy(&mpi, functions, sizeof mpi);
+  byte = mpi_byte;
+}
+
+struct call {
+  int32_t number, sends, receives, source, dest, sendtag, recvtag;
+  int32_t is_synchronous;                      /* its sender knows when headers are received: of short messages some */
+  int32_t most_inline_bytes, most_ahead, tags; /* arrays in the header's message; such messages not yet received */
+  handle headers, arrays;                      /* two communicators */
+  void *status;                                /* MPI's, to fill; or NULL */
+  char header[HEADER_BYTES], type[TYPE_BYTES]; /* that it sends; of the header that it expects */
+  _Atomic uint32_t has_sent;                   /* short messages */
+};
+
+enum { NUMBERS = 11 }; /* first in a call, as Python gives them */
+
+static struct call *calls[MOST_CALLS];
+
+void jaxmpi_open_message(const int32_t *numbers, handle headers, handle arrays, void *status, const char *header,
+                         const char *type) {
+  struct call *call = calloc(1, sizeof *call);
+  memcpy(call, numbers, NUMBERS * sizeof *numbers);
+  call->headers = headers;
+  call->arrays = arrays;
+  call->status = status;
+  memcpy(call->header, header, HEADER_BYTES);
+  memcpy(call->type, type, TYPE_BYTES);
+  calls[call->number] = call;
+}
+
+/* ---------------------------------------------------------------- notes */
+
+static _Atomic int64_t notes[NOTES]; /* a count << 32 | the call's number, or 0 */
+static _Atomic uint32_t noted;
+
+static _Atomic int64_t *leave_note(int32_t number) {
+  int64_t note = (int64_t)(++noted & INT32_MAX) << 32 | (uint32_t)number;
+  for (int i = 0; i < NOTES; i++) {
+    int64_t nothing = 0;
+    if (atomic_compare_exchange_strong(&notes[i], &nothing, note)) return &notes[i];
+  }
+  return NULL; /* so many calls wait already */
+}
+
+void jaxmpi_message_notes(int64_t *found) {
+  for (int i = 0; i < NOTES; i++) found[i] = notes[i];
+}
+
+/* ---------------------------------------------------------------- headers that nobody has received yet */
+
+struct sent {
+  struct sent *next;
+  const struct call *call;
+  handle request;
+  char bytes[];
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of the list */
+static struct sent *first, **last = &first;
+static int ahead; /* its length */
+
+static void keep(struct sent *sent) {
+  sent->next = NULL;
+  *last = sent;
+  last = &sent->next;
+  ahead++;
+}
+
+/* Forget those of the first `most` that are received; the others go to the end. To look at all at each message would
+   take time quadratic in the number of messages sent ahead. */
+static void look_at(int most) {
+  for (int i = most < ahead ? most : ahead; i > 0; i--) {
+    struct sent *sent = first;
+    if (!(first = sent->next)) last = &first;
+    ahead--;
+    int flag = 0;
+    status ignored;
+    if (!mpi.test(&sent->request, &flag, ignored) && flag) {
+      free(sent);
+    } else {
+      keep(sent);
+    }
+  }
+}
+
+/* The number of a call, that of `call` if it is among them, whose header nobody has received; -1 if there is none. */
+int jaxmpi_unreceived(int32_t call) {
+  pthread_mutex_lock(&lock);
+  look_at(ahead);
+  int found = first ? first->call->number : -1;
+  for (struct sent *sent = first; sent; sent = sent->next)
+    if (sent->call->number == call) found = call;
+  pthread_mutex_unlock(&lock);
+  return found;
+}
+
+/* ---------------------------------------------------------------- an exchange */
+
+enum stage { HEADER, ARRAY, SENT_HEADER, SENT_ARRAY, DONE };
+
+struct parts { /* of an array behind its header; counts of MPI are ints */
+  int count;
+  handle *requests;
+};
+
+struct exchange {
+  struct call *call;
+  _Atomic int64_t *note;
+  enum stage stage;
+  int is_blocking;
+  handle header;
+  struct sent *sent_header; /* of a sendrecv, which MPI sends as it likes */
+  struct parts array, sent_array;
+  void *y;
+  int64_t y_bytes;
+  char *message; /* a header, and the array if it is short */
+};
+
+static _Atomic uint32_t numbered; /* arrays behind their headers, by which the receiver finds them */
+
+static int start_parts(const struct call *call, struct parts *parts, int is_sent, char *data, int64_t n, int rank,
+                       int tag) {
+  parts->count = (int)((n + MAX_BYTES - 1) / MAX_BYTES);
+  parts->requests = malloc(parts->count * sizeof *parts->requests);
+  int code = 0;
+  for (int i = 0; !code && i < parts->count; i++) {
+    int64_t left = n - i * (int64_t)MAX_BYTES;
+    int size = (int)(left < MAX_BYTES ? left : MAX_BYTES);
+    char *part = data + i * (int64_t)MAX_BYTES;
+    code = is_sent ? mpi.isend(part, size, byte, rank, tag, call->arrays, &parts->requests[i])
+                   : mpi.irecv(part, size, byte, rank, tag, call->arrays, &parts->requests[i]);
+  }
+  return code;
+}
+
+static int start_send(struct exchange *e, void *x, int64_t n) {
+  /* MPI copies a short message, so it needs no memory here. To hear of each costs a tenth; to hear of some bounds how
+     many nobody has received. */
+  struct call *call = e->call;
+  int is_short = HEADER_BYTES + n <= EAGER_BYTES, hears = call->is_synchronous, is_inline = 1;
+  if (hears && is_short) hears = call->has_sent++ % HEARD_EVERY == 0;
+  if (hears || !is_short) {
+    pthread_mutex_lock(&lock);
+    look_at(LOOKED_AT);
+    is_inline = n <= call->most_inline_bytes && ahead < call->most_ahead;
+    pthread_mutex_unlock(&lock);
+  }
+  int32_t number = is_inline ? INLINE : (int32_t)(numbered++ % (uint32_t)call->tags);
+  int behind = is_inline ? (int)n : 0;
+  struct sent *sent = malloc(sizeof *sent + HEADER_BYTES + behind);
+  sent->call = call;
+  memcpy(sent->bytes, call->header, HEADER_BYTES);
+  memcpy(sent->bytes + NUMBER_AT, &number, sizeof number);
+  if (behind) memcpy(sent->bytes + HEADER_BYTES, x, behind);
+  int (*start)(const void *, int, handle, int, int, handle, handle *) = hears ? mpi.issend : mpi.isend;
+  int code =
+      start(sent->bytes, HEADER_BYTES + behind, byte, call->dest, call->sendtag, call->headers, &sent->request);
+  if (code) return code;
+  if (hears) {
+    pthread_mutex_lock(&lock);
+    keep(sent);
+    pthread_mutex_unlock(&lock);
+  } else {
+    e->sent_header = sent;
+  }
+  return is_inline ? 0 : start_parts(call, &e->sent_array, 1, x, n, call->dest, number);
+}
+
+static int begin(struct exchange *e, void *x, int64_t x_bytes) {
+  struct call *call = e->call;
+  int code = 0;
+  e->note = leave_note(call->number);
+  if (call->receives)
+    code = mpi.irecv(e->message, HEADER_BYTES + INLINE_BYTES, byte, call->source, call->recvtag, call->headers,
+                       &e->header);
+  return !code && call->sends ? start_send(e, x, x_bytes) : code;
+}
+
+/* 0 once a request is complete. */
+static int complete(const struct exchange *e, handle *request, void *status) {
+  if (e->is_blocking) return mpi.wait(request, status);
+  int flag = 0, code = mpi.test(request, &flag, status);
+  return code || flag ? code : PENDING;
+}
+
+static int complete_parts(const struct exchange *e, struct parts *parts) {
+  status ignored;
+  int code = 0;
+  while (!code && parts->count)
+    if (!(code = complete(e, &parts->requests[parts->count - 1], ignored))) parts->count--;
+  if (!code) free(parts->requests);
+  return code;
+}
+
+/* Take the array of a header that has come, or start to receive it. */
+static int unpack(struct exchange *e) {
+  struct call *call = e->call;
+  int64_t size;
+  int32_t number, sender;
+  memcpy(&size, e->message + SIZE_AT, sizeof size);
+  if (size != e->y_bytes || memcmp(e->message + TYPE_AT, call->type, TYPE_BYTES)) return UNEXPECTED;
+  memcpy(&number, e->message + NUMBER_AT, sizeof number);
+  memcpy(&sender, e->message + SENDER_AT, sizeof sender);
+  int code = call->status ? mpi.set_elements(call->status, byte, size > INT32_MAX ? INT32_MAX : (int)size) : 0;
+  if (code || number != INLINE) return code ? code : start_parts(call, &e->array, 0, e->y, size, sender, number);
+  if (size) memcpy(e->y, e->message + HEADER_BYTES, size);
+  return 0;
+}
+
+/* Go on as far as messages have come; 0 at the end. An error ends the job. */
+static int advance(struct exchange *e) {
+  struct call *call = e->call;
+  status ignored;
+  int code = 0;
+  while (!code && e->stage != DONE) {
+    if (e->stage == HEADER && call->receives) {
+      code = complete(e, &e->header, call->status ? call->status : ignored);
+      if (!code) code = unpack(e);
+    } else if (e->stage == ARRAY) {
+      code = complete_parts(e, &e->array);
+    } else if (e->stage == SENT_HEADER && e->sent_header) {
+      code = complete(e, &e->sent_header->request, ignored);
+      if (!code) free(e->sent_header);
+    } else if (e->stage == SENT_ARRAY) {
+      code = complete_parts(e, &e->sent_array);
+    }
+    if (!code) e->stage++;
+  }
+  if (code == PENDING) return code;
+  if (e->note) *e->note = 0; /* also before an error: the thread that looks for absent ranks must not speak first */
+  if (code == UNEXPECTED) mpi.unexpected(call->number, e->message);
+  if (code > 0) mpi.failed(call->number, code);
+  return code;
+}
+
+XLA_FFI_Error *jaxmpi_messages(XLA_FFI_CallFrame *frame) {
+  static _Thread_local char message[HEADER_BYTES + INLINE_BYTES];
+  if (!is_work(frame)) return NULL;
+  const int32_t *words = words_of(frame);
+  struct call *call = calls[words[CALL]];
+  if (!call) return error(frame, "jaxmpi: a program of another process; compile it in this one");
+  const XLA_FFI_Buffer *x = call->sends ? frame->args.args[0] : NULL, *y = call->receives ? frame->rets.rets[0] : NULL;
+  struct exchange e = {.call = call, .is_blocking = 1, .message = message};
+  e.y = y ? y->data : NULL;
+  e.y_bytes = y ? numbers_in(y) * words[RECEIVED_ITEM_BYTES] : 0;
+  int code = begin(&e, x ? x->data : NULL, x ? numbers_in(x) * words[SENT_ITEM_BYTES] : 0);
+  if (code) mpi.failed(call->number, code);
+  if (!code) code = advance(&e);
+  return code ? error(frame, "jaxmpi: the job ends") : NULL; /* no program goes on with what it may have got */
+}
+
+/* ---------------------------------------------------------------- for Python */
+
+struct exchange *jaxmpi_begin(int32_t number, void *x, int64_t x_bytes, void *y, int64_t y_bytes) {
+  struct exchange *e = calloc(1, sizeof *e + HEADER_BYTES + INLINE_BYTES);
+  e->call = calls[number];
+  e->y = y;
+  e->y_bytes = y_bytes;
+  e->message = (char *)(e + 1);
+  int code = begin(e, x, x_bytes);
+  if (code) mpi.failed(number, code);
+  return e;
+}
+
+/* Whether it has ended, and is freed. */
+int jaxmpi_advance(struct exchange *e) {
+  int code = advance(e);
+  if (!code) free(e);
+  return !code;
+}
