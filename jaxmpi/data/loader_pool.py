@@ -215,9 +215,6 @@ def kind_for(config: Data, source: Source) -> str:
     return "processes" if decodes and not in_process and hasattr(os, "memfd_create") else "threads"
 
 
-# ---------------------------------------------------------------- threads
-
-
 class Threads:
     """Loaders that are threads of this process; decoding releases the GIL."""
 
@@ -265,9 +262,6 @@ def _work(board: np.ndarray, inbox: "queue.SimpleQueue[Any]", done: "queue.Simpl
         if answer is not None:
             done.put(answer)
         del message, answer  # else an idle thread keeps its last batch alive
-
-
-# ---------------------------------------------------------------- processes
 
 
 class LoaderProcesses:

@@ -36,9 +36,6 @@ NO_SLOT = -1
 COPY_FINISHED = b"copy_finished"  # Theano-MPI's message
 
 
-# ---------------------------------------------------------------- memory that a worker shares with its loaders
-
-
 class SharedPickle:
     """An object for several loaders, pickled once into shared memory: text first, then its arrays."""
 
@@ -60,7 +57,7 @@ class SharedPickle:
         text, *arrays = self._arrays()
         for array in arrays:
             array.flags.writeable = False
-        return pickle.loads(text, buffers=arrays)
+        return pickle.loads(text.data, buffers=arrays)
 
 
 class Ring:
@@ -104,9 +101,6 @@ class Ring:
 
 def _round_up(size: int) -> int:
     return -(-size // PAGE) * PAGE
-
-
-# ---------------------------------------------------------------- messages
 
 
 class Open(NamedTuple):
@@ -154,9 +148,6 @@ class Answer(NamedTuple):
     ticket: int
     failures: list[RowFailure]
     row: Example | None = None
-
-
-# ---------------------------------------------------------------- work
 
 
 class LoaderWorker:

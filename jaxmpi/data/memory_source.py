@@ -36,9 +36,6 @@ TEXT = "data.memory: got partition; {source} is text, which every worker holds i
 ENDLESS = "data.memory: got partition; examples of {source} change by epoch, so none can be kept: use none"
 
 
-# ---------------------------------------------------------------- room
-
-
 class NoRoom(UsageError):
     """Too little memory for parts of the data, on all ranks alike."""
 
@@ -113,9 +110,6 @@ def check_group(group: int, workers: int, each: int = 1) -> int:
 def _group_sizes(workers: int, each: int) -> list[int]:
     """Sizes of groups that split `workers`, but no process of `each`; ascending."""
     return [d for d in range(1, workers + 1) if workers % d == 0 and (d % each == 0 or each % d == 0)]
-
-
-# ---------------------------------------------------------------- records
 
 
 class Arena:

@@ -259,9 +259,6 @@ def _whole_shards(folder: Path, examples: int) -> list[Shard]:
         shards.append(shard)
 
 
-# ---------------------------------------------------------------- records and shards
-
-
 def _pack_one(source: Source, index: int, *, options: PackingOptions) -> Record:
     """An example's compressed image and label, or the `CorruptExample` to skip."""
     name, compressed = where(source, index), getattr(source, "encoded", None)
@@ -351,9 +348,6 @@ def _finish(source: Source, folder: Path, job: dict[str, Any], shards: list[Shar
         _put(folder / MANIFEST, json.dumps({"format": FORMAT, **manifest._asdict()}, indent=1).encode())
         _tidy(folder, len(shards))
     return Packing(len(rows), sum(manifest.shard_bytes), skipped)
-
-
-# ---------------------------------------------------------------- checking
 
 
 def find_damage(

@@ -193,9 +193,6 @@ class FileSampler(Sampler):
         return order[begin:end]
 
 
-# ---------------------------------------------------------------- streams
-
-
 def numbered(place: int, count: Any) -> Any:
     """Number of example `count` of the place-th stream of this process."""
     return place * UNBOUNDED + count

@@ -166,9 +166,6 @@ def array(config: Data, split: str) -> Source:
     return examples if isinstance(examples, Source) else PythonSource(examples, name)
 
 
-# ---------------------------------------------------------------- digits and animals
-
-
 def digits(config: Data, split: str) -> Source:
     """Handwritten digits of scikit-learn: 1,797 grey images of 8 x 8 px.
 
@@ -254,9 +251,6 @@ def _read_animals(name: str) -> np.ndarray:
     except (OSError, EOFError, IndexError, zlib.error, pickle.UnpicklingError, ValueError, TypeError) as error:
         raise UsageError(f"animals: {name}: {error}; install {PACKAGE} 0.39 again") from error
     return array
-
-
-# ---------------------------------------------------------------- synthetic images
 
 
 class SyntheticSource:

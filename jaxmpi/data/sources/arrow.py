@@ -111,6 +111,8 @@ class ParquetSource(ArrowSource):
                         )
                     self.add_labels(column, path)
         self.ends = np.cumsum(rows, dtype=np.int64)
+        if self.labels is not None and len(self.labels) < len(self):  # some files have other numbers
+            self.labels = None
         is_small = sum(size_bytes) <= KEPT_BYTES
         self.file_ends = None if is_small else tuple(self.ends.tolist())
         most = len(self.groups) if is_small else max(2, KEPT_BYTES // max(size_bytes))
@@ -180,8 +182,9 @@ class HuggingFaceSource(ArrowSource):
                 super().__init__(config, choose_columns(config, schema.names, folder))
             self.add_schema(schema, path)
             self.tables += batches
-            for batch in batches if self.is_pair else ():
-                self.add_labels(batch.column(self.columns[1]), folder)
+        if self.is_pair and self.tables:
+            label_parts = [batch.column(self.columns[1]) for batch in self.tables]
+            self.add_labels(pyarrow.chunked_array(label_parts), folder)
         self.ends = np.cumsum([len(batch) for batch in self.tables], dtype=np.int64)
         label = features.get(self.columns[1]) if self.is_pair else None
         self.classes = len(label["names"]) if isinstance(label, dict) and label.get("_type") == "ClassLabel" else 0
@@ -238,9 +241,6 @@ def huggingface(config: Data, split: str) -> Source:
     """The saved data set in DIR/<split>; classes without names are counted."""
     base = data_root(config, "DIR/<split>/, as DatasetDict.save_to_disk writes it")
     return open_table(config, split, lambda split: HuggingFaceSource(config, f"{base}/{split_name(config, split)}"))
-
-
-# ---------------------------------------------------------------- types and cells
 
 
 def _holds_images(kind: Any) -> bool:

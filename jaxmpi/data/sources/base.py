@@ -105,9 +105,6 @@ class EncodedSource:
         return decode_image(blob, self.where(index), index, self.channels, self.resize), label
 
 
-# ---------------------------------------------------------------- folders and files
-
-
 def split_name(config: Data, split: str) -> str:
     """What a split is called in the source."""
     return config.train_split if split == "train" else config.validation_split

@@ -241,9 +241,6 @@ def _import_tokenizers(what: str) -> Any:
     return tokenizers
 
 
-# ---------------------------------------------------------------- vocabularies
-
-
 class Vocabulary(NamedTuple):
     """A written vocabulary."""
 
