@@ -31,12 +31,12 @@ import numpy as np
 
 import jaxmpi
 from jaxmpi.allreduce.api import BUCKET_BYTES, exchange
-from jaxmpi.allreduce.shards import shards_of
+from jaxmpi.allreduce.zero import make_zero
 from jaxmpi.bench.plan import trees
 from jaxmpi.bench.rounds import card_bytes
 from jaxmpi.comm.job import processes
 from jaxmpi.config import Optim
-from jaxmpi.core.deals import deal
+from jaxmpi.core.sharding import assign_tensors
 from jaxmpi.optim.optimizers import OPTIMIZERS, optimizer
 from jaxmpi.rules import base
 from jaxmpi.rules.gradients import gradients
@@ -60,18 +60,18 @@ class Contender:
         comm, strategy = jaxmpi.world(), name.rpartition(" ")[2]
         mean = partial(exchange, strategy=strategy, comm=comm)
         self.params: Any = [jnp.ones(shape) for shape in shapes]
-        shards, row = None, OPTIMIZERS[tx_name]
+        zero, row = None, OPTIMIZERS[tx_name]
         if name.startswith(SHARDED):
-            dealt = deal(self.params, comm.size, row.cost) if row.cut == "leaves" else None
+            sharding = assign_tensors(self.params, comm.size, row.cost) if row.by == "tensor" else None
             host = processes() if strategy == "shm" else None
-            shards = shards_of(strategy, "mean", comm, BUCKET_BYTES, host=host, deal=dealt)
+            zero = make_zero(strategy, "mean", comm, BUCKET_BYTES, sharding, host=host)
         tx = optimizer(Optim(tx_name), lambda step: 1e-3)
-        self.rule = gradients(tx, base.Exchange(mean, mean, comm.jit, shards=shards))
+        self.rule = gradients(tx, base.Exchange(mean, mean, comm.jit, zero=zero))
         self.grads, sharding = grads, self.rule.sharding
-        if sharding and sharding.shards.shared_params:
-            self.params = sharding.shards.shared_params.filled(self.params)
+        if sharding and sharding.zero.shared_params:
+            self.params = sharding.zero.shared_params.fill(self.params)
         if sharding:
-            self.state = comm.jit(sharding.init)(self.params, np.int32(sharding.chunks[int(comm.rank)]))
+            self.state = comm.jit(sharding.init)(self.params, np.int32(sharding.zero.shard_indices[int(comm.rank)]))
         else:
             self.state = comm.jit(self.rule.init)(self.params)
 
@@ -151,7 +151,7 @@ def main() -> None:
     """Print a row per tree and contender."""
     parser = harness.parser(__doc__, ranks=8, slots=1, rate="", rounds=20)
     parser.add_argument("--trees", nargs="+", default=["alexnet", "googlenet"], help="see `jaxmpi models`")
-    parser.add_argument("--optimizer", default="adam", choices=[name for name, row in OPTIMIZERS.items() if row.cut])
+    parser.add_argument("--optimizer", default="adam", choices=[name for name, row in OPTIMIZERS.items() if row.by])
     parser.add_argument("--step", action="store_true", help="the trainer's whole step, in place of trees")
     parser.add_argument("--strategy", default="asa32", help="with --step")
     parser.add_argument("--model", default="googlenet", choices=("googlenet", "digits_cnn"), help="with --step")

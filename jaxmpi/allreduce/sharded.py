@@ -1,12 +1,10 @@
-"""The optimizer between the exchange's halves: each worker updates a w-th.
+"""`jaxmpi.sharded`: an Optax optimizer between the halves of its exchange, for loops of your own.
 
-    mean gradient, a slice each <- reduce-scatter ;  step of that slice ;  whole tree <- allgather, at 32 bits
+As many bytes are sent as in an all-reduce, and a worker has 1/w of the optimizer's state (ZeRO; `zero` has the halves
+and says which bits they give).
 
-As many bytes travel as in an allreduce, and a worker holds a w-th of the optimizer's state. Optimizers that mix the
-entries of a leaf step whole leaves, dealt to workers (`core.deals`). `shards` has the halves, and says which bits they
-give.
-
-With a coarse wire for the second half a worker keeps its slice in 32 bits, the masters m. It sends what params lack:
+With a coarse wire for the second half a worker keeps its shard of the params in 32 bits, the masters m. It sends what
+params lack:
 
     m <- m + tx(g) ;  params <- params + wire(m - params)
 
@@ -28,64 +26,54 @@ from jaxmpi.allreduce.algorithms.table import with_halves
 from jaxmpi.allreduce.api import BUCKET_BYTES, Op, check_op, check_strategy, is_traced, settle
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.compression import is_compressor
-from jaxmpi.allreduce.shards import Shards, shards_of
+from jaxmpi.allreduce.zero import Zero, make_zero
 from jaxmpi.comm.agreement import without_messages
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import numbers_of, workers_of
-from jaxmpi.core.deals import Leaves, deal
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, RanksOwn, named_leaves
 from jaxmpi.core.random_keys import packed
-from jaxmpi.core.separable import cut_for, schedule_free_parts
-from jaxmpi.core.slices import Entries
-
-NO_AVERAGES = (
-    "jaxmpi.sharded(tx): got a schedule-free optimizer, which evaluates an average of the params, of which a worker "
-    "would hold a slice; leave it unsharded, or take one without an average and a schedule of rates"
+from jaxmpi.core.sharding import (
+    ElementSharding,
+    TensorSharding,
+    assign_tensors,
+    check_sharding,
+    schedule_free_states,
 )
-
-
-def check_floats(params: PyTree) -> None:
-    """Refuse params that are not float32: slices' moments would be rounded."""
-    for name, leaf in named_leaves(params):
-        if getattr(leaf, "dtype", None) != jnp.float32:
-            raise UsageError(
-                f"sharded: {name or '(the tree itself)'} is {getattr(leaf, 'dtype', type(leaf).__name__)}; expected "
-                "float32: keep params in 32 bits and cast them inside the loss"
-            )
 
 
 class MasteredState(NamedTuple):
     """State of `sharded` with a coarse wire of changes."""
 
     of_tx: PyTree
-    masters: PyTree  # this worker's slice of params in 32 bits
+    masters: PyTree  # this worker's shard of params in 32 bits
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("own",), meta_fields=("chunks", "ranks", "cut", "whole")
+    jax.tree_util.register_dataclass, data_fields=("shard",), meta_fields=("indices", "ranks", "sharding", "whole")
 )
 @dataclass(frozen=True)
 class ShardedState(RanksOwn):
-    """State of `sharded`, and how it is cut, for whoever saves it."""
+    """State of `sharded`, and how it is sharded, for whoever saves it."""
 
-    own: PyTree  # this worker's share
-    chunks: tuple[int, ...]  # by worker: the number of its share
+    shard: PyTree  # this worker's
+    indices: tuple[int, ...]  # by worker: the index of its shard
     ranks: tuple[int, ...]  # by worker: the launcher's number; none along an axis
-    cut: Entries | Leaves
-    whole: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape and dtype of each leaf of all shares joined
+    sharding: ElementSharding | TensorSharding
+    whole: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape and dtype of each leaf of all shards joined
 
-    def saved(self, worker: int) -> PyTree:
-        """A worker's share as a checkpoint has it."""
-        return packed(self.cut.saved(self.own, self.chunks[worker]))
+    def to_checkpoint(self, worker: int) -> PyTree:
+        """A worker's shard as a checkpoint has it."""
+        return packed(self.sharding.to_checkpoint(self.shard, self.indices[worker]))
 
-    def restored(self, worker: int, read: Callable[[str], np.ndarray]) -> PyTree:
-        """A worker's share from a checkpoint's whole leaves, by `read(name)`."""
-        return self.cut.restored(packed(self.own), self.chunks[worker], read)
+    def from_checkpoint(self, worker: int, read: Callable[[str], np.ndarray]) -> PyTree:
+        """A worker's shard from a checkpoint's whole leaves, by `read(name)`."""
+        return self.sharding.from_checkpoint(packed(self.shard), self.indices[worker], read)
 
 
 def sharded(
     tx: optax.GradientTransformation,
+    by: str = "",
     strategy: str = "asa32",
     op: Op = "mean",
     comm: Comm | None = None,
@@ -94,128 +82,137 @@ def sharded(
     gather_wire: str = "32",
     cost: Callable[[Sequence[int]], float] = math.prod,
 ) -> optax.GradientTransformation:
-    """An Optax optimizer and its exchange, with state cut over workers.
+    """An Optax optimizer and its exchange, with state sharded over workers.
 
-    u <- allgather(tx(slice of (1/w) sum_i g_i)), in place of `optax.chain(exchange_gradients(strategy), tx)`. Each of w
-    workers holds a w-th of tx's state. Updates are whole and the same bits on all workers; those of the chain if the
-    wires are 32, each leaf travels alone and XLA fuses alike (`jaxmpi.allreduce.shards`). With one worker it is tx
+    u <- all_gather(tx(shard of (1/w) sum_i g_i)), in place of `optax.chain(exchange_gradients(strategy), tx)`. Each of
+    w workers has 1/w of tx's state. Updates are whole and the same bits on all workers; those of the chain if the
+    wires are 32, each tensor is sent alone and XLA fuses alike (`jaxmpi.allreduce.zero`). With one worker it is tx
     itself, with 32-bit params of its own if `gather_wire` is below 32.
 
     Args:
-        tx: treats every entry of a tensor by itself, as Adam, AdamW, momentum, Lion and RMSProp do. It may then go by
-            the names and the number of axes of tensors, not by their shapes. Or it treats every tensor by itself, as
-            LARS, LAMB, Adafactor and Muon: then each worker updates whole tensors. `init` reads which from its
-            equations (`jaxmpi.core.separable`).
+        tx: an optimizer whose update of a tensor depends on no other one.
+        by: `element` if tx treats every entry by itself, as Adam, AdamW, momentum, Lion and RMSProp do: each worker
+            updates 1/w of each tensor. tx may go by the names and the number of axes of tensors, not by their shapes.
+            `tensor` if it mixes the entries of a tensor, as LARS, LAMB, Adafactor and Muon: each worker updates whole
+            tensors. `init` tries the word on a few floats.
         strategy: asa, ring, hier-asa or hier-ring, with any wire, which gradients take; shm, ar; or auto.
         op: mean or sum, of gradients.
         comm: as of `exchange`.
-        bucket_bytes: as of `exchange`; for slices outside jit on one host at most 1 MiB, if it is a number.
+        bucket_bytes: as of `exchange`; for shards outside jit on one host at most 1 MiB, if it is a number.
         clip_norm: largest global norm of the mean gradient, or of the sum by `op`, as `optax.clip_by_global_norm`
             before tx; 0: any.
-        gather_wire: of the updates. With a coarser one than 32 each worker keeps its slice of params in 32 bits.
-            Updates bring params to within a rounding of that slice. Params must then be changed by these updates alone.
+        gather_wire: of the updates. With a coarser one than 32 each worker keeps its shard of params in 32 bits.
+            Updates bring params to within a rounding of that shard. Params must then be changed by these updates alone.
         cost: of the update of a whole tensor, by its shape, >= 0, the same on all ranks. Workers get tensors of about
             equal cost and as many entries. Muon's is `jaxmpi.optim.optimizers.muon_cost`.
 
     Outside jit an update of whole tensors is a program that is traced once. A Python variable that a schedule reads is
     fixed then. So keep a rate that changes in the state, by `optax.inject_hyperparams`.
 
-    State: `ShardedState`, in which `own` is tx's for this worker's share. `init` and `update` need params.
-    Communicates: as much as `exchange`, and one float with `clip_norm`; for whole tensors rows are padded to the
+    State: `ShardedState`, in which `shard` is tx's for this worker's shard. `init` and `update` need params.
+    Communicates: as much as `exchange`, and one float with `clip_norm`; shards of whole tensors are padded to the
     longest.
 
     Raises:
-        UsageError: as `exchange`; a strategy without halves; params that are not float32; an optimizer that mixes
-            tensors, or is schedule-free.
+        UsageError: as `exchange`; a strategy without halves; params that are not float32; no `by`, or one that the
+            trial disproves; a schedule-free optimizer.
     """
     check_op(op)
     if not is_compressor(strategy):
         check_strategy(strategy)
 
-    def shards(params: PyTree, cut: str) -> Shards:
-        workers, name, size_bytes = workers_of(comm), strategy, bucket_bytes
+    @functools.cache
+    def zero_for(structure: Any, shapes: tuple, workers: Comm) -> Zero:
+        name, size_bytes = strategy, bucket_bytes
         if not is_compressor(name) and is_auto(name):
-            sizes = [leaf.size for leaf in jax.tree.leaves(params)]
             able = with_halves(workers.hosts, gather_wire)
-            name, size_bytes, *_ = settle(workers, name, size_bytes, sizes, able)
-        dealt = deal(params, workers.size, cost) if cut == "leaves" else None
-        return shards_of(name, op, workers, size_bytes, clip_norm, deal=dealt, gather_wire=gather_wire)
+            name, size_bytes, *_ = settle(workers, name, size_bytes, [math.prod(shape) for shape in shapes], able)
+        like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+        sharding = assign_tensors(like, workers.size, cost) if by == "tensor" else None
+        zero = make_zero(name, op, workers, size_bytes, sharding, clip_norm, gather_wire=gather_wire)
+        return zero._replace(sharding=zero.sharding.with_state_of(tx))
+
+    def zero_of(tree: PyTree) -> Zero:
+        leaves, structure = jax.tree.flatten(tree)
+        return zero_for(structure, tuple(leaf.shape for leaf in leaves), workers_of(comm))
+
+    @functools.cache
+    def programs(sharding: TensorSharding) -> tuple[Callable[..., Any], ...]:
+        """For calls outside jit, where JAX would compile the branches, one for each worker, anew at every call."""
+        return jax.jit(sharding.shard), jax.jit(functools.partial(sharding.step, tx.update)), jax.jit(sharding.changes)
 
     def init(params: PyTree) -> PyTree:
         check_floats(params)
-        check(not schedule_free_parts(jax.eval_shape(tx.init, params)), NO_AVERAGES)
+        if schedule_free_states(jax.eval_shape(tx.init, params)):
+            raise UsageError(
+                "jaxmpi.sharded(tx): got a schedule-free optimizer, which evaluates an average of the params, of which "
+                "a worker would have a shard; leave it unsharded, or take one without an average and a schedule of "
+                "rates"
+            )
         with without_messages("jaxmpi.sharded(tx)", "in tx", "it exchanges by itself, so give it the optimizer alone"):
-            cut = cut_for(tx, params, workers_of(comm).size, cost)
-        of = shards(params, cut)
-        state, whole = of.cut.init(tx, params, of.chunk()), tx.init
+            check_sharding(tx, params, by, workers_of(comm).size)
+        zero = zero_of(params)
+        state, whole = zero.sharding.init(tx, params, zero.shard_index()), tx.init
         if gather_wire != "32":  # with one worker too, so that the state fits any number of them
-            masters = of.own(params)
-            if of.size == 1:  # they would be the params themselves, which a step may donate
+            masters = zero.sharding.shard(params, zero.shard_index())
+            if zero.size == 1:  # they would be the params themselves, which a step may donate
                 masters = jax.tree.map(jnp.copy, masters)
             state, whole = MasteredState(state, masters), lambda tree: MasteredState(tx.init(tree), tree)
         named = named_leaves(jax.eval_shape(lambda tree: packed(whole(tree)), params))
         leaves = tuple((name, tuple(x.shape), str(x.dtype)) for name, x in named)
-        return ShardedState(state, of.chunks, numbers_of(of.comm), of.cut.for_state_of(tx), leaves)
+        return ShardedState(state, zero.shard_indices, numbers_of(zero.comm), zero.sharding, leaves)
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        check(params is not None, "sharded: got no params; expected update(grads, state, params)")
+        if params is None:
+            raise UsageError("sharded: got no params; expected update(grads, state, params)")
         check_floats(updates)
-        check(isinstance(state, ShardedState), f"sharded: got a state of {type(state).__name__}; expected that of init")
-        of = shards(updates, state.cut.name)
-        refuse_other_cut(state, of, updates, strategy)
-        check(
-            isinstance(state.own, MasteredState) == (gather_wire != "32"),
-            f"sharded: got a state with{'out' * (gather_wire != '32')} 32-bit params of its own; expected that of "
-            f"gather_wire {gather_wire}: begin with this transformation's init",
-        )
-        mean, _ = of.scatter(updates)
-        own, step, lacking = of.cut.own, functools.partial(of.cut.step, tx, tx.update), of.cut.lacking
-        if isinstance(of.cut, Leaves) and not is_traced(jax.tree.leaves((updates, params, state))):
-            own, step, lacking = kept_programs(of.cut, tx)
-        held = state.own
-        if not isinstance(held, MasteredState):
-            made, of_tx = step(of.chunk(), mean, held, own(params, of.chunk()))
-            return of.gather(made, updates), replace(state, own=of_tx)
-        made, of_tx = step(of.chunk(), mean, held.of_tx, held.masters)
-        masters = jax.tree.map(jnp.add, held.masters, made)
-        changes = lacking(params, masters, of.chunk())
-        wire = gather_wire if of.size > 1 else "32"
-        return of.gather(changes, updates, wire), replace(state, own=MasteredState(of_tx, masters))
+        zero = zero_of(updates)
+        check_state(state, zero, has_masters=gather_wire != "32")
+        mean, _ = zero.scatter(updates)
+        sharding, index = zero.sharding, zero.shard_index()
+        shard, step, changes = sharding.shard, functools.partial(sharding.step, tx.update), sharding.changes
+        if isinstance(sharding, TensorSharding) and not is_traced(jax.tree.leaves((updates, params, state))):
+            shard, step, changes = programs(sharding)
+        if not isinstance(state.shard, MasteredState):
+            made, of_tx = step(index, mean, state.shard, shard(params, index))
+            return zero.gather(made, updates), replace(state, shard=of_tx)
+        made, of_tx = step(index, mean, state.shard.of_tx, state.shard.masters)
+        masters = jax.tree.map(jnp.add, state.shard.masters, made)
+        wire = gather_wire if zero.size > 1 else "32"
+        new = replace(state, shard=MasteredState(of_tx, masters))
+        return zero.gather(changes(params, masters, index), updates, wire), new
 
     return optax.GradientTransformation(init, update)
 
 
-def refuse_other_cut(state: ShardedState, of: Shards, updates: PyTree, strategy: str) -> None:
-    """Refuse a state that was cut by other workers, or otherwise.
+def check_floats(params: PyTree) -> None:
+    """Refuse params that are not float32: moments of shards would be rounded."""
+    for name, leaf in named_leaves(params):
+        if getattr(leaf, "dtype", None) != jnp.float32:
+            raise UsageError(
+                f"sharded: {name or '(the tree itself)'} is {getattr(leaf, 'dtype', type(leaf).__name__)}; expected "
+                "float32: keep params in 32 bits and cast them inside the loss"
+            )
+
+
+def check_state(state: Any, zero: Zero, *, has_masters: bool) -> None:
+    """Refuse a state of another transformation, of other workers or sharded otherwise.
 
     Raises:
-        UsageError: got, expected, and how to go on.
+        UsageError: got, expected, and the way out.
     """
-    way_out = "restore it by jaxmpi.Checkpoints with this transformation's init"
-    check(
-        state.chunks == of.chunks,
-        f"sharded: got a state whose slices have the order {state.chunks}; expected {of.chunks}, that of "
-        f"{strategy} on these workers: {way_out}",
-    )
-    ranks = numbers_of(of.comm)
-    check(
-        state.ranks == ranks,
-        f"sharded: got a state of ranks {state.ranks}; expected one of ranks {ranks}, those of `comm`: {way_out}",
-    )
-    owners = (cut.deal.owners if isinstance(cut, Leaves) else () for cut in (state.cut, of.cut))
-    dealt = zip((name for name, _ in named_leaves(updates)), *owners, strict=False)
-    name, got, expected = next((row for row in dealt if row[1] != row[2]), ("", 0, 0))
-    check(
-        not name,
-        f"sharded: got a state with tensor {name} in share {got}; expected it in share {expected}, as by this "
-        f"`cost`: {way_out}",
-    )
-
-
-@functools.lru_cache(16)  # a program for each rate that is tried
-def kept_programs(cut: Leaves, tx: optax.GradientTransformation) -> tuple[Callable[..., Any], ...]:
-    """A cut's `own`, `step` and `lacking` as programs.
-
-    Outside jit JAX would compile the branches, one for each worker, anew at every call.
-    """
-    return jax.jit(cut.own), jax.jit(functools.partial(cut.step, tx, tx.update)), jax.jit(cut.lacking)
+    if not isinstance(state, ShardedState) or isinstance(state.shard, MasteredState) != has_masters:
+        got = f"a state of {type(state).__name__}"
+        got = f"one with{'out' * has_masters} masters" if isinstance(state, ShardedState) else got
+        raise UsageError(f"sharded: got {got}; expected the state of this transformation's init")
+    owners = [x.owners if isinstance(x, TensorSharding) else "by element" for x in (state.sharding, zero.sharding)]
+    for what, got, expected in (
+        ("ranks", state.ranks, numbers_of(zero.comm)),
+        ("shards by worker", state.indices, zero.shard_indices),
+        ("tensors by shard", *owners),
+    ):
+        if got != expected:
+            raise UsageError(
+                f"sharded: {what}: got a state with {got}; expected {expected}, as on these workers by this strategy "
+                "and `cost`: restore it by jaxmpi.Checkpoints with this transformation's init"
+            )

@@ -13,7 +13,10 @@ import json
 import os
 import platform
 import shlex
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,16 +24,15 @@ import jax
 from rich.console import Console
 
 from jaxmpi.bench import results
-from jaxmpi.bench.jobs import Turns, job_line, run_jobs, wait_for
 from jaxmpi.bench.options import parse
 from jaxmpi.bench.plan import BenchPlan, Case, add_rows, describe_left_out, fitting_ranks, make_plan
-from jaxmpi.bench.results import AS_IT_COMES, TUNED, Json
+from jaxmpi.bench.results import Json
 from jaxmpi.bench.rounds import measure
 from jaxmpi.comm.job import Processes, processes
-from jaxmpi.core.errors import TrainingError, UsageError, check
-from jaxmpi.runtime import failures, process, provenance
-
-TWO_JOBS = "two jobs take turns through files, on one machine; leave the launcher to jaxmpi bench -n N"
+from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.launch import command
+from jaxmpi.launch.options import Options
+from jaxmpi.runtime import failures, interrupts, job_folder, process, provenance
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -63,73 +65,90 @@ def run(options: argparse.Namespace) -> None:
 
 
 def start(options: argparse.Namespace) -> None:
-    """Start ranks and show their results.
+    """Start ranks and show their results; if this process is ended early, except by SIGKILL, those so far.
 
     Raises:
         UsageError: as `make_plan`; or no case fits.
         TrainingError: a job failed.
     """
     jax.config.update("jax_platforms", "cpu")  # an experiment file may make arrays, and ranks need the GPU's memory
-    plan, ranks = make_plan(options), options.n or 2
-    if ranks == 1 or (options.launcher == "mpirun" and not options.launcher_args):
-        return run_here(plan, ranks, options, ["jaxmpi", "bench", *options.words])
-    check(not options.as_it_comes, f"--as-it-comes: {TWO_JOBS}")
-    # Ranks may be on other hosts: rank 0 makes the same plan and reports.
-    wait_for([(job_line(ranks, options, options.words), {})])
-
-
-def run_here(plan: BenchPlan, wanted: int, options: argparse.Namespace, command: Sequence[str]) -> None:
-    """Run cases with up to `wanted` ranks, as memory allows; show results.
-
-    If this process is ended early, except by SIGKILL, it shows the results so far.
-    """
-    jobs, least = [(plan.strategies, plan.peers), *([((), plan.peers)] if options.as_it_comes else [])], min(2, wanted)
+    plan, wanted = make_plan(options), options.n or 2
+    if wanted > 1 and (options.launcher != "mpirun" or options.launcher_args):
+        # Ranks may be on other hosts, whose memory is not known here: rank 0 makes the same plan and reports.
+        return run_job(wanted, options, options.words)
     cases_by_ranks: dict[int, list[Case]] = {}
     for case in plan.cases:
-        ranks = fitting_ranks(case, jobs, wanted)
-        if ranks < least:
-            print(describe_left_out(case, jobs, least))
+        ranks = fitting_ranks(case, plan, wanted)
+        if ranks < min(2, wanted):
+            print(describe_left_out(case, plan, min(2, wanted)))
         else:
             cases_by_ranks.setdefault(ranks, []).append(case)
-    check(bool(cases_by_ranks), "no case fits into memory")
-    parts = {ranks: dataclasses.replace(plan, cases=tuple(cases)) for ranks, cases in cases_by_ranks.items()}
-    found: list[Json] = []
+    if not cases_by_ranks:
+        raise UsageError("no case fits into memory")
+    measured: list[Json] = []
     is_whole = False
     try:
-        for ranks, part in parts.items():
-            run_jobs(part, ranks, options, found)
+        for ranks, cases in cases_by_ranks.items():
+            with tempfile.TemporaryDirectory() as folder:
+                part, result = Path(folder) / "plan", Path(folder) / "result"
+                part.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(plan, cases=tuple(cases)))))
+                try:
+                    run_job(ranks, options, ["--job", str(part), str(result)])
+                finally:
+                    measured += json.loads(result.read_text()) if result.exists() else []
         is_whole = True
     finally:
-        if found:
-            report(found, options, command, is_whole)
+        if measured:
+            report(measured, options, ["jaxmpi", "bench", *options.words], is_whole)
+
+
+def run_job(ranks: int, options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Print the launcher's line for ranks of this module, and run it.
+
+    Raises:
+        TrainingError: it failed.
+    """
+    try:
+        more = tuple(shlex.split(options.launcher_args))
+    except ValueError as error:
+        raise UsageError(f"--launcher-args: got {options.launcher_args!r}: {error}") from error
+    launcher = Options(ranks, options.launcher, more, tuple(arguments))
+    line = command.command(launcher, cores=process.cores(), is_root=os.geteuid() == 0, module="jaxmpi.bench")
+    requests = interrupts.Requests()
+    signal.signal(signal.SIGTERM, lambda number, _: requests.add(number) and sys.exit(128 + number))  # `finally` runs
+    print("+ " + shlex.join(line), flush=True)
+    job = subprocess.Popen(job_folder.remove_leftovers_first(line))
+    try:
+        code = job.wait()
+    finally:
+        if job.poll() is None:
+            job.terminate()  # a launcher ends its ranks
+            job.wait()
+    if code:
+        raise TrainingError(f"a job ended with exit code {code}; see above")
 
 
 # ---------------------------------------------------------------- inside: one rank
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """Run as a rank of a job; rank 0 reports the results."""
+    """Run as a rank of a job; rank 0 reports the results, or leaves them for who started the job."""
     failures.install_excepthooks()
     process.prepare()
     control = processes()
-    check(options.n in (None, control.size), f"-n: got {options.n} in a job of {control.size} ranks; leave it out")
+    if options.n not in (None, control.size):
+        raise UsageError(f"-n: got {options.n} in a job of {control.size} ranks; leave it out")
     with failures.at_work():
         plan = agreed_plan(options, control)
-        allocator = AS_IT_COMES if os.environ.get("JAXMPI_ALLOCATOR") == "system" else TUNED
-        turns = Turns(Path(options.job[0]).parent, allocator, control) if options.job else contextlib.nullcontext()
-        runs: list[Json] = []
 
         def keep(so_far: list[Json]) -> None:
-            runs[:] = [run | {"allocator": allocator} for run in so_far]
             if options.job:
-                replace_text(Path(options.job[1]), json.dumps(runs))
+                replace_text(Path(options.job[1]), json.dumps(so_far))
             elif options.out:
-                write(options.out, results.case_figures(runs, options.rate_mbit), sys.argv, is_whole=False)
+                write(options.out, results.case_figures(so_far, options.rate_mbit), sys.argv, is_whole=False)
 
-        measure(plan, control, turns, keep)
-        if control.rank == 0 and isinstance(turns, Turns):
-            turns.end()
-        elif control.rank == 0:
+        runs = measure(plan, control, keep)
+        if control.rank == 0 and not options.job:
             report(runs, options, sys.argv, is_whole=True)
         control.barrier()
 
@@ -143,17 +162,16 @@ def agreed_plan(options: argparse.Namespace, control: Processes) -> BenchPlan:
     answer = {}
     if control.rank == 0:
         try:
-            made = (
-                json.loads(Path(options.job[0]).read_text())
-                if options.job
-                else dataclasses.asdict(plan_that_fits(options))
-            )
-            answer = {"plan": made}
+            if options.job:
+                answer = {"plan": json.loads(Path(options.job[0]).read_text())}
+            else:
+                answer = {"plan": dataclasses.asdict(plan_that_fits(options))}
         except UsageError as error:
             answer = {"error": str(error)}
     answer = control.bcast_object(answer)
-    check("plan" in answer, answer.get("error", ""))
-    plan = BenchPlan.of_json(answer["plan"])
+    if "error" in answer:
+        raise UsageError(answer["error"])
+    plan = BenchPlan.from_json(answer["plan"])
     add_rows(plan.experiment)
     return plan
 
@@ -162,21 +180,20 @@ def plan_that_fits(options: argparse.Namespace) -> BenchPlan:
     """The options' plan, without cases that exceed this host's memory."""
     here = process.launched()
     local = here.local_size if here else 1
-    check(not options.as_it_comes, f"--as-it-comes: {TWO_JOBS}")
     plan = make_plan(options)
-    jobs = [(plan.strategies, plan.peers)]
-    fits = [case for case in plan.cases if fitting_ranks(case, jobs, local) >= local]
+    fits = [case for case in plan.cases if fitting_ranks(case, plan, local) >= local]
     for case in plan.cases:
         if case not in fits:
-            print(describe_left_out(case, jobs, local), flush=True)
-    check(bool(fits), "no case fits into memory")
+            print(describe_left_out(case, plan, local), flush=True)
+    if not fits:
+        raise UsageError("no case fits into memory")
     return dataclasses.replace(plan, cases=tuple(fits))
 
 
 # ---------------------------------------------------------------- results
 
 
-def report(runs: Sequence[Json], options: argparse.Namespace, command: Sequence[str], is_whole: bool) -> None:
+def report(runs: Sequence[Json], options: argparse.Namespace, line: Sequence[str], is_whole: bool) -> None:
     """Show the table; write the JSON file and the plot."""
     cases = results.case_figures(runs, options.rate_mbit)
     if not is_whole:
@@ -185,17 +202,29 @@ def report(runs: Sequence[Json], options: argparse.Namespace, command: Sequence[
     console = Console()
     console.width = max(console.width, Console(width=1000).measure(table).maximum)  # no number is cut short
     console.print(table)
-    for line in results.bound_lines(cases):
-        console.print(line, highlight=False)
+    for text in results.bound_lines(cases):
+        console.print(text, highlight=False)
     if options.out:
-        write(options.out, cases, command, is_whole)
+        write(options.out, cases, line, is_whole)
     if options.plot:
         results.draw(cases, options.plot)
 
 
-def write(out: Path, cases: Sequence[Json], command: Sequence[str], is_whole: bool) -> None:
-    """Write all figures, as JSON."""
-    replace_text(out, json.dumps({**facts(command), "is_whole": is_whole, "cases": cases}, indent=1) + "\n")
+def write(out: Path, cases: Sequence[Json], line: Sequence[str], is_whole: bool) -> None:
+    """Write all figures, with the facts on which they depend, as JSON."""
+    versions = provenance.versions()
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions["torch"] = importlib.metadata.version("torch")
+    facts = {
+        "command": shlex.join(line),
+        "versions": versions,
+        "commit": provenance.commit(None),
+        "cores": process.cores(),
+        "processor": platform.machine(),
+        "system": platform.platform(),
+        "allocator": os.environ.get("JAXMPI_ALLOCATOR", "jaxmpi"),
+    }
+    replace_text(out, json.dumps({**facts, "is_whole": is_whole, "cases": cases}, indent=1) + "\n")
 
 
 def replace_text(file: Path, text: str) -> None:
@@ -203,24 +232,9 @@ def replace_text(file: Path, text: str) -> None:
     if file.exists() and not file.is_file():
         file.write_text(text)
         return
-    beside = file.with_name(file.name + ".new")
-    beside.write_text(text)
-    beside.replace(file)
-
-
-def facts(command: Sequence[str]) -> Json:
-    """Facts on which a figure depends."""
-    found = provenance.versions()
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        found["torch"] = importlib.metadata.version("torch")
-    return {
-        "command": shlex.join(command),
-        "versions": found,
-        "commit": provenance.commit(None),
-        "cores": process.cores(),
-        "processor": platform.machine(),
-        "system": platform.platform(),
-    }
+    partial = file.with_name(file.name + ".new")
+    partial.write_text(text)
+    partial.replace(file)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
-from jaxmpi.core.errors import UsageError, check, lookup
+from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.launch.options import default_launcher
 
 STRATEGIES = ("asa32", "asa16", "ring32", "ring16")
@@ -92,16 +92,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=10, help="that count (default: 10)")
     add("--warm-up", type=int, default=8, help="rounds before, until the heap has settled (default: 8)")
     add("--rate-mbit", type=float, help="of each host's link, for the bound (default: as measured)")
-    add("--as-it-comes", action="store_true", help="the peers once more with glibc's allocator as it comes, in turn")
     add("--out", type=Path, help="JSON file for all figures")
     add("--plot", type=Path, help="file for a plot: .png, .svg or .pdf")
-    add("--job", nargs=2, help=argparse.SUPPRESS)  # plan and result: how `run_jobs` starts ranks
+    add("--job", nargs=2, help=argparse.SUPPRESS)  # plan and result: how `start` starts ranks
     options = parser.parse_args(join_launcher_args(argv), argparse.Namespace(words=[*argv]))
-    for name, least in (("n", 1), ("rounds", 1), ("warm_up", 1)):
+    for name in ("n", "rounds", "warm_up"):
         value = getattr(options, name)
-        flag = f"-{'-' * (len(name) > 1)}{name.replace('_', '-')}"
-        check(value is None or value >= least, f"{flag}: got {value}; expected >= {least}")
-    check(options.rate_mbit is None or options.rate_mbit > 0, f"--rate-mbit: got {options.rate_mbit}; expected > 0")
+        if value is not None and value < 1:
+            raise UsageError(f"-{'-' * (len(name) > 1)}{name.replace('_', '-')}: got {value}; expected >= 1")
+    if options.rate_mbit is not None and not options.rate_mbit > 0:
+        raise UsageError(f"--rate-mbit: got {options.rate_mbit}; expected > 0")
     return options
 
 
@@ -115,7 +115,7 @@ def select_peers(names: Sequence[str]) -> tuple[str, ...]:
     """Peers of these names; `all` means other installed libraries, `none` no peer.
 
     Raises:
-        UsageError: an unknown name, one whose package is not installed, or two that rule each other out.
+        UsageError: an unknown name, or one whose package is not installed.
     """
     if tuple(names) in (("all",), ("none",)):
         return tuple(name for name, row in PEERS.items() if names[0] == "all" and row.is_other and is_installed(name))
@@ -123,10 +123,6 @@ def select_peers(names: Sequence[str]) -> tuple[str, ...]:
         package = lookup(PEERS, name, "peer (all and none stand alone)").package
         if not is_installed(name):
             raise UsageError(f"peer {name!r} needs {package}, which is not installed: install it, or leave {name} out")
-    both = [name for name in names if name.startswith("psum")]
-    check(
-        len(set(both)) < 2, f"peers {' and '.join(both)}: a process has one kind of collectives; take them one by one"
-    )
     return tuple(dict.fromkeys(names))
 
 

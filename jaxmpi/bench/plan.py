@@ -21,7 +21,7 @@ from jaxmpi.bench import contenders
 from jaxmpi.bench.contenders import Shape
 from jaxmpi.bench.options import PEERS, select_peers
 from jaxmpi.config import experiment_file
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import check_writable
 from jaxmpi.core.shared_memory import available_bytes as free_bytes
 from jaxmpi.observe import plots
@@ -57,7 +57,7 @@ class BenchPlan:
     experiment: str = ""  # file whose strategies, wires and compressors ranks know
 
     @classmethod
-    def of_json(cls, value: Any) -> "BenchPlan":
+    def from_json(cls, value: Any) -> "BenchPlan":
         """Build a plan from the JSON of its `dataclasses.asdict`."""
         return cls(**(value | {"cases": tuple(Case(*case) for case in value["cases"])}))
 
@@ -70,7 +70,8 @@ def floats(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+)(Ki|Mi|)", text)
     number = int(match[1]) * MULTIPLES[match[2]] if match else -1
-    check(0 <= number < 2**31, f"--sizes: got {text!r}; expected floats below 2^31, such as 4096, 64Ki or 64Mi")
+    if not 0 <= number < 2**31:
+        raise UsageError(f"--sizes: got {text!r}; expected floats below 2^31, such as 4096, 64Ki or 64Mi")
     return number
 
 
@@ -85,8 +86,8 @@ def make_plan(options: argparse.Namespace) -> BenchPlan:
     for name in options.strategies:
         contenders.own_contender(name)
     peers = select_peers(options.peers)
-    check(bool(peers or options.strategies), "nothing to time: neither strategies nor peers")
-    check(bool(peers) or not options.as_it_comes, "--as-it-comes times peers, and there are none")
+    if not (peers or options.strategies):
+        raise UsageError("nothing to time: neither strategies nor peers")
     if options.out:
         check_writable(options.out)
     if options.plot:
@@ -96,10 +97,10 @@ def make_plan(options: argparse.Namespace) -> BenchPlan:
     cases = [Case(f"{n:,} floats", False, [(n,)]) for n in (floats(str(size)) for size in named)]
     shown = {experiment: options.experiment}
     cases += [Case(shown.get(name, name), True, list(tree.values())) for name, tree in trees(models).items()]
-    check(options.plot is None or any(case.floats for case in cases), "--plot: no case has any floats to draw")
-    strategies = tuple(dict.fromkeys(options.strategies))
+    if options.plot and not any(case.floats for case in cases):
+        raise UsageError("--plot: no case has any floats to draw")
     return BenchPlan(
-        strategies=strategies,
+        strategies=tuple(dict.fromkeys(options.strategies)),
         peers=peers,
         cases=tuple(cases),
         rounds=options.rounds,
@@ -125,44 +126,36 @@ def trees(names: Sequence[str]) -> dict[str, dict[str, Shape]]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))} | {"JAX_PLATFORMS": "cpu"}
     job = subprocess.run(line, capture_output=True, text=True, env=environ)
     last = job.stderr.strip().splitlines()[-1:] or [f"exit code {job.returncode}"]
-    check(job.returncode == 0, f"--tree: {last[0].removeprefix('error: ')}")
-    printed = json.loads(job.stdout)
-    return {model: {path: tuple(shape) for path, shape in tree.items()} for model, tree in printed.items()}
+    if job.returncode:
+        raise UsageError(f"--tree: {last[0].removeprefix('error: ')}")
+    shapes = json.loads(job.stdout)
+    return {model: {path: tuple(shape) for path, shape in tree.items()} for model, tree in shapes.items()}
 
 
 # ---------------------------------------------------------------- as many ranks as memory holds
 
 BASE_BYTES, TORCH_BYTES = 450_000_000, 400_000_000  # bytes of a process without any case, and of torch in it
-AT_WORK_PEERS = 1  # arrays as big as a case that a peer has beside its operands
-Job = tuple[Sequence[str], Sequence[str]]  # strategies and peers of one job
 
 
-def rank_bytes(floats: int, job: Job) -> int:
-    """Bytes of a rank: its inputs, if used, and its working arrays."""
-    strategies, peers = job
-    kinds = [PEERS[name].op for name in peers]
-    kept = (bool(strategies) or "mean" in kinds) + ("sum" in kinds) + any(PEERS[name].receives for name in peers)
-    busiest = max([*map(at_work, strategies), *(AT_WORK_PEERS for _ in peers)], default=0)
-    return BASE_BYTES + TORCH_BYTES * ("torch" in peers) + round((kept + busiest) * 4 * floats)
+def needed_bytes(case: Case, plan: BenchPlan, ranks: int) -> int:
+    """Bytes of these ranks: each one's inputs, if used, and its working arrays.
 
-
-def need_bytes(case: Case, jobs: Sequence[Job], ranks: int) -> int:
-    """Bytes of these ranks of each job.
-
-    MPI's allreduce takes two more arrays a job with peers, for all ranks together.
+    MPI's allreduce takes two more arrays if there are peers, for all ranks together.
     """
-    each = sum(rank_bytes(case.floats, job) for job in jobs)
-    return ranks * each + sum(2 * 4 * case.floats for _, peers in jobs if peers)
+    ops = [PEERS[name].op for name in plan.peers]
+    inputs = (bool(plan.strategies) or "mean" in ops) + ("sum" in ops) + any(PEERS[p].receives for p in plan.peers)
+    working = max([*map(at_work, plan.strategies), *(1 for _ in plan.peers)], default=0)
+    rank_bytes = BASE_BYTES + TORCH_BYTES * ("torch" in plan.peers) + round((inputs + working) * 4 * case.floats)
+    return ranks * rank_bytes + 2 * 4 * case.floats * bool(plan.peers)
 
 
-def fitting_ranks(case: Case, jobs: Sequence[Job], wanted: int) -> int:
-    """Ranks of each job, at most `wanted`, that fit in free memory."""
+def fitting_ranks(case: Case, plan: BenchPlan, wanted: int) -> int:
+    """Ranks, at most `wanted`, that fit in free memory."""
     free = free_bytes()
-    return next((ranks for ranks in range(wanted, 0, -1) if need_bytes(case, jobs, ranks) <= free), 0)
+    return next((ranks for ranks in range(wanted, 0, -1) if needed_bytes(case, plan, ranks) <= free), 0)
 
 
-def describe_left_out(case: Case, jobs: Sequence[Job], ranks: int) -> str:
+def describe_left_out(case: Case, plan: BenchPlan, ranks: int) -> str:
     """A line on a case that does not fit in free memory."""
-    many = f"{len(jobs)} x {ranks}" if len(jobs) > 1 else f"{ranks}"
-    need_gb = need_bytes(case, jobs, ranks) / 1e9
-    return f"{case.name}: left out: {many} ranks need {need_gb:.1f} GB, and {free_bytes() / 1e9:.1f} GB are free"
+    needed_gb = needed_bytes(case, plan, ranks) / 1e9
+    return f"{case.name}: left out: {ranks} ranks need {needed_gb:.1f} GB, and {free_bytes() / 1e9:.1f} GB are free"

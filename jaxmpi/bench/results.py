@@ -16,37 +16,43 @@ from jaxmpi.bench.contenders import COPY, COPY_BYTES, LINK, LINK_BYTES
 from jaxmpi.bench.options import PEERS
 from jaxmpi.observe import plots
 
-AS_IT_COMES, TUNED = "as it comes", "tuned"
 FRAME_PAYLOAD = 1448 / 1514  # payload's share of a full Ethernet frame, TCP with time stamps
 TIME = plots.Quantity("median time of one exchange", "s")
 Json = dict[str, Any]
 
 
 def case_figures(runs: Sequence[Json], rate_mbit: float | None = None) -> list[Json]:
-    """One entry per case from the jobs' results, two allocators merged."""
-    cases: dict[tuple[str, int], list[Json]] = {}
-    for run in runs:
-        cases.setdefault((run["case"], run["ranks"]), []).append(run)
-    return [one_case_figures(jobs, rate_mbit) for jobs in cases.values()]
+    """The figures of each case from its rounds' seconds."""
+    return [one_case_figures(run, rate_mbit) for run in runs]
 
 
-def one_case_figures(jobs: Sequence[Json], rate_mbit: float | None) -> Json:
-    """The figures of one case; the first job has the strategies."""
-    first = jobs[0]
-    ranks, size_bytes = first["ranks"], 4 * first["floats"]
-    facts = {k: first[k] for k in ("case", "is_tree", "floats", "leaves", "ranks", "hosts")}
-    facts |= {"bytes": size_bytes, "least_sent_bytes": least_sent(size_bytes, ranks)}
-    speed = bytes_per_s(first, rate_mbit)
-    facts |= {"bound_s": bound_s(first, speed), "bound_bytes_per_s": speed}
-    rows = [
-        {"by": name, "is_peer": name in PEERS, "allocator": job["allocator"], "seconds": seconds, **job["sent"][name]}
-        | {"picked": job["picked"].get(name)}
-        for job in jobs
-        for name, seconds in job["seconds"].items()
-        if name not in (COPY.name, LINK.name)
-    ]
-    fastest = {job["allocator"]: fastest_peer(rows, job["allocator"]) for job in jobs}
-    return {**facts, "rows": [row | row_figures(row, facts, fastest) for row in rows]}
+def one_case_figures(run: Json, rate_mbit: float | None) -> Json:
+    """The figures of one case."""
+    size_bytes, speed = 4 * run["floats"], bytes_per_s(run, rate_mbit)
+    facts = {k: run[k] for k in ("case", "is_tree", "floats", "leaves", "ranks", "hosts")}
+    facts |= {"bytes": size_bytes, "least_sent_bytes": least_sent(size_bytes, run["ranks"])}
+    facts |= {"bound_s": bound_s(run, speed), "bound_bytes_per_s": speed}
+    seconds = {name: row for name, row in run["seconds"].items() if name not in (COPY.name, LINK.name)}
+    peers = [name for name in seconds if name in PEERS]
+    fastest = min(peers, key=lambda name: np.median(seconds[name]), default=None)
+    rows = []
+    for name, row in seconds.items():
+        middle, low, high = np.percentile(row, (50, 25, 75)).tolist()
+        ratio = None if fastest is None else np.percentile(np.divide(row, seconds[fastest]), (50, 25, 75)).tolist()
+        figures = {
+            "by": name,
+            "is_peer": name in PEERS,
+            "picked": run["picked"].get(name),
+            "seconds": row,
+            "median_s": middle,
+            "quartiles_s": [low, high],
+            "algorithm_bytes_per_s": size_bytes / middle,
+            "bus_bytes_per_s": facts["least_sent_bytes"] / middle,
+            "of_bound": facts["bound_s"] / middle if facts["bound_s"] else None,
+            "to_fastest_peer": None if fastest is None else {"peer": fastest, "ratio": ratio},
+        }
+        rows.append(figures | run["sent"][name])
+    return {**facts, "rows": rows}
 
 
 def least_sent(size_bytes: int, ranks: int) -> float:
@@ -83,50 +89,30 @@ def bytes_per_s(job: Json, rate_mbit: float | None) -> float | None:
     return LINK_BYTES / float(np.median(job["seconds"][LINK.name]))
 
 
-def fastest_peer(rows: Sequence[Json], allocator: str) -> Json | None:
-    """The peer with the least median under an allocator."""
-    peers = [row for row in rows if row["is_peer"] and row["allocator"] == allocator]
-    return min(peers, key=lambda row: np.median(row["seconds"]), default=None)
-
-
-def row_figures(row: Json, facts: Json, fastest: dict[str, Json | None]) -> Json:
-    """Quartiles, bandwidths, share of the bound, and ratios to the fastest peers."""
-    middle, low, high = np.percentile(row["seconds"], (50, 25, 75)).tolist()
-    ratios = {
-        allocator: {"peer": peer["by"], "ratio": ratio_to(row["seconds"], peer["seconds"])}
-        for allocator, peer in fastest.items()
-        if peer is not None
-    }
-    return {
-        "median_s": middle,
-        "quartiles_s": [low, high],
-        "algorithm_bytes_per_s": facts["bytes"] / middle,
-        "bus_bytes_per_s": facts["least_sent_bytes"] / middle,
-        "of_bound": facts["bound_s"] / middle if facts["bound_s"] else None,
-        "to_fastest_peer": ratios,
-    }
-
-
-def ratio_to(seconds: Sequence[float], peer: Sequence[float]) -> list[float]:
-    """Median and quartiles of the ratio in rounds that both have."""
-    rounds = min(len(seconds), len(peer))
-    return np.percentile(np.divide(seconds[:rounds], peer[:rounds]), (50, 25, 75)).tolist()
-
-
 # ---------------------------------------------------------------- table and plot
 
 
 def table(cases: Sequence[Json]) -> Table:
     """A section per case, a row per contender."""
-    allocators = list(dict.fromkeys(row["allocator"] for case in cases for row in case["rows"]))
     several_hosts = any(case["hosts"] > 1 for case in cases)
+    has_peers = any(row["to_fastest_peer"] for case in cases for row in case["rows"])
     out = Table("case, a rank", "by")
-    numbers = ["ms (quartiles)", "alg GB/s", "bus GB/s", "of bound", *(["sent MB"] * several_hosts)]
-    for heading in [*numbers, *(f"/ fastest peer, {allocator}" for allocator in allocators)]:
+    headings = ["ms (quartiles)", "alg GB/s", "bus GB/s", "of bound", *(["sent MB"] * several_hosts)]
+    for heading in [*headings, *(["/ fastest peer"] * has_peers)]:
         out.add_column(heading, justify="right")
     for case in cases:
         for left, row in zip(with_blanks(describe(case), len(case["rows"])), case["rows"], strict=True):
-            out.add_row(left, label(row), *cells(row, several_hosts, allocators))
+            low, high = row["quartiles_s"]
+            ratio, sent = row["to_fastest_peer"], row["sent_bytes"]
+            numbers = [
+                f"{1e3 * row['median_s']:.4g} ({1e3 * low:.4g}-{1e3 * high:.4g})",
+                f"{row['algorithm_bytes_per_s'] / 1e9:.3g}",
+                f"{row['bus_bytes_per_s'] / 1e9:.3g}",
+                "" if row["of_bound"] is None else f"{100 * row['of_bound']:.3g} %",
+                *(["" if sent is None else megabytes(sent)] * several_hosts),
+                *(["{:.2f} ({:.2f}-{:.2f})".format(*ratio["ratio"]) if ratio else ""] * has_peers),
+            ]
+            out.add_row(left, label(row), *numbers)
         out.add_section()
     return out
 
@@ -147,24 +133,8 @@ def with_blanks(lines: list[str], rows: int) -> list[str]:
 
 
 def label(row: Json) -> str:
-    """A row's name, its pick, and the allocator if it is unusual."""
-    name = f"{row['by']}, {row['picked']['strategy']}" if row["picked"] else row["by"]
-    return name if row["allocator"] == TUNED else f"{name}, {row['allocator']}"
-
-
-def cells(row: Json, several_hosts: bool, allocators: Sequence[str]) -> list[str]:
-    """A row's numbers."""
-    low, high = row["quartiles_s"]
-    sent = row["sent_bytes"]
-    ratios = [row["to_fastest_peer"].get(allocator) for allocator in allocators]
-    return [
-        f"{1e3 * row['median_s']:.4g} ({1e3 * low:.4g}-{1e3 * high:.4g})",
-        f"{row['algorithm_bytes_per_s'] / 1e9:.3g}",
-        f"{row['bus_bytes_per_s'] / 1e9:.3g}",
-        "" if row["of_bound"] is None else f"{100 * row['of_bound']:.3g} %",
-        *(["" if sent is None else megabytes(sent)] if several_hosts else []),
-        *("" if ratio is None else "{:.2f} ({:.2f}-{:.2f})".format(*ratio["ratio"]) for ratio in ratios),
-    ]
+    """A row's name, and the strategy that `auto` has picked."""
+    return f"{row['by']}, {row['picked']['strategy']}" if row["picked"] else row["by"]
 
 
 def megabytes(number: float) -> str:

@@ -8,7 +8,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from jaxmpi.bench.plan import BenchPlan, Case
 from jaxmpi.bench.results import Json
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.shared_memory import read
 from jaxmpi.runtime import failures
 
@@ -45,20 +44,18 @@ class BenchProgress:
             self.next_line = now + PROGRESS_S
 
 
-def measure(
-    plan: BenchPlan, control: Processes, turns: AbstractContextManager, keep: Callable[[list[Json]], None]
-) -> None:
-    """Time every contender in every round, case by case.
+def measure(plan: BenchPlan, control: Processes, keep: Callable[[list[Json]], None]) -> list[Json]:
+    """Time every contender in every round, case by case; the cases' seconds, on rank 0.
 
     Args:
         plan: equal on all ranks.
         control: the ranks.
-        turns: entered for every round, if another job measures too.
         keep: called on rank 0 with the cases so far: after a case's first round that counts, then every 2 s, and when
             the case is done.
     """
     several_hosts = isinstance(control, MpiProcesses) and len(set(control.hosts)) > 1
-    check(several_hosts or plan.rate_mbit is None, "--rate-mbit: all ranks are on one host, and no link is in use")
+    if plan.rate_mbit is not None and not several_hosts:
+        raise UsageError("--rate-mbit: all ranks are on one host, and no link is in use")
     peers = plan.peers if isinstance(control, MpiProcesses) else ()
     if isinstance(control, MpiProcesses):
         for name in peers:
@@ -67,10 +64,12 @@ def measure(
         print("one rank: nothing travels, and no peer runs", flush=True)
     yardsticks = [] if control.size == 1 else [LINK] if several_hosts else [COPY]
     field = [*map(contenders.own_contender, plan.strategies), *map(peer, peers), *yardsticks]
-    check(bool(field), "one rank and no strategies: nothing to time")
+    if not field:
+        raise UsageError("one rank and no strategies: nothing to time")
     progress, done = BenchProgress(control, keep), []
     for case in plan.cases:
-        done.append(measure_case(case, field, plan, control, turns, progress, done))
+        done.append(measure_case(case, field, plan, control, progress, done))
+    return done
 
 
 def measure_case(
@@ -78,7 +77,6 @@ def measure_case(
     field: Sequence[Contender],
     plan: BenchPlan,
     control: Processes,
-    turns: AbstractContextManager,
     progress: BenchProgress,
     before: Sequence[Json],
 ) -> Json:
@@ -86,14 +84,13 @@ def measure_case(
     if control.rank == 0:
         print(f"{case.name}, {control.size} ranks: {len(field)} contenders, {plan.rounds} rounds", flush=True)
     inputs, runs = Inputs(case.shapes, control), {}
-    with turns:
-        for contender in field:
-            failures.set_phase(f"{case.name}, {contender.name}, first call")
-            progress.show(f"{case.name}: first call of {contender.name}")
-            runs[contender.name] = run = contender.start(inputs)
-            contenders.check_result(contender, run(), control)
-    repeats = dict.fromkeys(runs, 1)
-    rounds: list[Round] = []
+    for contender in field:
+        failures.set_phase(f"{case.name}, {contender.name}, first call")
+        progress.show(f"{case.name}: first call of {contender.name}")
+        runs[contender.name] = run = contender.start(inputs)
+        contenders.check_result(contender, run(), control)
+    names, repeats, rounds, next_kept = list(runs), dict.fromkeys(runs, 1), [], -math.inf
+    figures: Json = {}
     facts = {
         "case": case.name,
         "is_tree": case.is_tree,
@@ -102,48 +99,40 @@ def measure_case(
         "ranks": control.size,
         "hosts": len(set(control.hosts)) if isinstance(control, MpiProcesses) else 1,
     }
-    so_far: Json = {}
-    next_kept = -math.inf
     for i in range(plan.warm_up + plan.rounds):
-        with turns:
-            mine = one_round(rotate(list(runs), i), runs, repeats, case, control)
+        first = i % len(names)
+        samples = {}
+        for name in names[first:] + names[:first]:
+            failures.set_phase(f"{case.name}, {name}")
+            samples[name] = sample(runs[name], repeats[name], control)
         if i < plan.warm_up:
             progress.show(f"{case.name}: warm-up {i + 1} of {plan.warm_up}")
             if i == plan.warm_up - 1:
-                repeats = {name: repeats_for(mine[name].seconds, control) for name in runs}
+                slowest = control.allgather_object({name: samples[name].seconds for name in names})
+                repeats = {name: repeats_for(max(each[name] for each in slowest)) for name in names}
             continue
-        rounds.append(gather_samples(mine, control))
+        every = control.allgather_object({name: [*one] for name, one in samples.items()})
+        rounds.append({name: [Sample(*each[name]) for each in every] for name in names})
         is_last = i == plan.warm_up + plan.rounds - 1
         if control.rank == 0 and (is_last or time.monotonic() >= next_kept):
-            so_far = facts | {"picked": inputs.picked} | summarize_rounds(list(runs), rounds, control)
-            progress.keep([*before, so_far])
+            figures = facts | {"picked": inputs.picked} | summarize_rounds(names, rounds, control)
+            progress.keep([*before, figures])
             next_kept = time.monotonic() + PROGRESS_S
-            medians = (f"{name} {1e3 * statistics.median(s):.4g}" for name, s in so_far["seconds"].items())
+            medians = (f"{name} {1e3 * statistics.median(s):.4g}" for name, s in figures["seconds"].items())
             progress.show(
                 f"{case.name}: round {len(rounds)} of {plan.rounds}; medians so far, ms: {', '.join(medians)}"
             )
-    return so_far
+    return figures
 
 
-class ContenderMeasurement(NamedTuple):
-    """Measurement of one contender in one round, on this rank."""
+class Sample(NamedTuple):
+    """Measurement of one contender in one round, on one rank."""
 
     seconds: float
     sent: float  # bytes that this host's cards sent, an exchange
 
 
-def one_round(
-    order: Sequence[str], runs: dict[str, Run], repeats: dict[str, int], case: Case, control: Processes
-) -> dict[str, ContenderMeasurement]:
-    """Take a sample of each contender in this order."""
-    samples = {}
-    for name in order:
-        failures.set_phase(f"{case.name}, {name}")
-        samples[name] = sample(runs[name], repeats[name], control)
-    return samples
-
-
-def sample(run: Run, repeats: int, control: Processes) -> ContenderMeasurement:
+def sample(run: Run, repeats: int, control: Processes) -> Sample:
     """Time `repeats` exchanges in a row, after an untimed one if several."""
     control.barrier()  # polled, so waiting ranks leave the cores to others
     before = card_bytes()
@@ -154,31 +143,15 @@ def sample(run: Run, repeats: int, control: Processes) -> ContenderMeasurement:
         run()
     seconds = (time.perf_counter() - begin) / repeats
     control.barrier()  # messages that this rank has sent may still wait for its card
-    return ContenderMeasurement(seconds, (card_bytes() - before) / (repeats + (repeats > 1)))
+    return Sample(seconds, (card_bytes() - before) / (repeats + (repeats > 1)))
 
 
-def rotate(names: list[str], places: int) -> list[str]:
-    """Rotate the names by so many places."""
-    at = places % len(names)
-    return names[at:] + names[:at]
+def repeats_for(seconds: float) -> int:
+    """Exchanges to time in a row."""
+    return min(MOST_REPEATS, max(1, math.ceil(SAMPLE_S / seconds)))
 
 
-def repeats_for(seconds: float, control: Processes) -> int:
-    """Exchanges to time in a row, the same number on all ranks."""
-    most = max(control.allgather_object(seconds))
-    return min(MOST_REPEATS, max(1, math.ceil(SAMPLE_S / most)))
-
-
-Round = dict[str, list["ContenderMeasurement"]]  # by contender, of all ranks
-
-
-def gather_samples(mine: dict[str, ContenderMeasurement], control: Processes) -> Round:
-    """Gather every rank's samples of a round on all ranks."""
-    each = control.allgather_object({name: [*sample] for name, sample in mine.items()})
-    return {name: [ContenderMeasurement(*samples[name]) for samples in each] for name in mine}
-
-
-def summarize_rounds(names: Sequence[str], rounds: Sequence[Round], control: Processes) -> Json:
+def summarize_rounds(names: Sequence[str], rounds: Sequence[dict[str, list[Sample]]], control: Processes) -> Json:
     """The slowest rank's seconds of each round, and hosts' median sent bytes."""
     return {
         "seconds": {name: [max(sample.seconds for sample in each[name]) for each in rounds] for name in names},
@@ -186,7 +159,7 @@ def summarize_rounds(names: Sequence[str], rounds: Sequence[Round], control: Pro
     }
 
 
-def sent_by_hosts(rounds: Sequence[Sequence[ContenderMeasurement]], control: Processes) -> Json:
+def sent_by_hosts(rounds: Sequence[Sequence[Sample]], control: Processes) -> Json:
     """Hosts' median sent bytes, and the largest; both None on one host."""
     if not isinstance(control, MpiProcesses) or len(set(control.hosts)) == 1:
         return {"sent_bytes": None, "sent_bytes_by_host": None}

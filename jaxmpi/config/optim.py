@@ -31,6 +31,8 @@ class Optim:
     ema: float = 0.0  # decay of a moving average of params, which is then evaluated and exported; 0 = none
     decay_mask: InPython[Callable[[Any], Any] | None] = None  # params -> tree of bool: tensors that decay
     transform: InPython[Any] = None  # an Optax optimizer, or (schedule) -> one; `name` is then of your own
+    # for sharded updates with a `transform`: element if it treats every entry alone, tensor if every tensor
+    shard_by: InPython[str] = ""
 
     def __post_init__(self) -> None:
         use_python_numbers(self)
@@ -48,6 +50,11 @@ class Optim:
         check(
             self.bias_lr_factor > 0,
             f"optim.bias_lr_factor: got {self.bias_lr_factor}; expected > 0",
+        )
+        check(
+            self.shard_by in ("", "element", "tensor") and (self.transform is not None or not self.shard_by),
+            f"optim.shard_by: got {self.shard_by!r}; expected element or tensor, beside optim.transform: optimizers by "
+            "name know theirs",
         )
         for name in ("momentum", "b1", "b2"):
             value = getattr(self, name)

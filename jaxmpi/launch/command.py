@@ -23,7 +23,7 @@ from typing import NoReturn
 from jaxmpi.config import experiment_file
 from jaxmpi.config.flags import summary
 from jaxmpi.core.env import getting_mpi
-from jaxmpi.core.errors import UsageError, check, lookup
+from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.launch.experiment_facts import ExperimentFacts, facts_of
 from jaxmpi.launch.options import USAGE, Options, parse
 from jaxmpi.launch.supervisor import PROBE_S, SupervisedJob, supervise, without
@@ -48,19 +48,19 @@ def launch(options: Options) -> NoReturn:
     """Print the line and supervise it; exec one worker without restarts."""
     host = {"cores": process.cores(), "is_root": os.geteuid() == 0}
     is_alone = options.workers == 1 and not options.launcher_args
-    may_outlive = not is_alone and options.launcher == "mpirun" and has_ulfm(version_of(find("mpirun")))
-    check(
-        is_alone or options.launcher != "mpirun" or has_network(),
-        "no network interface is up, not even the loopback, and Open MPI needs one: ip link set lo up, or train in one "
-        "process, with --devices K for K workers",
-    )
+    if not is_alone and options.launcher == "mpirun" and not has_network():
+        raise UsageError(
+            "no network interface is up, not even the loopback, and Open MPI needs one: ip link set lo up, or train in "
+            "one process, with --devices K for K workers"
+        )
     facts = None
+    may_outlive = not is_alone and options.launcher == "mpirun" and has_ulfm(version_of(find("mpirun")))
     if options.restarts or may_outlive:
         facts = facts_of(options.train_args, file_is_here=options.are_ranks_here)
 
-    def printed(workers: int, launcher_args: Sequence[str], train_args: Sequence[str]) -> list[str]:
-        asked = options._replace(workers=workers, launcher_args=tuple(launcher_args), train_args=tuple(train_args))
-        line = command(asked, **host, outlives_ranks=facts is not None and facts.outlives_ranks)
+    def print_line(workers: int, launcher_args: Sequence[str], train_args: Sequence[str]) -> list[str]:
+        job = options._replace(workers=workers, launcher_args=tuple(launcher_args), train_args=tuple(train_args))
+        line = command(job, **host, outlives_ranks=facts is not None and facts.outlives_ranks)
         try:
             print("+ " + without_values(line, launcher_args), flush=True)
         except OSError:  # as `| head` leaves it
@@ -68,13 +68,13 @@ def launch(options: Options) -> NoReturn:
         return line
 
     if options.workers == 1 and not options.restarts:
-        line = printed(1, options.launcher_args, options.train_args)
+        line = print_line(1, options.launcher_args, options.train_args)
         os.execv(line[0], line)
     train_args = with_fields_of_file(options.train_args, facts) if options.restarts and facts else options.train_args
     job = SupervisedJob(
         options.workers, options.least or options.workers, options.restarts, options.launcher_args, train_args
     )
-    raise SystemExit(supervise(job, printed, lambda name: answers(name, options, **host)))
+    raise SystemExit(supervise(job, print_line, lambda name: answers(name, options, **host)))
 
 
 def has_network() -> bool:

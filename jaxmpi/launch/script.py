@@ -12,26 +12,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime import failures
-
-
-def parser() -> argparse.ArgumentParser:
-    """Arguments of the command line."""
-    made = argparse.ArgumentParser(
-        prog="jaxmpi run",
-        description="Run a script on each rank of a job: an error or an exit code on one ends all, and is named.",
-        epilog="example: mpirun -n 8 jaxmpi run train.py",
-    )
-    made.add_argument("script", metavar="SCRIPT.py")
-    made.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own")
-    return made
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the script as Python would."""
-    options = parser().parse_args(argv)
-    check(Path(options.script).is_file(), f"run: got {options.script!r}; expected a file of Python, then its arguments")
+    parser = argparse.ArgumentParser(
+        prog="jaxmpi run",
+        description="Run a script on each rank of a job: an error or an exit code on one ends all, and is named.",
+        epilog="example: mpirun -n 8 jaxmpi run train.py",
+    )
+    parser.add_argument("script", metavar="SCRIPT.py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own")
+    options = parser.parse_args(argv)
+    if not Path(options.script).is_file():
+        raise UsageError(f"run: got {options.script!r}; expected a file of Python, then its arguments")
     sys.argv, sys.path[0] = [options.script, *options.arguments], str(Path(options.script).parent.resolve())
     signal.signal(signal.SIGINT, signal.default_int_handler)
     failures.install_excepthooks()
@@ -40,10 +36,10 @@ def main(argv: Sequence[str]) -> None:
     except SystemExit as left:
         failures.leave_with(left.code)
     except BaseException as error:
-        failures.fail(error, of_script(error.__traceback__))
+        failures.fail(error, script_trace(error.__traceback__))
 
 
-def of_script(trace: TracebackType | None) -> TracebackType | None:
+def script_trace(trace: TracebackType | None) -> TracebackType | None:
     """The part of a traceback below this file and Python's `runpy`."""
     while trace and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next

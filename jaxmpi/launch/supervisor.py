@@ -15,13 +15,13 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, TextIO
 
-from jaxmpi.checkpoint import manifests, run_folder
+from jaxmpi.checkpoint import manifests, run_directory
 from jaxmpi.config.experiment_file import hyphens
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.env import seconds_from
@@ -49,33 +49,33 @@ ONE_ARENA = {} if os.environ.get("JAXMPI_ALLOCATOR") == "system" else {"MALLOC_A
 
 
 class JobRunner:
-    """Runner of successive jobs, which forwards this process's signals to them."""
+    """Runs one job after another, and forwards this process's signals to the job."""
 
     def __init__(self) -> None:
         """Install handlers that forward signals as requests to leave."""
         self._job: subprocess.Popen | None = None
-        self._heard = interrupts.Requests()
+        self._requests = interrupts.Requests()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
             if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
-                signal.signal(number, self._ask)
+                signal.signal(number, self._request_leave)
         signal.signal(signal.SIGTSTP, self._pause)
 
     @property
     def requests(self) -> int:
         """Number of requests to leave so far."""
-        return len(self._heard.heard)
+        return len(self._requests.heard)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if not self._heard.add(number):
+    def _request_leave(self, number: int, frame: FrameType | None) -> None:
+        if not self._requests.add(number):
             return
         if number == signal.SIGINT and self.requests == 1:
             failures.write_error(f"jaxmpi: {failures.INTERRUPT_NOTE}\n")
         if self.requests == 2:
             failures.write_error("jaxmpi: asked twice to leave: the job ends at once\n")
-        self._send(self._request())
+        self._send(self._signal_for_job())
 
-    def _request(self) -> int:
-        """Signal for the job: to save and leave, to end, then SIGKILL."""
+    def _signal_for_job(self) -> int:
+        """To save and leave; to end; then SIGKILL."""
         return (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)[min(self.requests, 3) - 1]
 
     def _pause(self, number: int, frame: FrameType | None) -> None:
@@ -84,18 +84,18 @@ class JobRunner:
         os.kill(os.getpid(), signal.SIGSTOP)  # returns after SIGCONT, as from `fg`
         self._send(signal.SIGCONT)
 
-    def code_of(self, code: int) -> int:
-        """The exit code of a job asked to leave, given its launcher's."""
+    def _send(self, number: int) -> None:
+        if self._job is not None and self._job.poll() is None:
+            self._job.send_signal(number)
+
+    def exit_code(self, code: int) -> int:
+        """The exit code of a job that was asked to leave, given its launcher's."""
         if self.requests == 1 and code == 128 + signal.SIGUSR1:  # Python's default action before handlers are installed
             say("asked to leave before the ranks could save: what is saved stays")
             code = failures.PREEMPTED
         if code == failures.PREEMPTED:
-            return failures.INTERRUPTED if signal.SIGINT in self._heard.heard else code
-        return 128 + self._heard.heard[1] if code and self.requests > 1 else code
-
-    def _send(self, number: int) -> None:
-        if self._job is not None and self._job.poll() is None:
-            self._job.send_signal(number)
+            return failures.INTERRUPTED if signal.SIGINT in self._requests.heard else code
+        return 128 + self._requests.heard[1] if code and self.requests > 1 else code
 
     def run(self, line: Sequence[str], local_ranks: int = 0) -> tuple[int, str]:
         """Run a job; return its shell exit code and standard error's end.
@@ -107,6 +107,7 @@ class JobRunner:
         """
         stdout, stderr = Relay(sys.stdout), Relay(sys.stderr)
         with job_folder.shared_memory_folder() as setting:
+            marks = job_folder.marks_folder(setting)
             self._job = job = subprocess.Popen(
                 job_folder.remove_leftovers_first(line),
                 stdout=stdout.end,
@@ -120,22 +121,25 @@ class JobRunner:
                 process_group=0,
             )
             if self.requests:  # since the last job
-                self._send(self._request())
+                self._send(self._signal_for_job())
             stdout.start()
             stderr.start()
-            code = wait_for_end(job, setting, outlives_ranks="--with-ft" in line, local_ranks=local_ranks)
+            code = wait_for_end(job, marks, outlives_ranks="--with-ft" in line, local_ranks=local_ranks)
             text = stderr.tail()
-            if code == 0 and is_unfinished(setting):
+            # If all ranks are killed, mpirun --with-ft returns 0.
+            if code == 0 and (marks / job_folder.BEGAN).exists() and not (marks / job_folder.FINISHED).exists():
                 code = 128 + signal.SIGKILL
                 say("all ranks of this host ended before their time")
-            if code and (recorded := recorded_exit_code(setting)):
-                code, text = recorded, KILLED.sub("", text)
-        if gone := HOST_GONE.search(stdout.tail() + text):
-            text, code = text + gone[0], code or 1
+            # A rank that has ended the job, and then itself by SIGKILL, leaves its code: the launcher reports a signal.
+            codes = [int(p.name.removeprefix(job_folder.ENDED_WITH)) for p in marks.glob(job_folder.ENDED_WITH + "*")]
+            if code and codes:
+                code, text = min(codes), KILLED.sub("", text)
+        if lost := HOST_GONE.search(stdout.tail() + text):
+            text, code = text + lost[0], code or 1
         return (code if code >= 0 else 128 - code), text
 
 
-def wait_for_end(job: subprocess.Popen, setting: Mapping[str, str], *, outlives_ranks: bool, local_ranks: int) -> int:
+def wait_for_end(job: subprocess.Popen, marks: Path, *, outlives_ranks: bool, local_ranks: int) -> int:
     """Wait for a launcher's exit code; kill a launcher that hangs.
 
     A launcher hangs if it does not end a job that a rank has ended or left. Open MPI's launcher blocks forever if a
@@ -145,49 +149,31 @@ def wait_for_end(job: subprocess.Popen, setting: Mapping[str, str], *, outlives_
     No job goes on without a rank that ends before MPI has started: the others wait for it in MPI_Init for ever.
 
     Args:
+        marks: folder in which ranks leave marks.
         outlives_ranks: the job goes on without ranks that end once MPI has started.
         local_ranks: how many ranks this host gets; 0 if it is not known. One that is killed at once is never seen.
     """
-    words, asked_s, seen, here, looks = job_folder.marks_folder(setting), 0.0, {}, {}, 0
-    while asked_s < ENDS_S:
+    ending_s, looks, seen, alive = 0.0, 0, dict[int, int](), dict[int, int]()
+    while ending_s < ENDS_S:
         look_s = FIRST_LOOK_S if looks < FIRST_LOOKS else LOOK_S
         with contextlib.suppress(subprocess.TimeoutExpired):
             return job.wait(look_s)
-        here = process.ranks_under(job.pid)
-        seen |= here
+        alive = process.ranks_under(job.pid)
+        seen |= alive
         looks += bool(seen)
-        may_leave = (words / job_folder.FINISHED).exists()
+        may_leave = (marks / job_folder.FINISHED).exists()
         if outlives_ranks:
-            may_leave = may_leave or (words / job_folder.MPI_RUNS).exists()
+            may_leave = may_leave or (marks / job_folder.MPI_RUNS).exists()
             seen |= dict.fromkeys(set(range(local_ranks)) - seen.keys(), 0) if seen else {}
-        has_left = seen.keys() > here.keys() and not may_leave
-        is_over = has_left or (words / job_folder.ENDING).exists()
-        asked_s = asked_s + look_s if is_over else 0.0
-    left = f" after rank {sorted(seen.keys() - here.keys())} had left it" if seen.keys() > here.keys() else ""
+        has_left = seen.keys() > alive.keys() and not may_leave
+        ending_s = ending_s + look_s if has_left or (marks / job_folder.ENDING).exists() else 0.0
+    left = f" after rank {sorted(seen.keys() - alive.keys())} had left it" if seen.keys() > alive.keys() else ""
     say(f"killing the launcher, which has not ended the job for {ENDS_S:.0f} s{left}")
     job.kill()
-    for pid in here.values():
+    for pid in alive.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return job.wait()
-
-
-def recorded_exit_code(setting: Mapping[str, str]) -> int:
-    """Exit code that this host's ranks left as a mark; else 0.
-
-    Such a rank ended the job and then itself by SIGKILL, so the launcher reports a signal.
-    """
-    names = [path.name for path in job_folder.marks_folder(setting).glob(job_folder.ENDED_WITH + "*")]
-    return min((int(name.removeprefix(job_folder.ENDED_WITH)) for name in names), default=0)
-
-
-def is_unfinished(setting: Mapping[str, str]) -> bool:
-    """Return True if ranks of this host began and none finished.
-
-    If all ranks are killed, mpirun --with-ft returns 0.
-    """
-    folder = job_folder.marks_folder(setting)
-    return (folder / job_folder.BEGAN).exists() and not (folder / job_folder.FINISHED).exists()
 
 
 class Relay(threading.Thread):
@@ -196,7 +182,7 @@ class Relay(threading.Thread):
     def __init__(self, to: TextIO) -> None:
         """Open the job's `end`: a pseudo-terminal with `to`'s size, or a pipe."""
         super().__init__(daemon=True)
-        self._to, self._kept = to, b""
+        self._to, self._tail = to, b""
         if not to.isatty():
             self._mine, self.end = os.pipe()
             return
@@ -212,11 +198,11 @@ class Relay(threading.Thread):
     def run(self) -> None:
         """Copy until no process holds the other end."""
         with contextlib.suppress(OSError):  # end of file of a pseudo-terminal
-            while some := os.read(self._mine, 65536):
-                some = some.replace(b"\0", b"")
-                self._kept = (self._kept + some)[-TAIL_BYTES:]
+            while chunk := os.read(self._mine, 65536):
+                chunk = chunk.replace(b"\0", b"")
+                self._tail = (self._tail + chunk)[-TAIL_BYTES:]
                 try:
-                    self._to.buffer.write(some)
+                    self._to.buffer.write(chunk)
                     self._to.buffer.flush()
                 except OSError:
                     failures.drop_unread_stream(self._to)
@@ -225,7 +211,7 @@ class Relay(threading.Thread):
     def tail(self) -> str:
         """Return the end of the job's output; called after the job."""
         self.join(5.0)  # a process that outlives the job may hold the other end
-        return self._kept.decode(errors="replace")
+        return self._tail.decode(errors="replace")
 
 
 # ---------------------------------------------------------------- again
@@ -235,7 +221,7 @@ class SupervisedJob(NamedTuple):
     """A job to supervise."""
 
     workers: int
-    least: int  # workers with which it may still go on; equal to `workers` if none may be lost
+    least: int  # workers with which a restart may go on; equal to `workers` if none may be lost
     restarts: int
     launcher_args: tuple[str, ...]
     train_args: tuple[str, ...]
@@ -255,7 +241,7 @@ def supervise(job: SupervisedJob, line: Line, probe: Callable[[str], bool]) -> i
     """
     runner, folder, home = JobRunner(), None, None
     if job.restarts:
-        with run_folder.usable():
+        with run_directory.usable():
             folder = run_dir(job.train_args)
             home = HeldFolder(folder)
         job = job._replace(train_args=(*without(job.train_args, "--run-dir"), "--run-dir", str(folder)))
@@ -264,46 +250,39 @@ def supervise(job: SupervisedJob, line: Line, probe: Callable[[str], bool]) -> i
         local_ranks = 0 if job.launcher_args else job.workers
         code, text = runner.run(line(job.workers, job.launcher_args, job.train_args), local_ranks)
         if runner.requests:
-            code = runner.code_of(code)
-            return code if runner.requests > 1 else name_culprit(code, text)
-        name_culprit(code, text)
+            code = runner.exit_code(code)
+        if runner.requests < 2 and code not in FINAL and (rank := culprit(text)):
+            say(str(rank))
+        if runner.requests:
+            return code
         if code in FINAL or folder is None or home is None:
             if folder:
                 with contextlib.suppress(OSError):
                     folder.rmdir()  # if no run has come to it
             return code
-        if fate := home.fate():
-            return give_up(code, f"run directory {str(folder)!r} {fate}")
         manifest = manifests.newest(folder / "checkpoints")
         step = manifest["step"] if manifest else 0
-        if start == job.restarts:
-            return give_up(code, f"no restart is left of {job.restarts}")
-        if start and step == step_before:
-            return give_up(code, f"no progress since the last restart: still at step {step}")
-        step_before, job = step, with_those_left(job, probe)
-        if job.workers < job.least:
-            return give_up(code, f"{job.workers} workers are left, --elastic asks for {job.least}")
+        why = ""
+        if fate := home.fate():
+            why = f"run directory {str(folder)!r} {fate}"
+        elif start == job.restarts:
+            why = f"no restart is left of {job.restarts}"
+        elif start and step == step_before:
+            why = f"no progress since the last restart: still at step {step}"
+        else:
+            step_before, job = step, with_those_left(job, probe)
+            if job.workers < job.least:
+                why = f"{job.workers} workers are left, --elastic asks for {job.least}"
+        if why:
+            say(f"not started again: {why}")
+            return code
         wait_for_lock(folder)
         if runner.requests:
             say("asked to leave between two starts: what is saved stays")
-            return runner.code_of(failures.PREEMPTED)
+            return runner.exit_code(failures.PREEMPTED)
         job = job._replace(train_args=resuming(job.train_args, folder, first_record))
         say(f"restart {start + 1} of {job.restarts} from step {step}, with {job.workers} workers")
     raise AssertionError  # the last start returns
-
-
-def name_culprit(code: int, text: str) -> int:
-    """Name a failed job's culprit in the last line; return the code."""
-    who = culprit(text) if code not in FINAL else None
-    if who:
-        say(str(who))
-    return code
-
-
-def give_up(code: int, why: str) -> int:
-    """Print why there is no restart; return the code."""
-    say(f"not started again: {why}")
-    return code
 
 
 def say(text: str) -> None:
@@ -325,9 +304,9 @@ def run_dir(train_args: Sequence[str]) -> Path:
         raise UsageError("name an experiment file: jaxmpi train --restarts 3 -n 8 EXPERIMENT.py")
     given = value_of(train_args, "--run-dir")
     if given:
-        return run_folder.named(Experiment(run_dir=given).run_dir)
+        return run_directory.named(Experiment(run_dir=given).run_dir)
     resume = "--resume" in train_args
-    return run_folder.resumed(Experiment(resume=True), name) if resume else run_folder.fresh(name)
+    return run_directory.resumed(Experiment(resume=True), name) if resume else run_directory.fresh(name)
 
 
 def record_in(folder: Path | None) -> int:
@@ -378,7 +357,7 @@ def wait_for_lock(folder: Path) -> None:
     deadline = time.monotonic() + UNLOCK_S
     while time.monotonic() < deadline:
         try:
-            with run_folder.locked(folder):
+            with run_directory.locked(folder):
                 return
         except (UsageError, OSError):  # still held, or not visible for a moment
             time.sleep(0.2)

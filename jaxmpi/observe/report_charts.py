@@ -145,25 +145,21 @@ def chart_data(chart: Chart) -> dict[str, Any]:
         "unit": chart.quantity.unit,
         "note": chart.note,
         "isLog": chart.quantity.base is not None,
-        "series": [each._asdict() for each in chart.series],
+        "series": [{"table": each.table, "label": each.label} for each in chart.series],
     }
 
 
 def run_data(record: Record, runs: int, shown: Sequence[Chart]) -> dict[str, Any]:
-    """One run of `runs` as the page's script reads it."""
+    """One run of `runs` as the page's script reads it; `charts` has the series of each chart."""
     bins = min(BINS, max(LEAST_BINS, ALL_BINS // runs))
-    wanted = {(series.table, series.field) for chart in shown for series in chart.series}
-    wanted |= {("workers", f"worker_steps.{i}") for i in range(min(MOST_WORKERS, len(record.worker_steps)))}
-    tables = {
-        name: table_data(values, [field for field in values if (name, field) in wanted], bins)
-        for name in ("train", "evaluations", "shuffles", "workers")
-        for values in [getattr(record, name)]
-    }
+    workers = range(min(MOST_WORKERS, len(record.worker_steps)))
     return {
         "name": record.name,
-        "tables": tables | {"parts": parts_data(record, bins)},
+        "charts": [[series_data(record, series, bins) for series in chart.series] for chart in shown],
+        "parts": parts_data(record, bins),
         "isLate": "unknown" in record.exchange_time,  # an exchange counts as compute until it is known
         "workerSteps": [*map(int, record.worker_steps)],
+        "workers": [series_data(record, Series("workers", f"worker_steps.{i}"), bins) for i in workers],
         "slowest": {
             "lines": len(record.slowest),
             "ranks": Counter(filter(None, record.slowest)).most_common(MOST_NAMED),
@@ -173,19 +169,19 @@ def run_data(record: Record, runs: int, shown: Sequence[Chart]) -> dict[str, Any
     }
 
 
-def table_data(table: Table, names: Sequence[str], bins: int) -> dict[str, Any]:
-    """Columns `x` of all kept lines, and each series with its lines; of long ones the means of bins, too."""
-    kept = {name: lines for name in names if len(lines := choose_lines(table[name], bins))}
-    lines = np.unique(np.concatenate([*kept.values(), np.empty(0, int)])).astype(int)
-    series: dict[str, dict[str, Any]] = {}
-    for name, chosen in kept.items():
-        values = table[name]
-        series[name] = {"at": np.searchsorted(lines, chosen).tolist(), "v": json_numbers(values[chosen])}
-        if len(values) > 2 * bins:
-            edges = bin_edges(len(values), bins)
-            means = np.repeat(known_means(values, edges), np.diff([*edges, len(values)]))
-            series[name]["mean"] = json_numbers(means[chosen])
-    return {"x": x_columns(table, lines), "y": series}
+def series_data(record: Record, series: Series, bins: int) -> dict[str, Any] | None:
+    """Known columns `x` and values `y` of the lines to draw; of long records the means of bins, too; or None."""
+    table: Table = getattr(record, series.table)
+    if not has_values(record, series):
+        return None
+    values = series.factor * table[series.field]
+    lines = choose_lines(values, bins)
+    data: dict[str, Any] = {"x": x_columns(table, lines), "y": json_numbers(values[lines])}
+    if len(values) > 2 * bins:
+        edges = bin_edges(len(values), bins)
+        means = np.repeat(known_means(values, edges), np.diff([*edges, len(values)]))
+        data["mean"] = json_numbers(means[lines])
+    return data
 
 
 def x_columns(table: Table, lines: np.ndarray) -> dict[str, list[Any]]:
@@ -215,16 +211,15 @@ def choose_lines(values: np.ndarray, bins: int) -> np.ndarray:
     return np.unique([0, *np.ravel(extremes), len(values) - 1])
 
 
-def parts_data(record: Record, bins: int) -> dict[str, Any]:
+def parts_data(record: Record, bins: int) -> dict[str, Any] | None:
     """Parts of a step by line; of long records, each bin's extremes."""
     train = record.train
     known = np.flatnonzero(~np.isnan(train["compute"]))
     parts = [part for part in PARTS if not np.isnan(train[part]).all()]
     if len(known) < 2 or not parts:
-        return {"x": {}, "y": {}}
+        return None
     kept = known[np.unique(np.concatenate([choose_lines(train[part][known], bins // 4) for part in parts]))]
-    at = [*range(len(kept))]
-    y = {part: {"at": at, "v": json_numbers(np.nan_to_num(train[part][kept]))} for part in parts}
+    y = {part: json_numbers(np.nan_to_num(train[part][kept])) for part in parts}
     return {"x": x_columns(train, kept), "y": y}
 
 

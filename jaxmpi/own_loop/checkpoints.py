@@ -3,8 +3,8 @@
 A user's own loop has a tree that is equal on all ranks, and trees that differ by rank. `Checkpoints` saves both as a
 `TrainState`, so the trainer's code writes and restores them. Files are checksummed, and a damaged checkpoint is passed
 over for an older one. On another number of ranks, floats of the ranks' own trees become their mean. A state of
-`jaxmpi.sharded` over all ranks is cut anew for the new number. A state over a part of the ranks returns to the same
-ranks only.
+`jaxmpi.sharded` over all ranks is resharded. A state over a part of the ranks returns to the same ranks
+only.
 """
 
 import json
@@ -19,20 +19,18 @@ import jax
 import numpy as np
 
 from jaxmpi.allreduce.sharded import ShardedState
-from jaxmpi.checkpoint.manager import check_finite
+from jaxmpi.checkpoint.manager import Files, Retention, check_finite, files_of, save
 from jaxmpi.checkpoint.manifests import found, read_manifest
 from jaxmpi.checkpoint.restore import Slicing, restore
-from jaxmpi.checkpoint.write import Files, Retention, files_of, save
 from jaxmpi.comm.agreement import check_may_send, on_all_ranks
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mpi import MpiComm, communicator
 from jaxmpi.comm.solo import SoloProcesses
-from jaxmpi.core.deals import Leaves
-from jaxmpi.core.errors import TrainingError, UsageError, check
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.pytrees import PyTree, as_given, check_arrays, has_ranks_own, path_name
 from jaxmpi.core.random_keys import is_key_data, packed, unpacked
-from jaxmpi.core.slices import Entries
+from jaxmpi.core.sharding import ElementSharding, TensorSharding
 from jaxmpi.core.train_state import TrainState
 
 
@@ -60,8 +58,10 @@ class Checkpoints:
                 `best = inf` of a loop that has seen no loss yet.
             comm: whose ranks save and restore together: `jaxmpi.world()`, or a part of it, with a folder of its own.
         """
-        is_count = bool(_whole_number(keep))
-        check(is_count, f"jaxmpi.Checkpoints: keep: got {keep!r:.80}; expected >= 1, as keep=1_000_000 to keep all")
+        if not _whole_number(keep):
+            raise UsageError(
+                f"jaxmpi.Checkpoints: keep: got {keep!r:.80}; expected >= 1, as keep=1_000_000 to keep all"
+            )
         self._folder, self._keep, self._check_finite, self._comm = Path(folder), int(keep), check_finite, comm
 
     def save(self, step: SupportsInt, shared: PyTree, own: PyTree = (), extra: dict[str, Any] | None = None) -> Path:
@@ -83,26 +83,29 @@ class Checkpoints:
                 earlier checkpoints stay.
         """
         check_may_send("jaxmpi.Checkpoints.save")
-        control, number, files, cuts = self._processes(), _whole_number(step), {}, None
+        control, number = self._processes(), _whole_number(step)
         control.assert_same("jaxmpi.Checkpoints.save", {"step": f"{step!r:.80}" if number is None else number})
         if number is None:
             raise UsageError(
                 f"jaxmpi.Checkpoints.save: step: got {step!r:.80}; expected >= 0, a whole number of 63 bits at most"
             )
 
+        prepared: list[tuple[ShardedStates, Files]] = []
+
         def prepare() -> list[list[Any]]:
-            nonlocal cuts, files
             _check_json(extra)
-            cuts = Cuts.of(shared, own, control)
-            state = cuts.state(number, shared, own, [share.saved(control.rank) for share in cuts.shares])
-            files = files_of({control.rank: state}, replicated=not cuts.shares)
+            sharded = ShardedStates.find(shared, own, control)
+            shards = [state.to_checkpoint(control.rank) for state in sharded.over_all]
+            state = sharded.train_state(number, shared, own, shards)
+            files = files_of({control.rank: state}, replicated=not shards)
             self._check(files, number, control)
-            return cuts.of_parts
+            prepared.append((sharded, files))
+            return sharded.of_parts
 
         of_parts = on_all_ranks(control, prepare)
-        assert cuts is not None
-        cuts.check_counts(of_parts)
-        facts = {OF_USER: extra or {}, RANKS: [*control.numbers], **cuts.facts(of_parts)}
+        [(sharded, files)] = prepared
+        sharded.check_counts(of_parts)
+        facts = {OF_USER: extra or {}, RANKS: [*control.numbers], **sharded.facts(of_parts)}
         return save(
             self._folder,
             files,
@@ -152,7 +155,7 @@ class Checkpoints:
         None stands for a folder without a checkpoint; if all are damaged, this raises.
 
         On another number of ranks `own` is the mean of all ranks' own for floats, and rank 0's else; keys stay those
-        given here. The state of `jaxmpi.sharded` is put together and cut anew, for another strategy as well.
+        given here. The state of `jaxmpi.sharded` is resharded, for another strategy as well.
 
         Args:
             shared: a tree like that which was saved, for structure, shapes and dtypes. Leaves that are JAX arrays here
@@ -163,36 +166,36 @@ class Checkpoints:
 
         Raises:
             UsageError: on all ranks alike: it is of another tree (path, got, expected); all are damaged; states of
-                `jaxmpi.sharded` are of another optimizer or `gather_wire`; or they are of a part of these ranks and cut
-                otherwise than here.
+                `jaxmpi.sharded` are of another optimizer or `gather_wire`; or they are of a part of these ranks and
+                sharded otherwise than here.
         """
         check_may_send("jaxmpi.Checkpoints.restore")
         control = self._processes()
         control.assert_same("jaxmpi.Checkpoints.restore", None)
-        cuts, like = None, {}
+        prepared: list[tuple[ShardedStates, TrainState]] = []
 
         def prepare() -> list[list[Any]]:
-            nonlocal cuts, like
-            cuts = Cuts.of(shared, own, control)
-            like = {control.rank: cuts.state(0, shared, own, [packed(share.own) for share in cuts.shares])}
-            return cuts.of_parts
+            sharded = ShardedStates.find(shared, own, control)
+            shards = [packed(state.shard) for state in sharded.over_all]
+            prepared.append((sharded, sharded.train_state(0, shared, own, shards)))
+            return sharded.of_parts
 
         of_parts = on_all_ranks(control, prepare)
-        assert cuts is not None
-        cuts.check_counts(of_parts)
+        [(sharded, like)] = prepared
+        sharded.check_counts(of_parts)
         saved = restore(
             self._folder,
-            like,
+            {control.rank: like},
             control,
             workers=control.size,
-            replicated=not cuts.shares,
-            slicing=cuts.slicing() if cuts.shares else None,
-            admits=partial(cuts.check, self._folder),
+            replicated=not sharded.over_all,
+            slicing=sharded.slicing(),
+            admits=partial(sharded.check, self._folder),
         )
         if saved is None:
             return None
         state, given = saved.states[control.rank], (packed(shared), packed(own))
-        common, mine = as_given((state.params, cuts.with_shares(own, state)), given)
+        common, mine = as_given((state.params, sharded.put_back(own, state)), given)
         if saved.workers != control.size:
             is_kept = lambda x: is_key_data(x) or isinstance(x, ShardedState)  # noqa: E731
             mine = jax.tree.map(lambda x, here: here if is_key_data(x) else x, mine, given[1], is_leaf=is_kept)
@@ -228,51 +231,44 @@ def _is_sharded(x: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Cuts:
+class ShardedStates:
     """The states of `jaxmpi.sharded` in a rank's own tree, in order.
 
-    All ranks have a share of some. These are cut anew for other ranks. Others belong to a part of the ranks, or to
-    ranks in another order, as a mesh has them. These stay with their rank, if it is there.
+    Those of all ranks are resharded for other ranks. Others belong to a part of the ranks, or to ranks in another
+    order, as a mesh has them: they stay with their rank, if it is there.
     """
 
     control: Processes
-    states: tuple[ShardedState, ...]
     paths: tuple[str, ...]
+    states: tuple[ShardedState, ...]
 
     @classmethod
-    def of(cls, shared: PyTree, own: PyTree, control: Processes) -> "Cuts":
+    def find(cls, shared: PyTree, own: PyTree, control: Processes) -> "ShardedStates":
         """Find them.
 
         Raises:
-            UsageError: one is in the shared tree, of which rank 0's is written; or shares are in several orders.
+            UsageError: one is in the shared tree, of which rank 0's is written; or shards are in several orders.
         """
-        check(
-            not has_ranks_own(shared), "shared: got a state of jaxmpi.sharded, which is each rank's own; give it in own"
-        )
+        if has_ranks_own(shared):
+            raise UsageError("shared: got a state of jaxmpi.sharded, which is each rank's own; give it in own")
         named = jax.tree_util.tree_leaves_with_path(own, is_leaf=_is_sharded)
         found = [(path_name(path), state) for path, state in named if _is_sharded(state)]
-        states, paths = tuple(state for _, state in found), tuple(path for path, _ in found)
-        made = cls(control, states, paths)
-        orders = {share.chunks for share in made.shares if isinstance(share.cut, Entries)}
-        several = "own: got states of jaxmpi.sharded of several strategies; give them to several Checkpoints"
-        check(len(orders) < 2, several)
+        made = cls(control, tuple(path for path, _ in found), tuple(state for _, state in found))
+        if len({state.indices for state in made.over_all if isinstance(state.sharding, ElementSharding)}) > 1:
+            raise UsageError(
+                "own: got states of jaxmpi.sharded of several strategies; give them to several Checkpoints"
+            )
         return made
 
-    def check_counts(self, of_parts: list[list[Any]]) -> None:
-        """Raise `UsageError` on all ranks alike if they have different numbers of states."""
-        counts = [*map(len, of_parts)]
-        several = f"own: got {counts} states of jaxmpi.sharded by rank; expected as many on all"
-        check(len({*counts}) == 1, several)
-
     @property
-    def is_share(self) -> list[bool]:
-        """By state: all ranks here have a share of it, in order."""
+    def is_over_all(self) -> list[bool]:
+        """By state: all ranks here have a shard of it, in order."""
         return [state.ranks == tuple(self.control.numbers) for state in self.states]
 
     @property
-    def shares(self) -> list[ShardedState]:
-        """States of which all ranks have a share."""
-        return [state for state, is_share in zip(self.states, self.is_share, strict=True) if is_share]
+    def over_all(self) -> list[ShardedState]:
+        """States of which all ranks have a shard."""
+        return [state for state, is_over_all in zip(self.states, self.is_over_all, strict=True) if is_over_all]
 
     @property
     def leaves(self) -> list[list[Any]]:
@@ -282,43 +278,52 @@ class Cuts:
 
     @property
     def of_parts(self) -> list[list[Any]]:
-        """By state: nothing for a share, else how this rank has it."""
+        """By state: nothing if all ranks have a shard, else how this rank has it."""
         rows = []
-        for state, is_share in zip(self.states, self.is_share, strict=True):
-            owners = state.cut.deal.owners if isinstance(state.cut, Leaves) else ()
-            rows.append([] if is_share else [[*state.ranks], [*map(int, state.chunks)], [*owners]])
+        for state, is_over_all in zip(self.states, self.is_over_all, strict=True):
+            owners = state.sharding.owners if isinstance(state.sharding, TensorSharding) else ()
+            rows.append([] if is_over_all else [[*state.ranks], [*map(int, state.indices)], [*owners]])
         return rows
 
     @property
-    def order(self) -> tuple[int, ...]:
-        """By rank: the number of its slice.
+    def indices(self) -> tuple[int, ...]:
+        """By rank: the index of its shard; whole tensors are found by their names, in any order."""
+        by_element = (state.indices for state in self.over_all if isinstance(state.sharding, ElementSharding))
+        return tuple(map(int, next(by_element, range(self.control.size))))
 
-        Whole tensors are found by their names, in any order.
-        """
-        slices = (share.chunks for share in self.shares if isinstance(share.cut, Entries))
-        return tuple(map(int, next(slices, range(self.control.size))))
+    def check_counts(self, of_parts: list[list[Any]]) -> None:
+        """Raise `UsageError` on all ranks alike if they have different numbers of states."""
+        counts = [*map(len, of_parts)]
+        if len({*counts}) > 1:
+            raise UsageError(f"own: got {counts} states of jaxmpi.sharded by rank; expected as many on all")
 
     def facts(self, of_parts: list[list[Any]]) -> dict[str, Any]:
         """Entries of a manifest about them, with `of_parts` of every rank."""
-        said = {SHARDED: {"leaves": self.leaves, "of parts": of_parts}} if self.states else {}
-        if not self.shares:
-            return said
-        has_tensors = any(isinstance(share.cut, Leaves) for share in self.shares)
-        return said | {CHUNKS: [*self.order], CUT: "leaves" if has_tensors else "entries"}
+        facts: dict[str, Any] = {SHARDED: {"leaves": self.leaves, "of parts": of_parts}} if self.states else {}
+        if self.over_all:
+            has_tensors = any(isinstance(state.sharding, TensorSharding) for state in self.over_all)
+            facts |= {CHUNKS: [*self.indices], CUT: TensorSharding.name if has_tensors else ElementSharding.name}
+        return facts
 
-    def slicing(self) -> Slicing:
-        """How shares are held here."""
-        shares, whole = self.shares, {}
+    def slicing(self) -> Slicing | None:
+        """How states of all ranks are sharded here; None without any."""
+        if not self.over_all:
+            return None
         at = lambda i, name: f"{i}/{name}" if name else str(i)  # noqa: E731
-        for i, share in enumerate(shares):
-            whole |= {at(i, name): jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in share.whole}
+        whole = {
+            at(i, name): jax.ShapeDtypeStruct(shape, dtype)
+            for i, state in enumerate(self.over_all)
+            for name, shape, dtype in state.whole
+        }
 
-        def held(mine: PyTree, chunk: int, read: Callable[[str], np.ndarray]) -> PyTree:
+        def shards(mine: PyTree, index: int, read: Callable[[str], np.ndarray]) -> PyTree:
+            rank = self.control.rank
             return [
-                share.restored(self.control.rank, lambda name, i=i: read(at(i, name))) for i, share in enumerate(shares)
+                state.from_checkpoint(rank, lambda name, i=i: read(at(i, name)))
+                for i, state in enumerate(self.over_all)
             ]
 
-        return Slicing(whole, self.order, held)
+        return Slicing(whole, self.indices, shards)
 
     def check(self, folder: Path, extra: dict[str, Any], workers: int) -> None:
         """Refuse a checkpoint whose states do not fit this run.
@@ -327,49 +332,44 @@ class Cuts:
             UsageError: they are of other trees or optimizers; or of parts of the ranks, and other ones than here.
         """
         there = extra.get(SHARDED) or {} if OF_USER in extra else {}
-        is_known = isinstance(there, dict)
-        check(
-            is_known, f"{folder}: got states of jaxmpi.sharded as a version under development saved them; begin again"
-        )
         rows = there.get("leaves", []), self.leaves
         saved_by = f"{folder}: got states of jaxmpi.sharded, saved by {workers} ranks"
-        leaves = [[f"{at}/{name} {t}{s}" for at, whole in each for name, s, t in whole] for each in rows]
-        got, expected = (next((x for x in a if x not in b), "no other") for a, b in (leaves, leaves[::-1]))
-        way_out = "take the same trees, optimizer and gather_wire"
-        check(leaves[0] == leaves[1], f"{saved_by}, with {got}; expected {expected}: {way_out}")
-        places = [[row[0] for row in each] for each in rows]
-        check(places[0] == places[1], f"{saved_by} at {places[0]}; expected them at {places[1]}: take the same trees")
+        if rows[0] != rows[1]:
+            leaves = [[f"{at}/{name} {t}{s}" for at, whole in each for name, s, t in whole] for each in rows]
+            got, expected = (next((x for x in a if x not in b), "no other") for a, b in (leaves, leaves[::-1]))
+            raise UsageError(
+                f"{saved_by}, with {got}; expected {expected}: take the same trees, optimizer and gather_wire"
+            )
         size, here = self.control.size, self.of_parts
         was = there.get("of parts", [here] * workers)[self.control.rank if workers == size else 0]
-        is_same = was == here if workers == size else not any(was) and not any(here)
-        of_axis = "those of an axis"
-        ranks = [[(row[0] or of_axis) if row else "all" for row in each] for each in (was, here)]
-        check(
-            is_same,
-            f"{saved_by}, of parts of them: ranks {ranks[0]}; expected {ranks[1]} on {size}, with the strategy and "
-            "`cost` as before: such a state goes back to the same ranks. Checkpoints(folder, comm=that part), with a "
-            "folder for each part, saves what can be cut anew; along an axis a state is not",
-        )
+        if was != here if workers == size else any(was) or any(here):
+            ranks = [[(row[0] or "those of an axis") if row else "all" for row in each] for each in (was, here)]
+            raise UsageError(
+                f"{saved_by}, of parts of them: ranks {ranks[0]}; expected {ranks[1]} on {size}, with the strategy and "
+                "`cost` as before: such a state goes back to the same ranks. Checkpoints(folder, comm=that part), with "
+                "a folder for each part, saves what can be resharded; along an axis a state is not"
+            )
 
-    def with_shares(self, own: PyTree, state: TrainState) -> PyTree:
-        """A rank's own tree as read, with shares from their own field."""
-        shares, is_share = iter(state.rule_state), iter(self.is_share)
+    def put_back(self, own: PyTree, state: TrainState) -> PyTree:
+        """A rank's own tree as read, with shards from their own field."""
+        shards, is_over_all = iter(state.rule_state), iter(self.is_over_all)
 
-        def put(mine: Any, read: Any) -> Any:
-            return replace(mine, own=next(shares)) if _is_sharded(mine) and next(is_share) else read
+        def one(mine: Any, read: Any) -> Any:
+            return replace(mine, shard=next(shards)) if _is_sharded(mine) and next(is_over_all) else read
 
-        return jax.tree.map(put, own, state.model_state["arrays"], is_leaf=_is_sharded)
+        return jax.tree.map(one, own, state.model_state["arrays"], is_leaf=_is_sharded)
 
-    def state(self, step: int, shared: PyTree, own: PyTree, shares: list[PyTree]) -> TrainState:
-        """A `TrainState` of NumPy arrays; shares are its `rule_state`."""
-        is_share = iter(self.is_share)
-        rest = jax.tree.map(lambda x: () if _is_sharded(x) and next(is_share) else x, packed(own), is_leaf=_is_sharded)
+    def train_state(self, step: int, shared: PyTree, own: PyTree, shards: list[PyTree]) -> TrainState:
+        """A `TrainState` of NumPy arrays; shards are its `rule_state`."""
+        is_over_all = iter(self.is_over_all)
+        taken_out = lambda x: () if _is_sharded(x) and next(is_over_all) else x  # noqa: E731
+        rest = jax.tree.map(taken_out, packed(own), is_leaf=_is_sharded)
         check_arrays("jaxmpi.Checkpoints", {"shared": packed(shared), "own": rest})
-        common, mine, shares = jax.tree.map(np.asarray, (packed(shared), rest, shares))
+        common, mine, shards = jax.tree.map(np.asarray, (packed(shared), rest, shards))
         return TrainState(
             step=np.array(step, np.int64),
             params=common,
             model_state={"arrays": mine},
-            rule_state=shares,
+            rule_state=shards,
             key=np.zeros(0, np.uint32),
         )

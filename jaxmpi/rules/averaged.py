@@ -28,7 +28,7 @@ def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) 
     a_t = ((1 - d) / (1 - d^t)) sum_{s <= t} d^(t - s) w_s ;  kept as a <- a + (1 - d) / (1 - d^t) (w - a).
 
     So a has no memory of the initial params. It is kept in 32 bits: in 16 a small step towards w would be rounded away.
-    Communicates nothing more: params are equal on all workers. If updates are sharded each worker holds its slice of a;
+    Communicates nothing more: params are equal on all workers. If updates are sharded each worker has its shard of a;
     `eval_params` then gathers it, in 32 bits.
 
     Args:
@@ -45,10 +45,10 @@ def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) 
 
     sharding = rule.sharding
 
-    def moved(average: PyTree, steps: jax.Array, params: PyTree, *chunk: jax.Array) -> tuple[PyTree, jax.Array]:
+    def moved(average: PyTree, steps: jax.Array, params: PyTree, *index: jax.Array) -> tuple[PyTree, jax.Array]:
         steps = steps + 1
         share = (1 - decay) / (1 - jnp.float32(decay) ** steps.astype(jnp.float32))
-        own = in_32_bits(sharding.shards.cut.own(params, *chunk) if sharding else params)
+        own = in_32_bits(sharding.zero.sharding.shard(params, *index) if sharding else params)
         return jax.tree.map(lambda a, w: a + share.astype(a.dtype) * (w - a), average, own), steps
 
     move = jit(moved, donate_argnums=(0, 1))
@@ -61,17 +61,17 @@ def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) 
 
     def after(update: Callable, grads: PyTree, state: PyTree, params: PyTree) -> tuple:
         params, of_rule, *more = update(grads, state["of_rule"], params)
-        chunk = [sharding.shards.chunk()] if sharding else []
-        average, steps = move(state[AVERAGE], state["averaged"], params, *chunk)
+        index = [sharding.zero.shard_index()] if sharding else []
+        average, steps = move(state[AVERAGE], state["averaged"], params, *index)
         return params, {"of_rule": of_rule, AVERAGE: average, "averaged": steps}, *more
 
     def eval_params(params: PyTree, state: PyTree) -> PyTree:
-        average = sharding.shards.gather(state[AVERAGE], params) if sharding else state[AVERAGE]
+        average = sharding.zero.gather(state[AVERAGE], params) if sharding else state[AVERAGE]
         return cast_like(average, params)
 
-    def init_slice(params: PyTree, chunk: jax.Array) -> PyTree:
+    def init_shard(params: PyTree, index: jax.Array) -> PyTree:
         assert sharding
-        return with_average(sharding.init(params, chunk), sharding.shards.cut.own(params, chunk))
+        return with_average(sharding.init(params, index), sharding.zero.sharding.shard(params, index))
 
     return rule._replace(
         init=init,
@@ -79,7 +79,7 @@ def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) 
         measured=partial(after, rule.measured) if rule.measured else None,
         eval_params=eval_params,
         distance=(lambda state, of=rule.distance: of(state["of_rule"])) if rule.distance else None,
-        sharding=sharding and sharding._replace(init=init_slice),
+        sharding=sharding and sharding._replace(init=init_shard),
     )
 
 

@@ -17,87 +17,9 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from jaxmpi.core.deals import Leaves
+from jaxmpi.allreduce.zero import Zero
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.core.slices import Entries
-
-
-class ShardedMean(Protocol):
-    """The mean of gradients in two halves; workers step slices in between.
-
-    `jaxmpi.allreduce.shards.Shards` is one.
-    """
-
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        """By worker: the number of its slice."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Number of workers."""
-        ...
-
-    @property
-    def cut(self) -> Entries | Leaves:
-        """How trees are cut over workers."""
-        ...
-
-    @property
-    def gives_square(self) -> bool:
-        """Return True if `scatter` gives |g|^2 of the whole mean gradient g."""
-        ...
-
-    @property
-    def keeps_masters(self) -> bool:
-        """Return True if changes of params travel and workers keep 32-bit slices."""
-        ...
-
-    @property
-    def gather_wire(self) -> str:
-        """The wire of new params, or of their changes."""
-        ...
-
-    @property
-    def early(self) -> bool:
-        """Return True if `scatter` gets the mean's slices from the gradients' program."""
-        ...
-
-    def chunk(self) -> jax.Array:
-        """i32[]: the number of this worker's slice."""
-        ...
-
-    def scatter(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
-        """This worker's slices of the mean over workers; |g|^2, or 0."""
-        ...
-
-    def gather(self, slices: PyTree, like: PyTree, wire: str = "32") -> PyTree:
-        """The whole tree of all workers' slices, in the shapes of `like`."""
-        ...
-
-    def renewed(self, slices: PyTree, params: PyTree) -> PyTree:
-        """The new params of all workers' slices; shared params are not gathered."""
-        ...
-
-    @property
-    def shared_params(self) -> "ParamsInPlace | None":
-        """The one copy of params that a host's workers share, or None."""
-        ...
-
-
-class ParamsInPlace(Protocol):
-    """Params that the workers of a host share; `jaxmpi.comm.shared_params.SharedParams` is one."""
-
-    def filled(self, params: PyTree) -> PyTree:
-        """The first rank's params in shared memory; others' values do not count.
-
-        All ranks of the host call it together; shapes are enough on all but the first.
-        """
-        ...
-
-    def renewed(self, own: PyTree) -> PyTree:
-        """Params with the new values of all workers' slices."""
-        ...
+from jaxmpi.core.sharding import ElementSharding, TensorSharding
 
 
 class Exchange(NamedTuple):
@@ -107,20 +29,15 @@ class Exchange(NamedTuple):
     sum: Callable[[PyTree], PyTree]
     jit: Callable[..., Callable] = jax.jit  # for the pieces without communication
     gradients: optax.GradientTransformation | None = None  # a mean of gradients with a state, instead of `mean`
-    shards: ShardedMean | None = None  # instead of `mean`, if each worker is to step its slices only
+    zero: Zero | None = None  # instead of `mean`, if each worker is to step its shard only
 
 
 class Sharding(NamedTuple):
-    """How a rule's state is cut over workers (`core.slices` or `core.deals`)."""
+    """How a rule's state is sharded over workers."""
 
-    shards: ShardedMean
-    tx: optax.GradientTransformation  # optimizer whose state is cut
-    init: Callable[[PyTree, Any], PyTree]  # (params, number of a slice) -> the state of that slice
-
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        """By worker: the number of its slice."""
-        return self.shards.chunks
+    zero: Zero
+    of_state: Callable[[], ElementSharding | TensorSharding]  # the sharding that knows the optimizer's state
+    init: Callable[[PyTree, Any], PyTree]  # (params, index of a shard) -> the state of that shard
 
 
 class Rule(NamedTuple):
@@ -132,7 +49,7 @@ class Rule(NamedTuple):
     A rule may have more. `eval_params(params, state) -> params` are those that are evaluated; it may communicate.
     `measured` is an `update` that gives |g|^2 as well, f32[], g the mean gradient: for the noise scale.
     `distance(state) -> f32[]` is the L2 of this worker from the mean or center at the last meeting.
-    `sharding` says how its state is cut over workers, of which each holds a slice.
+    `sharding` says how its state is sharded over workers.
     `asynchronous` says how workers exchange without waiting for each other; `update` then communicates nothing.
     """
 
@@ -144,7 +61,7 @@ class Rule(NamedTuple):
     measured: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, jax.Array]] | None = None
     asynchronous: "Asynchronous | None" = None
     distance: Callable[[PyTree], Any] | None = None
-    sharding: Sharding | None = None  # `init` then gives the state of all slices, for its shapes
+    sharding: Sharding | None = None  # `init` then gives the whole state, for its shapes
 
 
 class ScheduledPush(NamedTuple):

@@ -1,17 +1,18 @@
 """Mean of gradients: workers step like a single one on all examples."""
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxmpi.allreduce.zero import Zero
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.core.slices import MASTERS, OF_TX
+from jaxmpi.core.sharding import MASTERS, OF_TX
 from jaxmpi.rules.base import (
     Exchange,
     Rule,
-    ShardedMean,
     Sharding,
     jit_optimizer_step,
     optimizer_step,
@@ -27,12 +28,12 @@ def gradients(tx: optax.GradientTransformation, exchange: Exchange, noise: bool 
 
     Args: noise: measure |g|^2 as well, in the program that steps.
     State: tx's, equal on all workers; with `exchange.gradients` also that one's, of which a part is each worker's.
-    With `exchange.shards` each worker steps its slices of params and holds that slice of tx's state:
+    With `exchange.zero` each worker steps its shard of params and holds that shard of tx's state:
     w_c <- w_c + tx_c(g_c) ;  w = all w_c ;  tx treats each entry, or each tensor, by itself.
     Communicates: one mean of the gradients a step. Learning rate: that of one worker on the effective batch.
     """
-    if exchange.shards:
-        return sharded(tx, exchange.shards, exchange.jit)
+    if exchange.zero:
+        return sharded(tx, exchange.zero, exchange.jit)
     step = jit_optimizer_step(tx, exchange.jit)
     if exchange.gradients:
         return with_state(tx, exchange.gradients, step)
@@ -55,47 +56,50 @@ def measured(tx: optax.GradientTransformation, exchange: Exchange) -> Callable:
     return lambda grads, state, params: step(exchange.mean(grads), state, params)
 
 
-def sharded(tx: optax.GradientTransformation, shards: ShardedMean, jit: Callable[..., Callable]) -> Rule:
+def sharded(tx: optax.GradientTransformation, zero: Zero, jit: Callable[..., Callable]) -> Rule:
     """The same with the optimizer between the halves of the exchange.
 
     With masters m, which stay in 32 bits: m_c <- m_c + tx_c(g_c) ;  w <- w + wire(all m_c - w_c).
     """
-    cut, descended = shards.cut, optimizer_step(tx)
+    descended = optimizer_step(tx)
+    # Traces tx once a worker, so not before it is needed: a rule may be built for a look at its shapes.
+    sharding_of_state = functools.cache(lambda: zero.sharding.with_state_of(tx))
 
-    def of_slice(mean: PyTree, state: PyTree, params: PyTree, chunk: jax.Array) -> tuple[PyTree, PyTree]:
-        if not shards.keeps_masters:
-            return cut.step(tx, descended, chunk, mean, state, cut.own(params, chunk))
-        masters, of_tx = cut.step(tx, descended, chunk, mean, state[OF_TX], state[MASTERS])
-        return cut.lacking(params, masters, chunk), {OF_TX: of_tx, MASTERS: masters}
+    def of_shard(mean: PyTree, state: PyTree, params: PyTree, index: jax.Array) -> tuple[PyTree, PyTree]:
+        sharding = sharding_of_state()
+        if not zero.keeps_masters:
+            return sharding.step(descended, index, mean, state, sharding.shard(params, index))
+        masters, of_tx = sharding.step(descended, index, mean, state[OF_TX], state[MASTERS])
+        return sharding.changes(params, masters, index), {OF_TX: of_tx, MASTERS: masters}
 
     def added(params: PyTree, changes: PyTree) -> PyTree:
         return jax.tree.map(jnp.add, params, changes)
 
-    step, add = jit(of_slice, donate_argnums=(0, 1)), jit(added, donate_argnums=(0,))
+    step, add = jit(of_shard, donate_argnums=(0, 1)), jit(added, donate_argnums=(0,))
 
     def measured(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree, jax.Array]:
-        mean, squares = shards.scatter(grads)
-        own, state = step(mean, state, params, shards.chunk())
-        if shards.keeps_masters:
-            return add(params, shards.gather(own, params, shards.gather_wire)), state, squares
-        return shards.renewed(own, params), state, squares
+        mean, squares = zero.scatter(grads)
+        shard, state = step(mean, state, params, zero.shard_index())
+        if zero.keeps_masters:
+            return add(params, zero.gather(shard, params, zero.gather_wire)), state, squares
+        return zero.gather_params(shard, params), state, squares
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         return measured(grads, state, params)[:2]
 
     def init(params: PyTree) -> PyTree:
-        return {OF_TX: tx.init(params), MASTERS: params} if shards.keeps_masters else tx.init(params)
+        return {OF_TX: tx.init(params), MASTERS: params} if zero.keeps_masters else tx.init(params)
 
-    def init_slice(params: PyTree, chunk: jax.Array) -> PyTree:
-        of_tx = cut.init(tx, params, chunk)
-        return {OF_TX: of_tx, MASTERS: cut.own(params, chunk)} if shards.keeps_masters else of_tx
+    def init_shard(params: PyTree, index: jax.Array) -> PyTree:
+        of_tx = sharding_of_state().init(tx, params, index)
+        return {OF_TX: of_tx, MASTERS: zero.sharding.shard(params, index)} if zero.keeps_masters else of_tx
 
     return Rule(
         init,
         update,
         state_is_replicated=False,
-        measured=measured if shards.gives_square else None,
-        sharding=Sharding(shards, tx, init_slice),
+        measured=measured if zero.gives_square else None,
+        sharding=Sharding(zero, sharding_of_state, init_shard),
     )
 
 

@@ -2,8 +2,8 @@
 
 A slow or broken job often has its cause in the machine or in the launcher's settings. Each rank collects facts about
 its process and host, and an allgather joins them. The ranks then time messages between pairs, and exchanges by two
-strategies. The exchanges have a known mean, with which every result is compared bit for bit. Each function in `ADVICE`
-examines the facts of all ranks and returns suggestions.
+strategies. The exchanges have a known mean, with which every result is compared bit for bit. `suggest_changes` looks at
+the facts of all ranks.
 
 jaxmpi doctor                 this process
 jaxmpi doctor -n 4            four ranks, through the launcher that `jaxmpi train` would use
@@ -16,7 +16,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -181,8 +181,51 @@ def format_pairs(pairs: Sequence[RankPairSpeed], hosts: Sequence[str]) -> list[s
 
 # ---------------------------------------------------------------- suggested changes
 
-
 Ranks = Sequence[dict[str, Any]]
+
+
+def suggest_changes(ranks: Ranks, mpi: dict[str, str]) -> Iterator[str]:
+    """Lines on what to change, from the facts of all ranks."""
+    first = ranks[0]
+    for r, rank in enumerate(ranks):
+        for package, version in first["versions"].items():
+            if (other := rank["versions"].get(package)) != version:
+                yield (
+                    f"{package} is {other} on {rank['host']} (rank {r}), {version} on {first['host']} (rank 0): give "
+                    "all hosts one environment"
+                )
+    if (level := mpi.get("threads", "MPI_THREAD_MULTIPLE")) != "MPI_THREAD_MULTIPLE":
+        yield f"MPI gives {level}: no overlap and no watchdog; use an MPI built for MPI_THREAD_MULTIPLE"
+    for host, here in by_host(ranks).items():
+        yield from suggest_for_host(host, here, is_alone=len(ranks) == 1)
+
+
+def suggest_for_host(host: str, ranks: Ranks, *, is_alone: bool) -> Iterator[str]:
+    """Lines on one host; `is_alone`: the job has one rank."""
+    first, masks = ranks[0], {tuple(rank["may use"]) for rank in ranks}
+    used = len({core for mask in masks for core in mask}) or first["cores"]
+    usable = max(rank["whole cores"] for rank in ranks) if len(masks) == 1 else used
+    if len(ranks) > usable:
+        yield (
+            f"{host} has {len(ranks)} ranks on {usable} cores: they wait for each other; start {usable} there at most"
+        )
+    if not is_alone and used < first["cores"] and used <= len(ranks):
+        yield (
+            f"{host}: {len(ranks)} ranks are bound to {used} of {first['cores']} cores; to use all of them: mpirun "
+            "--bind-to none, or srun --cpus-per-task"
+        )
+    if len(ranks) > 1 and first["shm free"] < SHM_BYTES:
+        yield (
+            f"{host}: /dev/shm has {first['shm free'] >> 20} MiB free, expected {SHM_BYTES >> 20} or more: strategy "
+            "shm may not run; in containers: docker run --shm-size 1g"
+        )
+    if first["gpus"] and first["backend"] == "cpu" and os.environ.get("JAX_PLATFORMS", "") != "cpu":
+        yield f"{host} has {len(first['gpus'])} GPUs, but JAX runs on its CPU: install jaxmpi[cuda]"
+    if not is_alone and first["backend"] == "cpu" and not first["c compiler"]:
+        yield (
+            f"{host} has no C compiler on the path: a small call in a program takes 90 us more, through Python, and "
+            "exchanges between hosts are mpi4jax's, without overlap; install gcc, or name one by CC"
+        )
 
 
 def by_host(ranks: Ranks) -> dict[str, list[dict[str, Any]]]:
@@ -191,97 +234,6 @@ def by_host(ranks: Ranks) -> dict[str, list[dict[str, Any]]]:
     for rank in ranks:
         hosts[rank["host"]].append(rank)
     return hosts
-
-
-def differing_versions(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
-    """Versions that differ between ranks."""
-    first = ranks[0]["versions"]
-    lines = [
-        f"{package} is {rank['versions'].get(package)} on {rank['host']} (rank {r}), {version} on {ranks[0]['host']} "
-        "(rank 0): give all hosts one environment"
-        for r, rank in enumerate(ranks)
-        for package, version in first.items()
-        if rank["versions"].get(package) != version
-    ]
-    return lines[:8]
-
-
-def crowded_hosts(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
-    """Hosts with more ranks than cores."""
-    return [
-        f"{host} has {len(mine)} ranks on {cores} cores: they wait for each other; start {cores} there at most"
-        for host, mine in by_host(ranks).items()
-        if len(mine)
-        > (cores := max(rank["whole cores"] for rank in mine) if may_use_same_cores(mine) else cores_used(mine))
-    ]
-
-
-def may_use_same_cores(ranks: Ranks) -> bool:
-    """Return True if ranks of a host may use the same cores."""
-    return len({tuple(rank["may use"]) for rank in ranks}) == 1
-
-
-def cores_used(ranks: Ranks) -> int:
-    """Cores that the ranks of a host may use together."""
-    return len({core for rank in ranks for core in rank["may use"]}) or ranks[0]["cores"]
-
-
-def bound_hosts(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
-    """Hosts whose cores are left idle by the launcher's binding."""
-    return [
-        f"{host}: {len(mine)} ranks are bound to {cores_used(mine)} of {mine[0]['cores']} cores; to use all of them: "
-        "mpirun --bind-to none, or srun --cpus-per-task"
-        for host, mine in by_host(ranks).items()
-        if len(ranks) > 1 and cores_used(mine) < mine[0]["cores"] and cores_used(mine) <= len(mine)
-    ]
-
-
-def limited_threads(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
-    """Features that MPI's thread level rules out."""
-    level = mpi.get("threads", "MPI_THREAD_MULTIPLE")
-    told = f"MPI gives {level}: no overlap and no watchdog; use an MPI built for MPI_THREAD_MULTIPLE"
-    return [] if level == "MPI_THREAD_MULTIPLE" else [told]
-
-
-def small_shared_memory(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
-    """Hosts with little shared memory."""
-    return [
-        f"{host}: /dev/shm has {mine[0]['shm free'] >> 20} MiB free, expected {SHM_BYTES >> 20} or more: strategy shm "
-        "may not run; in containers: docker run --shm-size 1g"
-        for host, mine in by_host(ranks).items()
-        if len(mine) > 1 and mine[0]["shm free"] < SHM_BYTES
-    ]
-
-
-def idle_gpus(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
-    """Hosts whose GPUs JAX does not see."""
-    return [
-        f"{host} has {len(mine[0]['gpus'])} GPUs, but JAX runs on its CPU: install jaxmpi[cuda]"
-        for host, mine in by_host(ranks).items()
-        if mine[0]["gpus"] and mine[0]["backend"] == "cpu" and os.environ.get("JAX_PLATFORMS", "") != "cpu"
-    ]
-
-
-def hosts_without_compiler(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
-    """Hosts on which no C source can be compiled."""
-    return [
-        f"{host} has no C compiler on the path: a small call in a program takes 90 us more, through Python, and "
-        "exchanges between hosts are mpi4jax's, without overlap; install gcc, or name one by CC"
-        for host, mine in by_host(ranks).items()
-        if len(ranks) > 1 and mine[0]["backend"] == "cpu" and not mine[0]["c compiler"]
-    ]
-
-
-# Checks; each returns lines to show.
-ADVICE: dict[str, Callable[[Ranks, dict[str, str]], list[str]]] = {
-    "versions": differing_versions,
-    "crowded": crowded_hosts,
-    "bound": bound_hosts,
-    "threads": limited_threads,
-    "shared memory": small_shared_memory,
-    "gpus": idle_gpus,
-    "compiler": hosts_without_compiler,
-}
 
 
 def self_test_problems(results: Sequence[ExchangeTime], trips_s: Sequence[float]) -> list[str]:
@@ -330,7 +282,7 @@ def format_report(
         f"{'right' if t.is_right else 'WRONG'}"
         for t in results
     ]
-    advice = [line for look in ADVICE.values() for line in look(ranks, mpi)] + self_test_problems(results, trips_s)
+    advice = [*suggest_changes(ranks, mpi), *self_test_problems(results, trips_s)]
     advice += slow_pairs(pairs, hosts) + ([f"one worker runs, but not several: {trouble}"] if trouble else [])
     return lines + (["", "to change:", *(f"- {line}" for line in advice)] if advice else ["", "nothing to change"])
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxmpi.config import experiment_file
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.launch import command
 from jaxmpi.launch.options import parse
 from jaxmpi.observe import plots
@@ -40,11 +40,12 @@ def doctor(argv: Sequence[str]) -> None:
     if argv and argv[0] in ("-h", "--help"):
         print(DOCTOR_USAGE)
         raise SystemExit(0)
-    under_launcher = process.launched_workers() > 1
-    check(not (argv and under_launcher), f"got {' '.join(argv)} under a launcher; the number of ranks is its own")
+    if argv and process.launched_workers() > 1:
+        raise UsageError(f"got {' '.join(argv)} under a launcher; the number of ranks is its own")
     options = parse([*argv])
     odd = [arg for arg in argv if arg in ("--comm", "--restarts", "--elastic")] or options.train_args
-    check(not odd, f"got {' '.join(odd)}\n{DOCTOR_USAGE}")
+    if odd:
+        raise UsageError(f"got {' '.join(odd)}\n{DOCTOR_USAGE}")
     if options.workers > 1:
         ranks = options._replace(train_args=("doctor",))
         line = command.command(ranks, cores=process.cores(), is_root=os.geteuid() == 0, module="jaxmpi.tools.cli")
@@ -53,28 +54,28 @@ def doctor(argv: Sequence[str]) -> None:
 
 def plan_parser() -> argparse.ArgumentParser:
     """Options of `jaxmpi plan`."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="jaxmpi plan",
         description="Predict step time and best strategy for 2 to 4,096 workers, from prices of links: those given, or "
         "those of a probe of the ranks that a launcher has started.",
         epilog="example: mpirun -n 8 jaxmpi plan --step-s 0.3 --experiment googlenet",
     )
-    made.add_argument("--alpha-s", type=float, help="seconds that a message between hosts costs by itself")
-    made.add_argument("--beta-s-per-byte", type=float, help="seconds for each byte between hosts, as 4e-8")
-    made.add_argument("--alpha-inside-s", type=float, help="the same inside a host (default: as between hosts)")
-    made.add_argument("--beta-inside-s-per-byte", type=float, help="the same inside a host")
-    made.add_argument(
+    parser.add_argument("--alpha-s", type=float, help="seconds that a message between hosts costs by itself")
+    parser.add_argument("--beta-s-per-byte", type=float, help="seconds for each byte between hosts, as 4e-8")
+    parser.add_argument("--alpha-inside-s", type=float, help="the same inside a host (default: as between hosts)")
+    parser.add_argument("--beta-inside-s-per-byte", type=float, help="the same inside a host")
+    parser.add_argument(
         "--gamma-s-per-byte", type=float, default=0.0, help="seconds to add a byte of float32 (default 0)"
     )
-    made.add_argument("--cores", type=float, default=math.inf, help="of a host, for its ranks (default: enough)")
-    made.add_argument("--step-s", type=float, default=0.0, help="seconds of one worker's step without exchange")
-    made.add_argument("--bytes", type=float, help="of float32 gradients, as 53e6")
-    made.add_argument("--experiment", help="file, or name that ships, whose model's params count instead of --bytes")
-    made.add_argument("--slots", type=int, nargs="+", help="ranks a host (default: 1 and the probe's)")
-    made.add_argument("--wires", nargs="+", default=["32"], help="what may travel (default: 32)")
-    made.add_argument("--overlap", type=float, help="share of the step after which exchanging starts, as 0.4")
-    made.add_argument("--plot", type=Path, help="file for a plot: .png, .svg or .pdf")
-    return made
+    parser.add_argument("--cores", type=float, default=math.inf, help="of a host, for its ranks (default: enough)")
+    parser.add_argument("--step-s", type=float, default=0.0, help="seconds of one worker's step without exchange")
+    parser.add_argument("--bytes", type=float, help="of float32 gradients, as 53e6")
+    parser.add_argument("--experiment", help="file, or name that ships, whose model's params count instead of --bytes")
+    parser.add_argument("--slots", type=int, nargs="+", help="ranks a host (default: 1 and the probe's)")
+    parser.add_argument("--wires", nargs="+", default=["32"], help="what may travel (default: 32)")
+    parser.add_argument("--overlap", type=float, help="share of the step after which exchanging starts, as 0.4")
+    parser.add_argument("--plot", type=Path, help="file for a plot: .png, .svg or .pdf")
+    return parser
 
 
 def plan(argv: Sequence[str]) -> argparse.Namespace:
@@ -84,27 +85,31 @@ def plan(argv: Sequence[str]) -> argparse.Namespace:
         UsageError: a number out of range, or options that contradict one another.
     """
     options = plan_parser().parse_args(list(argv))
-    both = (options.alpha_s is None) == (options.beta_s_per_byte is None)
-    check(both, "give --alpha-s and --beta-s-per-byte together, or neither to go by a probe")
+    if (options.alpha_s is None) != (options.beta_s_per_byte is None):
+        raise UsageError("give --alpha-s and --beta-s-per-byte together, or neither to use a probe")
     defaults = {"alpha_inside_s": None, "beta_inside_s_per_byte": None, "gamma_s_per_byte": 0.0, "cores": math.inf}
     unused = [flag(name) for name, default in defaults.items() if getattr(options, name) != default]
-    check(
-        options.alpha_s is not None or not unused,
-        f"{', '.join(unused)}: a probe has its own; give --alpha-s and --beta-s-per-byte too, or leave it out",
-    )
-    names = ("alpha_s", "beta_s_per_byte", "alpha_inside_s", "beta_inside_s_per_byte", "gamma_s_per_byte", "step_s")
-    for name in names:
+    if options.alpha_s is None and unused:
+        raise UsageError(
+            f"{', '.join(unused)}: a probe has its own; give --alpha-s and --beta-s-per-byte too, or leave it out"
+        )
+    seconds = ("alpha_s", "beta_s_per_byte", "alpha_inside_s", "beta_inside_s_per_byte", "gamma_s_per_byte", "step_s")
+    for name in seconds:
         value = getattr(options, name)
-        check(value is None or 0 <= value < math.inf, f"{flag(name)}: got {value}; expected seconds >= 0")
-    share = options.overlap
-    check(share is None or 0 <= share <= 1, f"--overlap: got {share}; expected a share of the step in [0, 1]")
-    check(options.cores > 0, f"--cores: got {options.cores}; expected > 0")
-    check(all(slots >= 1 for slots in options.slots or []), f"--slots: got {options.slots}; expected >= 1")
-    check((options.bytes is None) != (options.experiment is None), "give --bytes or --experiment, one of the two")
+        if value is not None and not 0 <= value < math.inf:
+            raise UsageError(f"{flag(name)}: got {value}; expected seconds >= 0")
+    if options.overlap is not None and not 0 <= options.overlap <= 1:
+        raise UsageError(f"--overlap: got {options.overlap}; expected a share of the step in [0, 1]")
+    if not options.cores > 0:
+        raise UsageError(f"--cores: got {options.cores}; expected > 0")
+    if any(slots < 1 for slots in options.slots or []):
+        raise UsageError(f"--slots: got {options.slots}; expected >= 1")
+    if (options.bytes is None) == (options.experiment is None):
+        raise UsageError("give --bytes or --experiment, one of the two")
     if options.experiment is not None:
         experiment_file.check_file(experiment_file.locate(options.experiment))
-    else:
-        check(4 <= options.bytes < math.inf, f"--bytes: got {options.bytes}; expected a number >= 4")
+    elif not 4 <= options.bytes < math.inf:
+        raise UsageError(f"--bytes: got {options.bytes}; expected a number >= 4")
     if options.plot:
         plots.check_file(options.plot)
     return options
@@ -117,15 +122,15 @@ def flag(name: str) -> str:
 
 def models(argv: Sequence[str]) -> argparse.Namespace:
     """Parse options of `jaxmpi models`."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         "jaxmpi models",
         description="Print depth, params, input size, operations and gradient bytes of each model.",
         epilog="example: jaxmpi models --tree alexnet",
     )
-    made.add_argument(
+    parser.add_argument(
         "--tree",
         nargs="+",
         metavar="MODEL",
         help="instead: shapes of their params, as JSON; also an experiment's, FILE.py",
     )
-    return made.parse_args(list(argv))
+    return parser.parse_args(list(argv))

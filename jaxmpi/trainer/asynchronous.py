@@ -24,8 +24,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jaxmpi.checkpoint.manager import refuge, warn, written
-from jaxmpi.checkpoint.write import Retention, UncoordinatedCheckpoint
+from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint, refuge, warn, written
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import to_device
 from jaxmpi.config.durations import step_range

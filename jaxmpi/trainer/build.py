@@ -23,8 +23,7 @@ from jaxmpi.allreduce.api import BUCKET_BYTES, Choice, Op, exchange, exchange_gr
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread_programs import exchange_handlers
 from jaxmpi.allreduce.local_devices import over_local_devices
-from jaxmpi.allreduce.sharded_local_devices import ShardsOfDevices
-from jaxmpi.allreduce.shards import Shards, shards_of
+from jaxmpi.allreduce.zero import make_zero
 from jaxmpi.checkpoint.export import SUFFIX, Loaded, load, params_from_orbax
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes
@@ -42,7 +41,7 @@ from jaxmpi.rules.averaged import averaged, schedule_free
 from jaxmpi.rules.base import Rule
 from jaxmpi.trainer import step as steps
 from jaxmpi.trainer.compatibility import AVERAGES, WHOLE_AVERAGES
-from jaxmpi.trainer.step_form import StepForm, deal_of, form_of, is_scattered_early, shares_params
+from jaxmpi.trainer.step_form import StepForm, form_of, is_scattered_early, sharding_of, shares_params
 from jaxmpi.trainer.training_plan import Job
 
 # ---------------------------------------------------------------- its functions
@@ -156,8 +155,8 @@ def split_form(of: StepParts) -> Functions:
     gradients = of.order.of(of.gradients, of.flops.count)
     if of.form.is_early:
         assert isinstance(workers.comm, RankComm)
-        assert isinstance(exchange_now.shards, Shards)
-        gradients = exchange_now.shards.scattering(gradients, workers.comm.sum_name)
+        assert exchange_now.zero
+        gradients = exchange_now.zero.scatter_early(gradients, workers.comm.sum_name)
     differentiated = of.to_share(gradients)
     compiled = of.order.shared(differentiated, workers.processes)
     checked = once(steps.or_before) if of.skips else None
@@ -236,27 +235,25 @@ def exchange_for(job: Job, strategy: str, order: Order, is_beside: bool) -> base
     experiment, workers = job.experiment, job.workers
     size_bytes = experiment.exchange.bucket_bytes
     options: dict[str, Any] = {"strategy": strategy, "bucket_bytes": size_bytes, "comm": workers.comm}
-    dealt = deal_of(job) if experiment.exchange.shard_update == "on" else None
     if experiment.exchange.shard_update == "on" and workers.size > 1:
         is_early, _ = is_scattered_early(job, strategy)
-        shards = shards_of(
+        zero = make_zero(
             strategy,
             "mean",
             workers.comm,
             size_bytes,
+            sharding_of(job),
             clip_norm=experiment.optim.clip_norm,
             gives_square=sees_noise(job),
-            deal=dealt if workers.devices == 1 else None,
             gather_wire=experiment.exchange.gather_wire,
             host=workers.processes if shares_params(job, strategy) else None,
             beside=order if is_beside else None,
             early=is_early,
+            mesh=workers.mesh if workers.devices > 1 else None,
         )
         if is_beside:
             exchange_handlers()
-        if workers.devices > 1 and workers.mesh:
-            shards = ShardsOfDevices(of=shards, mesh=workers.mesh, deal=dealt)
-        return base.Exchange(partial(exchange, **options), partial(exchange, **options, op="sum"), shards=shards)
+        return base.Exchange(partial(exchange, **options), partial(exchange, **options, op="sum"), zero=zero)
     if compression.is_compressor(strategy):
         refused = partial(exchange, **options)
         return base.Exchange(refused, refused, gradients=exchange_gradients(**options))
@@ -322,14 +319,14 @@ def build_rule(job: Job, exchange: base.Exchange) -> Rule:
     """
     experiment, plan = job.experiment, job.plan
     asked, optim, params = experiment.rule, experiment.optim, plan.params()
-    if exchange.shards and optim.decay_mask:
+    if exchange.zero and optim.decay_mask:
         of_whole = mask_of(optim.decay_mask, params)  # by shapes that slices have not
         optim = dataclasses.replace(optim, decay_mask=lambda _: of_whole)
-    tx = optimizers.optimizer(optim, plan.lr, clips=not exchange.shards)
+    tx = optimizers.optimizer(optim, plan.lr, clips=not exchange.zero)
     optimizers.check_takes_gradients(experiment.optim, tx, params)
     ema, is_averaged = experiment.optim.ema, optimizers.is_averaged(tx, params)
     scalers = [type(callback).__name__ for callback in experiment.callbacks if callback.scales_rate]
-    errors.check(not (is_averaged and exchange.shards), WHOLE_AVERAGES.format(optimizer=experiment.optim.name))
+    errors.check(not (is_averaged and exchange.zero), WHOLE_AVERAGES.format(optimizer=experiment.optim.name))
     beside = f"optim.ema {ema}" if ema else ", ".join(scalers)
     errors.check(not (is_averaged and beside), AVERAGES.format(asked=beside, optimizer=experiment.optim.name))
     if scalers:
@@ -380,7 +377,7 @@ def initial_states(job: Job, rule: Rule) -> dict[int, TrainState]:
     Communicates: params and model state of rank 0 go to all ranks, which compare the params by hash.
     """
     experiment, workers, plan = job.experiment, job.workers, job.plan
-    key, place = jax.random.key(experiment.seed), rule.sharding and rule.sharding.shards.shared_params
+    key, place = jax.random.key(experiment.seed), rule.sharding and rule.sharding.zero.shared_params
     shapes = jax.eval_shape(plan.init, key)
     if workers.processes.rank == 0:
         params, model_state = jax.tree.map(jnp.asarray, plan.init(key))  # in JAX's types, as the other ranks know them
@@ -396,7 +393,7 @@ def initial_states(job: Job, rule: Rule) -> dict[int, TrainState]:
         params = shapes[0] if place else zeros_for(shapes[0])
         model_state = zeros_for(shapes[1])
     if place:  # all workers are on one host, and none has a copy
-        params, model_state = place.filled(params), workers.processes.bcast(model_state)
+        params, model_state = place.fill(params), workers.processes.bcast(model_state)
     else:
         params, model_state = workers.processes.bcast((params, model_state))
     workers.processes.assert_same("initial params", {"sha256": tree_digest(params)})
@@ -413,5 +410,5 @@ def rule_states(rule: Rule, workers: Workers, params: PyTree) -> dict[int, PyTre
     if rule.sharding is None:
         state = on_host(workers.comm.jit(rule.init)(params))
         return dict.fromkeys(workers.mine, state)
-    init, chunks = workers.comm.jit(rule.sharding.init), rule.sharding.chunks
+    init, chunks = workers.comm.jit(rule.sharding.init), rule.sharding.zero.shard_indices
     return {worker: on_host(init(params, np.int32(chunks[worker]))) for worker in workers.mine}

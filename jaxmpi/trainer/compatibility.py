@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxmpi.allreduce import algorithms, comm_thread_programs, overlap, shards, subgroups
+from jaxmpi.allreduce import algorithms, comm_thread_programs, overlap, subgroups, zero
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm import base
@@ -19,7 +19,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.refusals import incompatible, refuse_incompatible
 from jaxmpi.config.schema import Experiment
-from jaxmpi.core import separable
+from jaxmpi.core import sharding
 from jaxmpi.core.errors import check, lookup
 from jaxmpi.data import feed, memory_source
 from jaxmpi.data.sources import mixture
@@ -211,7 +211,7 @@ AT_START = (
         form="{field}: got {got} with {words}: {instead}",
     ),
     *incompatible(
-        lambda x: x.optim.transform is None and x.optim.name in OPTIMIZERS and not OPTIMIZERS[x.optim.name].cut,
+        lambda x: x.optim.transform is None and x.optim.name in OPTIMIZERS and not OPTIMIZERS[x.optim.name].by,
         "optimizer {optim.name}, which evaluates an average of its own",
         ("exchange.shard_update", "on", "expected {cut}, or off"),
     ),
@@ -255,15 +255,11 @@ IN_A_JOB = (
     *shrink.NEEDS,
     base.ONE_HOST,
     subgroups.UNEVEN,
-    shards.NO_HALVES,
-    shards.NO_FIT,
-    shards.NO_WIRE,
-    separable.MIXED,
-    separable.OUTSIDE,
-    separable.UNTRACED,
-    separable.CHANGES,
-    separable.NO_TENSORS,
-    separable.NO_HASH,
+    zero.NO_HALVES,
+    zero.NO_FIT,
+    zero.NO_WIRE,
+    sharding.NO_WORD,
+    sharding.WRONG_WORD,
     averaged.OWN_PARAMS,
     averaged.OWN_AVERAGE,
     AVERAGES,
@@ -295,7 +291,7 @@ def check_compatible(experiment: Experiment) -> None:
     Raises:
         UsageError: a field, what it goes not with, and the way out.
     """
-    cut = ", ".join(name for name, row in OPTIMIZERS.items() if row.cut)
+    cut = ", ".join(name for name, row in OPTIMIZERS.items() if row.by)
     refuse_incompatible(AT_START, experiment, wires=", ".join(WIRES), cut=cut)
     backend = jax.default_backend() if shrinks(experiment) else "cpu"
     check(backend == "cpu", BACKEND.format(backend=backend))

@@ -86,7 +86,7 @@ def estimate_memory(job: Job, rule: Rule, *, is_fused: bool) -> WorkerMemory:
     params, model_state = map(size_bytes, plan.shapes)
     optimizer_state = size_bytes(rule_state(rule, plan.params()))
     state = params + model_state + optimizer_state
-    shards, skips = rule.sharding and rule.sharding.shards, experiment.on_nonfinite == "skip"
+    shards, skips = rule.sharding and rule.sharding.zero, experiment.on_nonfinite == "skip"
     shard = -(-params // workers.size)
     gradients = shard if shards and shards.early else params
     mean = shard if shards and shards.shared_params else params  # else new params are gathered
@@ -310,6 +310,6 @@ def forecast(job: Job, batch: PyTree) -> WorkerMemory:
     rule, gradients = rule_in_program(job), local_functions(job)[0]
     memory = estimate_memory(job, rule, is_fused=job.workers.size == 1)
     if memory.shards and memory.shards.early:
-        gradients = memory.shards.scattering(gradients, NO_SUM)
+        gradients = memory.shards.scatter_early(gradients, NO_SUM)
     args = (*job.plan.shapes, batch, worker_key(job.experiment.seed, 0), np.int32(0))
     return with_program(memory, jax.jit(gradients).lower(*args).compile(), size_bytes(batch))

@@ -15,7 +15,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from jaxmpi.checkpoint import run_directory, run_folder
+from jaxmpi.checkpoint import run_directory
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.topology import gather_fault_tolerant, put
 from jaxmpi.core.errors import AgreedError, UsageError
@@ -77,9 +77,9 @@ def placed(run: Run, states: dict[int, TrainState]) -> TrainState:
     Params that ranks share go where all read them.
     """
     sharding = run.functions.rule.sharding
-    if place := sharding and sharding.shards.shared_params:
+    if place := sharding and sharding.zero.shared_params:
         [worker] = run.workers.mine
-        params = place.filled(states[worker].params)
+        params = place.fill(states[worker].params)
         states[worker] = states[worker]._replace(params=())
         state = put(states, run.workers)._replace(params=params)
     else:
@@ -217,7 +217,7 @@ def handed_over(run: Run, control: Processes, step: int, ends: contextlib.ExitSt
     if shrinking.recorder is None:
         hosts = [socket.gethostname()] * control.size
         with run_directory.still_usable():
-            run_folder.lock(run.saver.home, ends)
+            run_directory.lock(run.saver.home, ends)
             shrinking.recorder = open_recorder(
                 run.experiment, run.folder, run.recorder.elapsed_s(), hosts, run.plan.feed
             )

@@ -27,7 +27,7 @@ from jaxmpi.trainer.compatibility import check_compatible
 from jaxmpi.trainer.step_form import (
     SAVED_BYTES,
     chosen_overlap,
-    deal_of,
+    sharding_of,
     shares_params,
     unfit_for_overlap,
     unfit_slices,
@@ -145,9 +145,9 @@ def resolve_shards(job: Job) -> tuple[Job, str]:
         why = f"the exchange goes on beside the backward pass, and sharded it could not: {unfit}" if unfit else ""
     if not why:
         whole, own = (state_bytes(each) for each in (off, on))
-        dealt, most = deal_of(on), most_padding(whole / size_bytes(job.plan.params()), workers.size)
-        if dealt and dealt.padding > most:
-            filled = f"filled up by {dealt.padding:.0%} of the params, above {most:.0%}".replace("%", " %")
+        padding, most = sharding_of(on).padding, most_padding(whole / size_bytes(job.plan.params()), workers.size)
+        if padding > most:
+            filled = f"filled up by {padding:.0%} of the params, above {most:.0%}".replace("%", " %")
             why = f"rows of whole tensors would be {filled}: more would be copied than updates save"
         elif whole - own >= SAVED_BYTES:
             of = f"{own / 1e6:.3g} of {whole / 1e6:.3g} MB of the optimizer's state"

@@ -49,7 +49,7 @@ def extra_of(job: Job, functions: Functions, elapsed_s: float) -> dict[str, Any]
         },
         "experiment": identity(job),
         "monitor": f"{job.experiment.monitor_mode} {job.experiment.monitor}",
-        **({"chunks": list(sharding.chunks), "cut": sharding.shards.cut.name} if sharding else {}),
+        **({"chunks": list(sharding.zero.shard_indices), "cut": sharding.zero.sharding.name} if sharding else {}),
         "settings": run_directory.settings(job.experiment),
     }
 
@@ -77,7 +77,7 @@ def restored(
     Raises:
         UsageError: it is another run's.
     """
-    place = rule.sharding and rule.sharding.shards.shared_params
+    place = rule.sharding and rule.sharding.zero.shared_params
     is_leader = workers.processes.local_rank == 0
     saved = restore(
         folder / "checkpoints",
@@ -93,7 +93,7 @@ def restored(
     workers.processes.assert_same("the checkpoint to resume from", {"step": saved.step if saved else 0})
     if saved and place:
         [(worker, state)] = saved.states.items()
-        saved = saved._replace(states={worker: state._replace(params=place.filled(state.params))})
+        saved = saved._replace(states={worker: state._replace(params=place.fill(state.params))})
     if saved:
         params = next(iter(saved.states.values())).params if rule.params_are_replicated else {}
         workers.processes.assert_same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
@@ -104,9 +104,9 @@ def restored(
 def slicing_of(rule: Rule, state: TrainState) -> Slicing | None:
     """How workers hold the rule's state; None if parts are their own."""
     if rule.sharding:
-        held = rule.sharding.shards.cut.for_state_of(rule.sharding.tx).restored
+        held = rule.sharding.of_state().from_checkpoint
         whole = dict(named_leaves(jax.eval_shape(rule.init, state.params)))
-        return Slicing(whole, rule.sharding.chunks, held)
+        return Slicing(whole, rule.sharding.zero.shard_indices, held)
     return Slicing(dict(named_leaves(state.rule_state))) if rule.state_is_replicated else None
 
 
@@ -247,9 +247,9 @@ def states_to_save(run: Run, state: TrainState) -> dict[int, TrainState]:
     states, sharding = take(state, run.workers), run.functions.rule.sharding
     if sharding is None:
         return states
-    cut = sharding.shards.cut.for_state_of(sharding.tx)
+    of_state, indices = sharding.of_state(), sharding.zero.shard_indices
     return {
-        worker: each._replace(rule_state=cut.saved(each.rule_state, sharding.chunks[worker]))
+        worker: each._replace(rule_state=of_state.to_checkpoint(each.rule_state, indices[worker]))
         for worker, each in states.items()
     }
 

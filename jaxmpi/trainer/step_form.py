@@ -11,22 +11,16 @@ answers.
 """
 
 import dataclasses
-import functools
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 
 from jaxmpi.allreduce import algorithms, comm_thread_programs, compression, overlap
 from jaxmpi.allreduce.algorithms.table import with_halves
 from jaxmpi.allreduce.api import BUCKET_BYTES
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.sharded import check_floats
-from jaxmpi.config.optim import Optim
-from jaxmpi.core.deals import Deal, deal
 from jaxmpi.core.pytrees import size_bytes
-from jaxmpi.core.separable import check_hash
+from jaxmpi.core.sharding import ElementSharding, TensorSharding
 from jaxmpi.optim import optimizers
 from jaxmpi.rules import registry
 from jaxmpi.runtime import host_callbacks
@@ -144,7 +138,7 @@ def unfit_slices(job: Job, strategy: str) -> str:
     if shares_params(job, name):
         if experiment.batch_statistics == "synchronised":
             return UnfitForOverlap.SCATTERS
-        if deal_of(job):
+        if isinstance(sharding_of(job), TensorSharding):
             return UnfitForOverlap.WHOLE.format(optimizer=experiment.optim.name)
         return host_callbacks.unavailable_reason() or ""
     halves, algorithm = algorithms.parse(name).spec.halves, name.partition(":")[0]
@@ -161,26 +155,11 @@ def unfit_slices(job: Job, strategy: str) -> str:
     return comm_thread_programs.unavailable_reason(f"{algorithm}:{experiment.exchange.gather_wire}", workers.comm) or ""
 
 
-def deal_of(job: Job) -> Deal | None:
-    """Which worker updates which whole leaves; None if the optimizer takes slices.
+def sharding_of(job: Job) -> ElementSharding | TensorSharding:
+    """How sharded updates divide the params among workers.
 
     Raises:
-        UsageError: it can do neither, or params are not float32.
+        UsageError: the optimizer allows none, or params are not float32.
     """
-    optim, params = job.experiment.optim, job.plan.params()
-    check_floats(params)
-    if optim.transform is None:
-        row = optimizers.OPTIMIZERS[optim.name]
-        return None if row.cut == "entries" else deal(params, job.workers.size, row.cost)
-    check_hash(optim)
-    leaves, structure = jax.tree.flatten(params)
-    cut = cut_of(optim, job.plan.lr, structure, tuple(leaf.shape for leaf in leaves), job.workers.size)
-    return None if cut == "entries" else deal(params, job.workers.size)
-
-
-@functools.lru_cache(4)  # a run asks several times, and a user's own optimizer takes seconds
-def cut_of(optim: Optim, lr: optax.Schedule, structure: Any, shapes: tuple[tuple[int, ...], ...], workers: int) -> str:
-    """`optimizers.cut_of` of params of these shapes, in 32 bits."""
-    params = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
-    tx = optimizers.optimizer(dataclasses.replace(optim, clip_norm=0.0), lr)
-    return optimizers.cut_of(optim, tx, params, workers)
+    check_floats(job.plan.params())
+    return optimizers.sharding_for(job.experiment.optim, job.plan.lr, job.plan.params(), job.workers.size)

@@ -118,7 +118,7 @@ def check_sharded() -> None:
     ways = {
         name: (
             optax.chain(jaxmpi.exchange_gradients(name, comm=OVER_XLA), sgd),
-            jaxmpi.sharded(sgd, name, comm=OVER_XLA),
+            jaxmpi.sharded(sgd, "element", name, comm=OVER_XLA),
         )
         for name in ("ar", "asa32")
     }

@@ -91,9 +91,9 @@ import sys
 import jax, numpy as np
 import jaxmpi
 from jaxmpi.allreduce import comm_thread_programs, host_engine
-from jaxmpi.allreduce.shards import shards_of
+from jaxmpi.allreduce.zero import make_zero
 from jaxmpi.comm.job import processes
-from jaxmpi.core.deals import deal
+from jaxmpi.core.sharding import assign_tensors
 
 comm = jaxmpi.world()
 x = np.random.default_rng(comm.rank).standard_normal(60_001).astype(np.float32)
@@ -120,8 +120,8 @@ for way in ways:
         continue
     wires = {"asa32": "32", "asa16": "8", "ring32": "16", "ring:8": "32", "hier-asa:16": "8", "hier-ring32": "16"}
     for strategy, wire in wires.items():
-        for dealt in (None, deal({"a": x, "b": x[:7]}, comm.size)):
-            halves = shards_of(strategy, "mean", comm, 32 << 10, deal=dealt, gather_wire=wire)
+        for dealt in (None, assign_tensors({"a": x, "b": x[:7]}, comm.size)):
+            halves = make_zero(strategy, "mean", comm, 32 << 10, dealt, gather_wire=wire)
             put_together = lambda tree: halves.gather(halves.scatter(tree)[0], tree, wire)
             whole = jax.jit(put_together)({"a": x, "b": x[:7]})
             bits = b"".join(np.asarray(leaf).tobytes() for leaf in whole.values())

@@ -17,7 +17,7 @@ from jaxmpi.observe import plots, record_reader, report, report_charts, report_p
 from jaxmpi.observe.record_format import FORMAT, SOURCES
 from jaxmpi.observe.record_reader import MOST_LINES, read
 from jaxmpi.observe.recorder import Recorder
-from jaxmpi.observe.report_charts import BINS, table_data
+from jaxmpi.observe.report_charts import BINS, Series, series_data
 from jaxmpi.observe.step_timing import HEAD, LOCAL, summary
 from jaxmpi.observe.terminal import Terminal
 from jaxmpi.runtime.progress import Span
@@ -276,14 +276,14 @@ def test_a_long_record_keeps_its_peaks(tmp_path):
     rows = [{"kind": "train", "step": 3 * i, "loss": float(loss), "own_s": [1.0]} for i, loss in enumerate(losses)]
     record = read(write_lines(tmp_path, rows))
     assert len(record.own) <= MOST_LINES
-    drawn = table_data(record.train, ["loss"], BINS)
-    steps, values = np.array(drawn["x"]["step"]), np.array(drawn["y"]["loss"]["v"])
-    assert drawn["y"]["loss"]["at"] == [*range(len(steps))]
+    drawn = series_data(record, Series("train", "loss"), BINS)
+    assert drawn is not None
+    steps, values = np.array(drawn["x"]["step"]), np.array(drawn["y"])
     assert 2 * BINS - 2 <= len(values) <= 2 * BINS + 2
     np.testing.assert_array_equal(values, losses[steps // 3])
     kept = dict(zip(steps.tolist(), values.tolist(), strict=True))
     assert (kept[3 * 777], kept[3 * 6_789]) == (99.125, 0.125)
-    means = dict(zip(steps.tolist(), drawn["y"]["loss"]["mean"], strict=True))
+    means = dict(zip(steps.tolist(), drawn["mean"], strict=True))
     stretch = next(part for part in np.array_split(np.arange(lines), lines // 10) if 777 in part)
     assert means[3 * 777] == pytest.approx(losses[stretch].mean(), rel=0.02)  # stretches are of 10 lines, or 11
 
@@ -371,8 +371,9 @@ def test_a_study_is_a_page_of_its_cells(tmp_path, capsys):
     assert page.data["groups"][0] == {"name": "optim.lr 0.1", "runs": [0, 1]}
     assert "<th scope=row>optim.lr 0.1</th><td>2</td><td>62.5 ± 18</td>" in text
     assert "optim.lr 0.2, seed 0: failed: not finite" in text
-    losses = page.data["runs"][1]["tables"]["evaluations"]
-    assert (losses["x"]["epoch"], losses["y"]["eval_loss"]["v"]) == ([1, 2], [2.5, 1.5])
+    training, held_out = page.data["runs"][1]["charts"][page.titles.index("Loss")]
+    assert training is None
+    assert (held_out["x"]["epoch"], held_out["y"]) == ([1, 2], [2.5, 1.5])
     (tmp_path / "other.jsonl").write_text('{"kind": "run"}\n')
     with pytest.raises(UsageError, match="study"):
         report.write([tmp_path / "other.jsonl"], tmp_path / "out")

@@ -24,7 +24,7 @@ from jaxmpi.optim.optimizers import (
     is_linear_at,
     optimizer,
     scale_biases,
-    schedule_free_parts,
+    schedule_free_states,
     set_step,
 )
 from jaxmpi.optim.schedules import Clock, schedule
@@ -331,7 +331,7 @@ def test_a_run_that_goes_on_at_another_step_has_the_rates_of_that_step():
     state = set_step(tx.init(PARAMS), 7)
     steps = [int(leaf) for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.int32]
     assert sorted(steps) == [7, 8]  # Optax counts those of the average from 1
-    [free] = schedule_free_parts(tx.update(gradient(0), state, PARAMS)[1])
+    [free] = schedule_free_states(tx.update(gradient(0), state, PARAMS)[1])
     assert free.max_lr == falling(8)
 
 

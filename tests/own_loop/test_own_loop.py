@@ -68,7 +68,8 @@ import jaxmpi
 comm = jaxmpi.world()
 folder, what, name, wire = sys.argv[1:]
 params = {"w": jnp.arange(7.0), "b": jnp.ones((2, 3))}
-tx = jaxmpi.sharded(getattr(optax, name)(1e-2), "ring32", gather_wire=wire)
+by = "tensor" if name == "adafactor" else "element"
+tx = jaxmpi.sharded(getattr(optax, name)(1e-2), by, "ring32", gather_wire=wire)
 state = tx.init(params)
 for scale in (1.0, 0.5):  # gradients are whole numbers, equal on all ranks: their mean is exact in any order
     _, state = tx.update(jax.tree.map(lambda x: scale * (x + 1), params), state, params)

@@ -15,11 +15,10 @@ import jaxmpi
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.api import Choice, Op
 from jaxmpi.allreduce.local_devices import over_local_devices
-from jaxmpi.allreduce.sharded_local_devices import ShardsOfDevices
-from jaxmpi.allreduce.shards import shards_of
+from jaxmpi.allreduce.zero import make_zero
 from jaxmpi.comm.topology import AXIS
 from jaxmpi.config.optim import Optim
-from jaxmpi.core.deals import deal
+from jaxmpi.core.sharding import assign_tensors
 from jaxmpi.optim.optimizers import optimizer
 from jaxmpi.rules.averaged import averaged
 from jaxmpi.rules.base import Exchange, Rule
@@ -75,9 +74,9 @@ def rule_of(config: Optim, strategy: str, mesh: Mesh, bucket_bytes: int | None, 
 
     exchange = Exchange(mean_or_sum("mean"), mean_or_sum("sum"), over)
     if is_sharded:
-        halves = shards_of(strategy, "mean", COMM, bucket_bytes, config.clip_norm)
-        dealt = deal(tree(0), SIZE * mesh.size) if config.name == "lars" else None
-        exchange = exchange._replace(shards=ShardsOfDevices(of=halves, mesh=mesh, deal=dealt))
+        sharding = assign_tensors(tree(0), SIZE * mesh.size) if config.name == "lars" else None
+        zero = make_zero(strategy, "mean", COMM, bucket_bytes, sharding, config.clip_norm, mesh=mesh)
+        exchange = exchange._replace(zero=zero)
         config = replace(config, clip_norm=0.0)
     tx = optimizer(config, lambda step: jnp.float32(RATE))
     return averaged(gradients(tx, exchange), 0.9, over, "gradients")
@@ -87,7 +86,7 @@ def stepped(rule: Rule, mesh: Mesh) -> tuple[Any, Any, Any]:
     """Params, their average and the rule's state after some steps, with gradients of its own on every device."""
     params = placed([tree(0)] * mesh.size, mesh)
     if rule.sharding:
-        chunks = [rule.sharding.chunks[RANK * mesh.size + place] for place in range(mesh.size)]
+        chunks = [rule.sharding.zero.shard_indices[RANK * mesh.size + place] for place in range(mesh.size)]
         state = placed([jax.jit(rule.sharding.init)(tree(0), np.int32(chunk)) for chunk in chunks], mesh)
     else:
         state = placed([jax.jit(rule.init)(tree(0))] * mesh.size, mesh)
@@ -123,7 +122,7 @@ def test_sharded_updates_leave_the_bits_of_whole_ones_with_a_share_of_the_state(
 
     size_bytes = sum(x.nbytes for x in tree(0).values())
     kept = of_device(all_of_it) // size_bytes
-    padding = len(SHAPES) if config.name != "lars" else deal(tree(0), SIZE * devices).width
+    padding = len(SHAPES) if config.name != "lars" else assign_tensors(tree(0), SIZE * devices).width
     assert of_device(state) <= kept * (size_bytes / (SIZE * devices) + 4 * padding)
 
 

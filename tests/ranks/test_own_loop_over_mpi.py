@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 
 import jaxmpi
-from jaxmpi.checkpoint import write
+from jaxmpi.checkpoint import manager
 from jaxmpi.comm import diagnosis
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.job import processes
@@ -363,7 +363,7 @@ def test_shares_of_an_optimizers_state_are_cut_anew_for_other_strategies_and_num
 ):
     folder = Path(processes().bcast_object(str(tmp_path_factory.mktemp("run"))))
     params = {"w": jnp.arange(7.0), "b": jnp.arange(6.0).reshape(2, 3)}
-    sharded = partial(jaxmpi.sharded, tx, gather_wire=wire)
+    sharded = partial(jaxmpi.sharded, tx, "tensor" if wire == "16" else "element", gather_wire=wire)
     asa, ring, part = sharded("asa32"), sharded("ring32"), COMM.split(RANK // 2)
     written_by = SIZE
 
@@ -387,7 +387,7 @@ def test_shares_of_an_optimizers_state_are_cut_anew_for_other_strategies_and_num
     assert saved is not None
     assert saved.extra == extra
     if SIZE > 1 and wire == "32":
-        with pytest.raises(jaxmpi.UsageError, match=r"the order \(0, 1.*; expected \(1, .* restore it by"):
+        with pytest.raises(jaxmpi.UsageError, match=r"a state with \(0, 1.*; expected \(1, .* restore it by"):
             ring.update(params, asa.init(params), params)
     processes().barrier()
     if RANK == 0:  # goes on alone
@@ -418,7 +418,7 @@ def test_a_compressor_goes_on_from_each_ranks_debts(strategy, tmp_path_factory):
 
 def test_a_state_that_is_each_ranks_own_is_not_shared(tmp_path, standard_promotion):
     params = {"w": jnp.arange(7.0)}
-    tx = jaxmpi.sharded(optax.adam(1e-2), "asa32")
+    tx = jaxmpi.sharded(optax.adam(1e-2), "element")
     with pytest.raises(jaxmpi.UsageError, match=r"shared: got a state of jaxmpi.sharded, .* give it in own"):
         jaxmpi.Checkpoints(tmp_path).save(3, {"opt": tx.init(params)})
     with pytest.raises(jaxmpi.UsageError, match=r"broadcast: got a state of jaxmpi.sharded, which is each rank's own"):
@@ -430,8 +430,8 @@ def test_slices_of_another_optimizer_place_or_wire_are_refused(what, tmp_path_fa
     """Their leaves can have names and shapes of those that are asked for."""
     kept = jaxmpi.Checkpoints(Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))))
     params = {"w": jnp.arange(7.0), "b": jnp.ones((2, 3))}
-    adam, lion = (jaxmpi.sharded(tx, "asa32").init(params) for tx in (optax.adam(1e-2), optax.lion(1e-2)))
-    coarse = jaxmpi.sharded(optax.adam(1e-2), "ring32", gather_wire="16").init(params)
+    adam, lion = (jaxmpi.sharded(tx, "element").init(params) for tx in (optax.adam(1e-2), optax.lion(1e-2)))
+    coarse = jaxmpi.sharded(optax.adam(1e-2), "element", "ring32", gather_wire="16").init(params)
     kept.save(1, params, {"a": adam, "b": adam})
     asked = {"another optimizer": {"a": adam, "b": lion}, "another place": {"b": adam, "c": adam}}
     own = asked.get(what, {"a": coarse, "b": coarse})
@@ -446,12 +446,12 @@ def test_states_of_parts_of_the_ranks_and_of_ranks_in_another_order_stay_with_ea
     params = {"w": jnp.full((3, 5), float(RANK)), "b": jnp.ones((5, 3))}
     for comm in (COMM.split(RANK), COMM.split(0, key=-RANK)):
         kept = jaxmpi.Checkpoints(Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))))
-        tx = jaxmpi.sharded(optax.lars(1e-2, momentum=0.5), "asa32", comm=comm)
+        tx = jaxmpi.sharded(optax.lars(1e-2, momentum=0.5), "tensor", comm=comm)
         kept.save(1, {}, after_two_steps(tx, params))
         saved = kept.restore({}, tx.init(params))
         assert saved is not None
         assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), saved.own, after_two_steps(tx, params)))
-        others = jaxmpi.sharded(optax.lars(1e-2, momentum=0.5), "asa32")
+        others = jaxmpi.sharded(optax.lars(1e-2, momentum=0.5), "tensor")
         with pytest.raises(
             jaxmpi.UsageError, match=r"of parts of them: ranks \[\[.*; expected \['all'\] .* comm=that part"
         ):
@@ -462,7 +462,7 @@ def test_states_of_parts_of_the_ranks_and_of_ranks_in_another_order_stay_with_ea
 def test_each_part_of_the_ranks_has_checkpoints_in_a_folder_of_its_own(tmp_path_factory, standard_promotion):
     folder = Path(processes().bcast_object(str(tmp_path_factory.mktemp("run"))))
     part = COMM.split(RANK % 2)
-    tx = jaxmpi.sharded(optax.adam(1e-2), comm=part)
+    tx = jaxmpi.sharded(optax.adam(1e-2), "element", comm=part)
     params = {"w": jnp.full(7, float(RANK % 2)), "b": jnp.ones((2, 3))}
     kept = jaxmpi.Checkpoints(folder / f"part {RANK % 2}", comm=part)
     kept.save(1, params, after_two_steps(tx, params), {"part": RANK % 2})
@@ -497,17 +497,18 @@ def scaled_by_chance() -> Any:
     return Made(lambda p: Scaled(jax.random.key(3), jax.tree.map(jnp.zeros_like, p)), update)
 
 
-STATES: dict[str, tuple[Any, Any]] = {
-    "a bare array": (Made(jnp.zeros_like, lambda g, s, p=None: (s + g, s + g)), jnp.arange(5.0)),
-    "a key and tensors": (scaled_by_chance(), {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones((3, 2))}),
+STATES: dict[str, tuple[Any, str, Any]] = {
+    "a bare array": (Made(jnp.zeros_like, lambda g, s, p=None: (s + g, s + g)), "element", jnp.arange(5.0)),
+    "a key and tensors": (scaled_by_chance(), "tensor", {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones((3, 2))}),
 }
 
 
 @pytest.mark.parametrize("name", STATES)
 def test_states_of_any_form_are_cut_anew(name, tmp_path_factory, standard_promotion):
     folder = Path(processes().bcast_object(str(tmp_path_factory.mktemp("run"))))
-    made, params = STATES[name]
-    asa, ring, alone = jaxmpi.sharded(made), jaxmpi.sharded(made, "ring32"), jaxmpi.sharded(made, comm=SoloComm())
+    made, by, params = STATES[name]
+    asa, ring = (jaxmpi.sharded(made, by, strategy) for strategy in ("asa32", "ring32"))
+    alone = jaxmpi.sharded(made, by, comm=SoloComm())
     jaxmpi.Checkpoints(folder).save(1, params, after_two_steps(asa, params))
     for tx, comm in ((asa, COMM), (ring, COMM), (alone, SoloComm())):
         saved = jaxmpi.Checkpoints(folder, comm=comm).restore(params, tx.init(params))
@@ -524,18 +525,19 @@ def numbers(x: Any) -> np.ndarray:
 def test_a_state_that_was_dealt_or_rounded_otherwise_is_refused_by_name(standard_promotion):
     params = {"w": jnp.arange(12.0).reshape(3, 4), "b": jnp.ones((4, 3)), "c": jnp.ones((2, 2))}
     lars = optax.lars(1e-2, momentum=0.5)
-    tx, coarse = jaxmpi.sharded(lars), jaxmpi.sharded(lars, gather_wire="16")
-    others = jaxmpi.sharded(lars, cost=lambda shape: float(shape == (2, 2)))
+    tx, coarse = jaxmpi.sharded(lars, "tensor"), jaxmpi.sharded(lars, "tensor", gather_wire="16")
+    others = jaxmpi.sharded(lars, "tensor", cost=lambda shape: float(shape == (2, 2)))
     if SIZE > 1:
-        turned = jaxmpi.sharded(lars, comm=COMM.split(0, key=-RANK))
-        with pytest.raises(jaxmpi.UsageError, match=r"a state of ranks \(0.*; expected one of ranks \(\d.* restore it"):
+        turned = jaxmpi.sharded(lars, "tensor", comm=COMM.split(0, key=-RANK))
+        with pytest.raises(jaxmpi.UsageError, match=r"ranks: got a state with \(0.*; expected \(\d.* restore it"):
             turned.update(params, tx.init(params), params)
         with pytest.raises(
-            jaxmpi.UsageError, match=r"tensor . in share \d; expected it in share \d, .* restore it by jaxmpi.Chec"
+            jaxmpi.UsageError,
+            match=r"tensors by shard: got a state with \(\d.*; expected \(\d.* restore it by jaxmpi.Chec",
         ):
             tx.update(params, others.init(params), params)
     for one, other in ((tx, coarse), (coarse, tx)):
-        with pytest.raises(jaxmpi.UsageError, match=r"32-bit params of its own; expected that of gather_wire"):
+        with pytest.raises(jaxmpi.UsageError, match=r"got one with.* masters; expected the state of this"):
             one.update(params, other.init(params), params)
 
 
@@ -564,7 +566,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_refused_on_all_alike(tmp_pat
 
     with monkeypatch.context() as patch:
         if RANK == last:
-            patch.setattr(write, "write_leaves", full)
+            patch.setattr(manager, "write_leaves", full)
         with pytest.raises(jaxmpi.TrainingError, match=rf"rank {last}: the checkpoint of step 2 cannot .* No space"):
             kept.save(2, {"w": jnp.zeros(2)})
     saved = kept.restore({"w": jnp.zeros(2)})

@@ -25,17 +25,15 @@ from jaxmpi.allreduce import early_scatter
 from jaxmpi.allreduce.algorithms.ring import next_chunks
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread_programs import DONE, OPEN, START, exchange_handlers
-from jaxmpi.allreduce.shards import shards_of
 from jaxmpi.allreduce.wires import WIRES
+from jaxmpi.allreduce.zero import make_zero
 from jaxmpi.comm import shared_params, shared_sync
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.shared_params import SharedParams
-from jaxmpi.core.deals import deal
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.pytrees import tree_digest
-from jaxmpi.core.separable import cut_for
-from jaxmpi.core.slices import Entries
+from jaxmpi.core.sharding import ElementSharding, assign_tensors
 from jaxmpi.rules.base import Exchange
 from jaxmpi.rules.gradients import gradients
 from jaxmpi.runtime import host_callbacks
@@ -79,14 +77,14 @@ def test_updates_are_those_of_the_chain_and_equal_on_all_ranks(strategy, jit):
     chain = optax.chain(jaxmpi.exchange_gradients(strategy, bucket_bytes=4), optax.adam(1e-2))
     steps = 3 if jit is jax.jit else 40
     whole, _ = stepped(chain, jit, steps)
-    params, state = stepped(jaxmpi.sharded(optax.adam(1e-2), strategy), jit, steps)
+    params, state = stepped(jaxmpi.sharded(optax.adam(1e-2), "element", strategy), jit, steps)
     # In one program XLA may multiply constants beforehand: 8 roundings of a step of 0.01, one of the sum.
     off = 3 * 2.0**-24 * (8 * 0.01 + 8) if jit is jax.jit else 0.0
     for name in SHAPES:
         assert np.abs(params[name]).max() < 8
         np.testing.assert_allclose(np.asarray(params[name]), np.asarray(whole[name]), rtol=0, atol=off, err_msg=name)
     assert len(set(processes().allgather_object(tree_digest(jax.device_get(params))))) == 1
-    assert state.own[0].mu["kernel"].size == -(-97 * 31 // SIZE)
+    assert state.shard[0].mu["kernel"].size == -(-97 * 31 // SIZE)
 
 
 def test_a_reduce_scatter_adds_in_rank_order():
@@ -96,20 +94,22 @@ def test_a_reduce_scatter_adds_in_rank_order():
 
 
 def test_whole_leaves_and_changes_in_16_bits_leave_params_equal_on_all_ranks():
-    params, state = stepped(jaxmpi.sharded(optax.lars(1e-2), "ring32", gather_wire="16"), lambda function: function)
+    params, state = stepped(
+        jaxmpi.sharded(optax.lars(1e-2), "tensor", "ring32", gather_wire="16"), lambda function: function
+    )
     assert len(set(processes().allgather_object(tree_digest(jax.device_get(params))))) == 1
     if SIZE == 1:
         return
     # Params are off masters by a rounding of one change, 2^-11 of it, and of a sum. LARS changes no entry by 1e-2.
-    dealt = deal(params, SIZE)._replace(block=WIRES["16"].block)  # rows begin leaves at blocks of the wire
-    own = dealt.row_of(dealt.part(params, [*next_chunks(COMM)][RANK])).entries
-    apart = np.abs(np.asarray(own - state.own.masters.entries)).max()
+    dealt = assign_tensors(params, SIZE)._replace(block=WIRES["16"].block)  # rows begin leaves at blocks of the wire
+    own = dealt.flatten(dealt.select(params, [*next_chunks(COMM)][RANK])).flat
+    apart = np.abs(np.asarray(own - state.shard.masters.flat)).max()
     # A change of a single entry, a few roundings of its param, may have no more bits than travel.
     assert 0 < max(processes().allgather_object(float(apart))) < 1e-2 * 2.0**-10
 
 
 def test_updates_of_whole_tensors_outside_jit_compile_once(caplog):
-    tx = jaxmpi.sharded(optax.lars(1e-2), "ring32", gather_wire="16")
+    tx = jaxmpi.sharded(optax.lars(1e-2), "tensor", "ring32", gather_wire="16")
     params = tree(0)
     updates, state = tx.update(tree(RANK), tx.init(params), params)
     with jax.log_compiles():
@@ -124,7 +124,7 @@ def test_slices_that_travel_beside_a_program_are_those_that_do_not(strategy):
     exchange_handlers()  # all ranks make them together
 
     def there_and_back(beside: Order | None) -> Any:
-        halves = shards_of(strategy, "sum", COMM, 16 << 10, clip_norm=1.0, gather_wire="16", beside=beside)
+        halves = make_zero(strategy, "sum", COMM, 16 << 10, clip_norm=1.0, gather_wire="16", beside=beside)
         order = beside or Order()
         computed = order.of(lambda x: (jax.tree.map(lambda leaf: leaf * 2, x),))
         return jax.jit(lambda x: halves.gather(halves.scatter(computed(x)[0])[0], x, "16"))(tree(RANK))
@@ -153,7 +153,7 @@ def test_halves_in_pieces_have_the_bits_of_those_in_one_program(strategy, shapes
 
     rng = np.random.default_rng(RANK)
     given = Local([jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes])
-    halves = shards_of(strategy, "mean", COMM, 4 << 20)
+    halves = make_zero(strategy, "mean", COMM, 4 << 20)
     there_and_back = lambda tree: halves.gather(halves.scatter(tree)[0], tree)  # noqa: E731
     whole, inside = there_and_back(given), jax.jit(there_and_back)(given)
     assert isinstance(whole, Local)
@@ -173,8 +173,8 @@ def called(equation: Any) -> Any:
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU's calls run one after another")
 def test_the_first_new_params_need_not_wait_for_the_last_gradients():
     exchange_handlers()  # all ranks make them together
-    halves = shards_of("ring32", "mean", COMM, 4, beside=Order())
-    exchange = Exchange(lambda g: g, lambda g: g, jit=lambda function, **_: function, shards=halves)
+    halves = make_zero("ring32", "mean", COMM, 4, beside=Order())
+    exchange = Exchange(lambda g: g, lambda g: g, jit=lambda function, **_: function, zero=halves)
     rule = gradients(optax.adam(1e-2), exchange)
     assert rule.sharding
     state = jax.eval_shape(rule.sharding.init, tree(0), np.int32(0))
@@ -198,7 +198,7 @@ def test_the_first_new_params_need_not_wait_for_the_last_gradients():
 def test_ranks_that_deal_tensors_otherwise_are_refused(way):
     """Rows have one length, so messages would fit: rank 1 has the two kernels the other way round."""
     params = {"a": jnp.ones((4, 5)), "b": jnp.ones((5, 4))}
-    tx = jaxmpi.sharded(optax.lars(1e-2), "asa32", cost=lambda shape: 2.0 if shape[RANK > 0] == 4 else 1.0)
+    tx = jaxmpi.sharded(optax.lars(1e-2), "tensor", "asa32", cost=lambda shape: 2.0 if shape[RANK > 0] == 4 else 1.0)
     state = tx.init(params)
     with pytest.raises(jaxmpi.UsageError, match=r"rank 1: strategy: got asa:32, .*dealt \w+, expected asa:32, .*dealt"):
         way(tx.update)(params, state, params)
@@ -206,27 +206,17 @@ def test_ranks_that_deal_tensors_otherwise_are_refused(way):
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker is compared with nobody")
 def test_ranks_that_clip_at_other_norms_are_refused():
-    tx, params = jaxmpi.sharded(optax.sgd(1e-2), clip_norm=float(RANK)), tree(0)
+    tx, params = jaxmpi.sharded(optax.sgd(1e-2), "element", clip_norm=float(RANK)), tree(0)
     state = tx.init(params)
     with pytest.raises(jaxmpi.UsageError, match="clip_norm 1"):
         jax.jit(tx.update)(tree(RANK), state, params)
-
-
-@pytest.mark.skipif(SIZE == 1, reason="importing mpi4jax starts MPI")
-def test_an_optimizer_with_messages_of_another_library_is_refused():
-    import mpi4jax
-    from mpi4py import MPI
-
-    summed = lambda updates, _: jax.tree.map(lambda u: mpi4jax.allreduce(u, op=MPI.SUM), updates)  # noqa: E731
-    with pytest.raises(UsageError, match=r"sharded: the update of .* is made by this optimizer of more than"):
-        cut_for(optax.chain(optax.adam(1e-3), optax.stateless(summed)), {"bias": jnp.zeros(4)}, 2)
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
 def test_sums_that_nobody_uses_are_waited_for():
     """Those of frozen layers: the thread writes into the program's buffers until then."""
     exchange_handlers()  # all ranks make them together
-    halves = shards_of("ring32", "mean", COMM, 4, beside=Order())
+    halves = make_zero("ring32", "mean", COMM, 4, beside=Order())
     text = jax.jit(lambda x: jax.tree.leaves(halves.scatter(x)[0])[-1]).lower(tree(0)).as_text()
     assert text.count(f'"{START}"') == text.count(f'"{DONE}"') == len(SHAPES)
 
@@ -249,16 +239,17 @@ def test_ranks_that_have_summed_with_others_before_give_a_new_sum_one_name():
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
 @pytest.mark.parametrize("name", ["adam", "lars"])
 def test_params_that_ranks_share_are_those_that_are_gathered_and_stay_where_they_are(name):
-    tx, dealt, control = getattr(optax, name)(1e-2), deal(tree(0), SIZE) if name == "lars" else None, processes()
+    dealt = assign_tensors(tree(0), SIZE) if name == "lars" else None
+    tx, control = getattr(optax, name)(1e-2), processes()
 
     def steps(host: Any) -> Iterator[Any]:
         """Params after each step, with gradients of its own on every rank."""
-        halves = shards_of("shm", "mean", COMM, None, deal=dealt, host=host)
-        rule = gradients(tx, Exchange(lambda g: g, lambda g: g, COMM.jit, shards=halves))
+        halves = make_zero("shm", "mean", COMM, None, dealt, host=host)
+        rule = gradients(tx, Exchange(lambda g: g, lambda g: g, COMM.jit, zero=halves))
         assert rule.sharding
         params, state = tree(RANK if host else 0), COMM.jit(rule.sharding.init)(tree(0), np.int32(RANK))
         if halves.shared_params:
-            params = halves.shared_params.filled(params)  # of rank 0
+            params = halves.shared_params.fill(params)  # of rank 0
             gone.append(weakref.ref(halves.shared_params))
         for step in range(1, 4):
             params, state = rule.update(tree(step * SIZE + RANK), state, params)
@@ -312,14 +303,14 @@ def test_gradients_that_are_scattered_as_they_come_give_the_params_of_those_that
     begin = {name: np.asarray(rng.standard_normal(shape), np.float32) for name, shape in shapes.items()}
 
     def steps(*, early: bool) -> Any:
-        halves = shards_of("shm", "mean", COMM, 100, clip_norm=0.1, host=processes(), early=early)
-        rule = gradients(optax.adam(1e-2), Exchange(lambda g: g, lambda g: g, COMM.jit, shards=halves))
+        halves = make_zero("shm", "mean", COMM, 100, clip_norm=0.1, host=processes(), early=early)
+        rule = gradients(optax.adam(1e-2), Exchange(lambda g: g, lambda g: g, COMM.jit, zero=halves))
         assert rule.sharding
         assert halves.shared_params
         assert isinstance(COMM, MpiComm)
         whole = early_scatter.scattering(differentiated, 100, passed_on)
-        of = COMM.jit(halves.scattering(differentiated, COMM.sum_name) if early else whole)
-        state, params = COMM.jit(rule.sharding.init)(begin, np.int32(RANK)), halves.shared_params.filled(begin)
+        of = COMM.jit(halves.scatter_early(differentiated, COMM.sum_name) if early else whole)
+        state, params = COMM.jit(rule.sharding.init)(begin, np.int32(RANK)), halves.shared_params.fill(begin)
         seen = []
         for step in range(3):
             tokens = np.random.default_rng(step * SIZE + RANK).integers(0, 11, (4, 3))
@@ -337,8 +328,8 @@ def test_gradients_that_are_scattered_as_they_come_give_the_params_of_those_that
 
 def shared_zeros() -> tuple[SharedParams, dict[str, jax.Array], dict[str, jax.Array]]:
     """A place, its params of zeros, and this rank's slice of ones."""
-    place = SharedParams(processes(), Entries(SIZE), RANK)
-    return place, place.filled({"w": np.zeros(4 * SIZE, np.float32)}), {"w": jnp.ones(4)}
+    place = SharedParams(processes(), ElementSharding(SIZE), RANK)
+    return place, place.fill({"w": np.zeros(4 * SIZE, np.float32)}), {"w": jnp.ones(4)}
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker shares nothing")
@@ -346,7 +337,7 @@ def test_no_rank_writes_shared_params_before_all_have_let_go_of_those_before():
     place, params, own = shared_zeros()
     time.sleep(0.5 * (RANK == SIZE - 1))  # the others wait to write
     before = np.array(params["w"])
-    assert np.array(place.renewed(own)["w"]).all()
+    assert np.array(place.update(own)["w"]).all()
     assert not before.any()
 
 
@@ -354,7 +345,7 @@ def test_no_rank_writes_shared_params_before_all_have_let_go_of_those_before():
 def test_shared_params_need_no_room_where_files_in_memory_lie(monkeypatch, tmp_path):
     monkeypatch.setattr(shared_sync, "folder", lambda: str(tmp_path / "not there"))
     place, _, own = shared_zeros()
-    assert np.array(place.renewed(own)["w"]).all()
+    assert np.array(place.update(own)["w"]).all()
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker shares nothing")
@@ -364,7 +355,7 @@ def test_a_view_of_shared_params_that_is_kept_is_an_error_and_they_do_not_change
     view = np.asarray(params["w"]) if RANK == 0 else None
     told = r"local rank 0: got w.*np\.array" if RANK == 0 else "local rank 0 failed in an update"
     with pytest.raises((UsageError, TrainingError), match=told):
-        place.renewed(own)
+        place.update(own)
     assert view is None or not view.any()
     processes().barrier()
 
@@ -372,11 +363,11 @@ def test_a_view_of_shared_params_that_is_kept_is_an_error_and_they_do_not_change
 @pytest.mark.skipif(SIZE == 1, reason="one worker shares nothing")
 def test_shared_params_that_are_filled_anew_delete_the_arrays_before_as_a_step_does():
     place, params, own = shared_zeros()
-    assert place.filled(params)["w"] is params["w"]  # they are there already
-    again = place.filled({"w": np.full(4 * SIZE, 2, np.float32)})  # a rollback
+    assert place.fill(params)["w"] is params["w"]  # they are there already
+    again = place.fill({"w": np.full(4 * SIZE, 2, np.float32)})  # a rollback
     assert params["w"].is_deleted()
     assert (np.array(again["w"]) == 2).all()
-    assert np.array(place.renewed(own)["w"]).all()
+    assert np.array(place.update(own)["w"]).all()
     assert again["w"].is_deleted()
 
 
@@ -392,7 +383,7 @@ def resident_bytes() -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count of a process's memory is Linux's")
 def test_the_process_grows_by_a_slice_of_the_moments():
     params = {"big": jnp.ones((2048, 2048)), "odd": jnp.ones((97, 31))}
-    init = jaxmpi.sharded(optax.adam(1e-2)).init
+    init = jaxmpi.sharded(optax.adam(1e-2), "element").init
     jax.block_until_ready(init(params))  # tries the optimizer out, and compiles
     whole, grown, state = MOMENTS * sum(leaf.nbytes for leaf in params.values()), sys.maxsize, None
     for _ in range(3):  # other threads of the process may take memory meanwhile
@@ -409,7 +400,7 @@ def test_the_bytes_of_the_moments_and_of_masters_are_those_of_a_slice(wire):
     params, parts = tree(0), MOMENTS + (wire == "16")
     held = lambda: sum(x.nbytes for x in jax.live_arrays())  # noqa: E731
     before = held()
-    state = jaxmpi.sharded(optax.adam(1e-2), gather_wire=wire).init(params)
+    state = jaxmpi.sharded(optax.adam(1e-2), "element", gather_wire=wire).init(params)
     took_bytes = held() - before
     whole_bytes = parts * sum(leaf.nbytes for leaf in params.values())
     padding_bytes = 4 * parts * len(SHAPES) + 64  # an entry a leaf, counters

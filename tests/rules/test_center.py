@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.wires import BLOCK, WIRES
+from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint
 from jaxmpi.checkpoint.manifests import found
-from jaxmpi.checkpoint.write import Retention, UncoordinatedCheckpoint
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.config.optim import Optim

@@ -13,7 +13,6 @@ from jaxmpi.core.env import getting_mpi
 from jaxmpi.core.errors import UsageError
 from jaxmpi.tools import cli
 from jaxmpi.tools.doctor import (
-    ADVICE,
     ExchangeTime,
     format_cores,
     format_pairs,
@@ -21,6 +20,7 @@ from jaxmpi.tools.doctor import (
     pairs_of,
     self_test_problems,
     slow_pairs,
+    suggest_changes,
 )
 from launching import CLUSTER, NOT_PERMITTED, mpirun, mpirun_line, run
 
@@ -58,17 +58,15 @@ ILLS = {
         MULTIPLE,
         "b has no C compiler",
     ),
-    "mpi": ([rank()], {"missing": "libmpi.so not found"}, "no MPI: libmpi.so not found; one worker runs without"),
 }
 
 
-@pytest.mark.parametrize("name", ADVICE)
-def test_every_ill_has_its_advice_and_the_healthy_get_none(name, monkeypatch):
+@pytest.mark.parametrize("name", ILLS)
+def test_every_ill_has_its_advice(name, monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     ranks, mpi, words = ILLS[name]
-    [line, *_] = ADVICE[name](ranks, mpi)
-    assert words in line
-    assert ADVICE[name](GOOD, MULTIPLE) == []
+    assert any(words in line for line in suggest_changes(ranks, mpi))
+    assert list(suggest_changes(GOOD, MULTIPLE)) == []
 
 
 def test_what_the_self_test_shows():

@@ -118,8 +118,8 @@ exchange = ExchangeConfig("shm", shard_update="on")
 asked = dataclasses.replace(asked, effective_batch=512, exchange=exchange)
 job = job_of(asked, two)
 said = memory.forecast(job, batch)
-shards = build.exchange_for(job, "shm:32", Order(), False).shards
-early = shards.scattering(build.local_functions(job)[0], memory.NO_SUM)
+zero = build.exchange_for(job, "shm:32", Order(), False).zero
+early = zero.scatter_early(build.local_functions(job)[0], memory.NO_SUM)
 host_callbacks.register(memory.NO_SUM, halve)
 jitted = jax.jit(early)  # a compiled program that is called by itself lacks the tokens of ordered calls
 jitted.lower(*args).compile()

@@ -29,21 +29,17 @@
   const tidy = (value) => Number(value.toPrecision(6));
 
   /**
-   * A series by ascending x, null where a line of the record has no value; empty if it is not there. In a long record
-   * `y` has the extremes of stretches, and `mean` their means.
+   * A series by ascending x, null where a line of the record has no value; empty if there is none. In a long record `y`
+   * has the extremes of stretches, and `mean` their means.
    */
-  const seriesOf = (run, table, field, x, factor = 1) => {
-    const xs = run.tables[table]?.x[x];
-    const series = run.tables[table]?.y[field];
-    if (!xs || !series) return { x: [], y: [], mean: [] };
-    const scaled = (value) => (value === null ? null : tidy(factor * value));
+  const sorted = (series, x, y = series?.y) => {
     const points = [];
-    series.at.forEach((line, i) => {
-      if (xs[line] !== null) points.push([xs[line], scaled(series.v[i]), scaled((series.mean ?? series.v)[i])]);
+    series?.x[x]?.forEach((at, i) => {
+      if (at !== null) points.push([at, y[i], (series.mean ?? y)[i]]);
     });
     points.sort((a, b) => a[0] - b[0]);
-    const [columnX, y, mean] = [0, 1, 2].map((i) => points.map((point) => point[i]));
-    return { x: columnX, y, mean };
+    const [columnX, columnY, mean] = [0, 1, 2].map((i) => points.map((point) => point[i]));
+    return { x: columnX, y: columnY, mean };
   };
 
   /** Moving average as TensorBoard has it, which is not drawn towards zero at its start. */
@@ -122,7 +118,7 @@
   // ---------------------------------------------------------------- state and elements
 
   const some = (test) => report.runs.some(test);
-  const has = (x) => some((run) => Object.values(run.tables).some((table) => table.x[x]));
+  const has = (x) => some((run) => [...run.charts.flat(), run.parts].some((series) => series?.x[x]));
 
   const state = {
     x: Object.keys(XS).find(has) ?? "step",
@@ -439,6 +435,7 @@
     constructor(section, chart) {
       super(section, chart.title);
       this.description = chart;
+      this.number = report.charts.indexOf(chart);
       this.hiddenLabels = new Set();
       this.isLog = chart.isLog && this.spansDecade();
       this.addSwitch("Log", "isLog", `Logarithmic axis of ${chart.title}`);
@@ -448,22 +445,23 @@
     spansDecade() {
       let [low, high] = [Infinity, 0];
       for (const run of report.runs)
-        for (const { table, field } of this.description.series)
-          for (const value of run.tables[table]?.y[field]?.v ?? [])
-            if (value !== null) [low, high] = [Math.min(low, value), Math.max(high, value)];
+        for (const value of run.charts[this.number].flatMap((series) => series?.y ?? []))
+          if (value !== null) [low, high] = [Math.min(low, value), Math.max(high, value)];
       return low > 0 && high >= 10 * low;
     }
 
     /** The series of a chart that has several, to hide and show. */
     drawKey() {
-      const all = this.description.series.filter(
-        ({ label, table, field }) => label && some((run) => run.tables[table]?.y[field]),
-      );
+      const all = this.description.series.filter(({ label }, i) => label && some((run) => this.dataOf(run, i)));
       const entries = all.map((series) =>
         hider(this.hiddenLabels, series.label, () => this.hide(), this.swatchOf(series), series.label),
       );
       const { note } = this.description;
       this.key.replaceChildren(...(all.length > 1 ? entries : []), ...(note ? [words(note)] : []));
+    }
+
+    dataOf(run, i) {
+      return run.charts[this.number][i];
     }
 
     swatchOf(series) {
@@ -475,8 +473,8 @@
       const made = [];
       for (const entity of entities())
         for (const [i, series] of this.description.series.entries()) {
-          const { table, field, factor, label } = series;
-          const runs = entity.runs.map((k) => seriesOf(report.runs[k], table, field, state.x, factor));
+          const { table, label } = series;
+          const runs = entity.runs.map((k) => sorted(this.dataOf(report.runs[k], i), state.x));
           const data = runs.length > 1 ? overRuns(runs) : runs[0];
           made.push({
             entity,
@@ -545,7 +543,7 @@
       if (this.description.section !== "speed") return [low, max + pad];
       const [first, last] = u.series[0].idxs ?? [0, 0];
       const shown = u.data.slice(1).filter((_, i) => u.series[i + 1].show);
-      return [low, this.cut(max + pad, shown.flatMap((ys) => Array.prototype.slice.call(ys, first, last + 1)))];
+      return [low, this.cut(max + pad, shown.flatMap((ys) => ys.slice(first, last + 1)))];
     }
 
     hide() {
@@ -620,7 +618,7 @@
 
     draw() {
       const run = report.runs[state.run];
-      const names = Object.keys(PART_HUES).filter((part) => run.tables.parts.y[part]);
+      const names = Object.keys(PART_HUES).filter((part) => run.parts?.y[part]);
       const entries = names.map((part) =>
         hider(this.hiddenParts, part, () => this.draw(), swatch(hue(PART_HUES[part]), "filled"), part),
       );
@@ -628,7 +626,7 @@
       this.key.replaceChildren(...entries, ...note);
       const shown = names.filter((part) => !this.hiddenParts.has(part));
       this.columns = shown.map((part) => ({
-        ...seriesOf(run, "parts", part, state.x),
+        ...sorted(run.parts, state.x, run.parts.y[part]),
         title: part,
         colour: hue(PART_HUES[part]),
       }));
@@ -772,13 +770,13 @@
   class WorkerSteps extends Curves {
     constructor(section) {
       const most = Math.min(64, Math.max(...report.runs.map((run) => run.workerSteps.length)));
-      const series = [...Array(most).keys()].map((i) => ({
-        table: "workers",
-        field: `worker_steps.${i}`,
-        label: `worker ${i}`,
-      }));
+      const series = [...Array(most).keys()].map((i) => ({ table: "workers", label: `worker ${i}` }));
       super(section, { title: "Steps by worker", unit: "", isLog: false, series });
       if (report.runs.length > 1) this.addPicker();
+    }
+
+    dataOf(run, i) {
+      return run.workers[i];
     }
 
     swatchOf(series) {
@@ -789,7 +787,7 @@
       return this.description.series.map((series, i) => ({
         entity: { name: `\u0000${i}` }, // which no run is called: the names of runs hide none of these
         series,
-        data: seriesOf(report.runs[state.run], "workers", series.field, state.x),
+        data: sorted(this.dataOf(report.runs[state.run], i), state.x),
         colour: hue(i),
         dash: dashOf(i),
         name: series.label,
@@ -878,7 +876,7 @@
     bar.append(choice("x axis", xs, state.x, chooseX));
     if (report.groups.length)
       bar.append(choice("Seeds", { mean: "Mean and band", each: "Every run" }, "mean", chooseSeeds));
-    if (some((run) => run.tables.train?.y.loss))
+    if (report.charts.some((chart) => chart.series.some(({ table }) => table === "train")))
       bar.append(make("label", { className: "choice" }, make("span", {}, "Smoothing"), amount, shown));
     bar.append(choice("Theme", { auto: "Auto", light: "Light", dark: "Dark" }, state.theme, chooseTheme), legend);
     bar.hidden = false;
@@ -891,7 +889,7 @@
     const makers = report.charts
       .filter((chart) => chart.section === name)
       .map((chart) => () => new Curves(section, chart));
-    if (name === "speed" && some((run) => run.tables.parts.y.compute)) makers.splice(1, 0, () => new Parts(section));
+    if (name === "speed" && some((run) => run.parts)) makers.splice(1, 0, () => new Parts(section));
     makers.forEach((maker) => maker());
   }
   const ranks = document.getElementById("ranks");

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.allreduce.wires import host_wire
-from jaxmpi.checkpoint.manager import written
-from jaxmpi.checkpoint.write import UncoordinatedCheckpoint
+from jaxmpi.checkpoint.manager import UncoordinatedCheckpoint, written
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.pytrees import PyTree, named_leaves

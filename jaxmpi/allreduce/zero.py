@@ -1,0 +1,476 @@
+"""ZeRO: an exchange in two halves, between which each worker updates its shard of the params.
+
+    shard of the mean gradient <- reduce-scatter ;  update of that shard ;  whole params <- all-gather
+
+A bucket is w rows, and row c has shard c of every tensor. So an entry is summed by the worker, and in the order, as if
+its tensor were sent alone: over wire 32 these are the bits of `exchange` with `bucket_bytes=4`. With asa and hier-asa,
+which add in rank order everywhere, they are those of any buckets. A coarser wire carries gradients only, and rounds
+once less than in `exchange`. With whole tensors a bucket is some entries of all workers' shards, so only the ends of
+shards are padded; asa and hier-asa keep the bits here, too.
+
+With several devices a process the halves stand between programs, for one over several devices would call MPI once a
+device. P processes of K devices are w = P K workers:
+
+1. every device packs its gradients into vectors of w rows;
+2. the first device adds up those of all devices, in order;
+3. the strategy's first half leaves K rows of the sum with each process, one for each device;
+4. every device updates its shard;
+5. the first device joins the new rows, and the second half gives all processes' rows. Then every device gets the tree.
+
+So a process sends what it sends without sharding. Rows lie as `hier-<strategy>` gives them to workers, so over wire 32
+these are its bits with one process a device. They are also the bits of `over_local_devices`.
+"""
+
+import functools
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxmpi.allreduce.algorithms import parse
+from jaxmpi.allreduce.algorithms.spec import Halves, is_one
+from jaxmpi.allreduce.algorithms.table import with_halves
+from jaxmpi.allreduce.api import TRACED, Choice, Op, check_op, guarded, is_traced
+from jaxmpi.allreduce.buckets import Order
+from jaxmpi.allreduce.building_blocks import spread
+from jaxmpi.allreduce.call_order import caller, compared, in_turn, number_of, one_thread
+from jaxmpi.allreduce.comm_thread_programs import RANK, all_reduce_on_comm_thread
+from jaxmpi.allreduce.compression import is_compressor
+from jaxmpi.allreduce.dispatch import check_counts, try_host_all_reduce
+from jaxmpi.allreduce.early_scatter import scattering
+from jaxmpi.allreduce.host_engine import is_far
+from jaxmpi.allreduce.local_devices import TRAVELS_ALONE, DeviceRows, in_order
+from jaxmpi.allreduce.wires import WIRES
+from jaxmpi.allreduce.zero_vectors import ElementVectors, Jit, TensorVectors, no_jit, vectors_for
+from jaxmpi.comm.agreement import Fingerprint, HostProcesses
+from jaxmpi.comm.base import Comm
+from jaxmpi.comm.shared_params import SharedParams
+from jaxmpi.comm.shared_sum import scatter_beside
+from jaxmpi.config.exchange_config import check_bucket_bytes
+from jaxmpi.core.errors import UsageError, lookup
+from jaxmpi.core.pytrees import PyTree, clipped
+from jaxmpi.core.sharding import ElementSharding, TensorShard, TensorSharding, shard_rows, shard_shape
+from jaxmpi.runtime import host_callbacks
+
+# Buckets of shards in programs of their own: inside a host a message costs less than packing tensors.
+ONE_HOST_BUCKET_BYTES = 1 << 20
+SCATTER, GATHER, NORM = "reduce-scatter", "allgather:", "norm"  # halves; the wire follows GATHER
+
+
+class Zero(NamedTuple):
+    """The two halves of an exchange, between which workers have shards.
+
+    Both work inside and outside jit; over a `mesh` outside only, on trees whose leaves have a leading axis of this
+    process's devices. All workers call them together, with trees of the same structure.
+    """
+
+    choice: Choice  # its workers are processes
+    sharding: ElementSharding | TensorSharding
+    clip_norm: float = 0.0  # largest norm of the whole mean or summed gradient; 0: no clipping
+    gives_square: bool = False  # `scatter` gives |g|^2 of the whole mean gradient g, before clipping
+    gather_wire: str = "32"  # of new params; with a coarser one of their changes
+    shared_params: SharedParams | None = None  # the one copy of params that a host's workers have
+    early: bool = False  # `scatter` gets shards, from the program of the gradients
+    mesh: Mesh | None = None  # of one axis: this process's devices, as many as of every other process
+
+    @property
+    def comm(self) -> Comm:
+        """Of the processes."""
+        return self.choice.comm
+
+    @property
+    def devices(self) -> int:
+        """Devices of each process."""
+        return self.mesh.size if self.mesh else 1
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return self.comm.size * self.devices
+
+    @property
+    def halves(self) -> Halves:
+        """Those of the strategy."""
+        halves = parse(self.choice.strategy).spec.halves
+        assert halves
+        return halves
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether buckets are sent while the program computes gradients."""
+        return self.choice.order is not None
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether workers keep 32-bit shards of params, and rounded changes are sent."""
+        return self.gather_wire != "32" and self.comm.size > 1
+
+    @property
+    def shard_indices(self) -> tuple[int, ...]:
+        """By worker: the index of its shard."""
+        by_rank = self.halves.chunks(self.comm)
+        return tuple(place * self.comm.size + index for index in by_rank for place in range(self.devices))
+
+    def shard_index(self) -> jax.Array:
+        """i32[]: the index of this worker's shard; i32[devices] over a mesh."""
+        if self.mesh:
+            return indices_of_devices(self)
+        rank = self.comm.rank
+        if self.is_beside:  # one rank of a host traces for all
+            [rank] = host_callbacks.call(RANK, [], [jax.ShapeDtypeStruct((), jnp.int32)], effect=None)
+        indices = self.shard_indices
+        return jnp.int32(indices[rank]) if isinstance(rank, int) else jnp.asarray(indices, jnp.int32)[rank]
+
+    def scatter(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
+        """This worker's shard of the mean or sum, and f32[] |mean|^2.
+
+        The square is 0 if neither `clip_norm` nor `gives_square` is set.
+
+        Communicates: the strategy's first half once a bucket, with shm once in all; with `clip_norm` or `gives_square`
+        w floats as well. Only these if `early`.
+        """
+        if self.early and not self._needs_square:
+            return grads, jnp.zeros(())
+        shard, square = self._run(NORM if self.early else SCATTER, grads, grads)
+        return as_tree(shard, grads), square
+
+    def gather(self, shard: PyTree, like: PyTree, wire: str = "32") -> PyTree:
+        """All workers' shards as a tree like `like`, bitwise equal on all.
+
+        Communicates: the strategy's second half once a bucket, with shm once in all.
+        """
+        return as_tree(self._run(GATHER + wire, shard, like), like)
+
+    def gather_params(self, shard: PyTree, params: PyTree) -> PyTree:
+        """The new params from all workers' shards, in shared memory or gathered."""
+        return self.shared_params.update(shard) if self.shared_params else self.gather(shard, params)
+
+    def scatter_early(self, gradients: Callable[..., tuple], sum_name: str) -> Callable[..., tuple]:
+        """Replace a function's first result, gradients, by this worker's shard of their mean.
+
+        For use inside jit. Each bucket goes into the sum as soon as the program has computed it, and is free behind it.
+
+        Args:
+            gradients: a function of any arguments.
+            sum_name: of the sum in shared memory, as of `RankComm.sum_name`.
+
+        Communicates: through shared memory, once a bucket. The program is the same on all ranks.
+        """
+        divisor = self.size if self.choice.op == "mean" else 1
+
+        def scatter(leaves: list[jax.Array], through: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            rows = [shard_rows(leaf, self.size) for leaf in leaves]
+            flat = (rows[0] if len(rows) == 1 else jnp.concatenate(rows, 1)).reshape(-1)
+            mine, through = scatter_beside(sum_name, self.size, flat, divisor, through)
+            parts = [mine] if len(rows) == 1 else jnp.split(mine, np.cumsum([row.shape[1] for row in rows])[:-1])
+            shards = zip(parts, leaves, strict=True)
+            return [part.reshape(shard_shape(leaf.shape, self.size)) for part, leaf in shards], through
+
+        scattered = scattering(gradients, self.choice.bucket_bytes, scatter)
+
+        @functools.wraps(gradients)
+        def shards(*args: PyTree) -> tuple:
+            mine, *rest = scattered(*args)
+            empty = lambda x: x if x.size else x.reshape(shard_shape(x.shape, self.size))  # noqa: E731 # not sent
+            return jax.tree.map(empty, mine), *rest
+
+        return shards
+
+    @property
+    def _needs_square(self) -> bool:
+        return bool(self.clip_norm or self.gives_square)
+
+    def _run(self, half: str, given: PyTree, like: PyTree) -> Any:
+        """Run a half on lists of leaves: a user's tree need not be sent with a program to other ranks of a host."""
+        leaves, structure = jax.tree.flatten(given)
+        listed = given if isinstance(given, TensorShard) else leaves
+        if self.mesh:
+            shapes = tuple(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(like))
+            return over_devices(self, half, shapes)(listed)
+        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(like))
+        with one_thread(self.comm) as is_part:
+            if not is_traced(leaves):
+                lasting = self._replace(shared_params=None)  # programs outlive a run, whose params go with it
+                mine = fingerprint_of(lasting, half, structure, tuple((x.shape, x.dtype) for x in leaves))
+                self.comm.assert_same(mine)
+                return outside_jit(lasting, half, shapes)(listed)
+            run = self._half(half, shapes, no_jit, no_jit)
+            if self.is_beside:  # ranks compare the plan when they run it
+                return run(jax.tree.map(lambda x: guarded(x, self.comm), listed))
+            named = self._named(half)
+            self.comm.assert_same(named.fingerprint(given, TRACED))
+            number = None if is_part else number_of(self.comm, f"{named.what(leaves)}, {caller()}")
+            listed = jax.tree.map(lambda x: guarded(x, self.comm), listed)
+            with compared(self.comm, number):
+                return run(listed)
+
+    def _named(self, half: str) -> Choice:
+        """The exchange as ranks compare it, and as messages name it."""
+        clips = f", clip_norm {float(self.clip_norm)!r}" if self.clip_norm else ""
+        owners = f"{self.sharding.owners}" if isinstance(self.sharding, TensorSharding) else ""
+        dealt = f", dealt {zlib.crc32(owners.encode()):08x}" if owners else ""
+        return self.choice._replace(strategy=f"{self.choice.strategy}, {half}{clips}{dealt}")
+
+    def _half(self, half: str, like: Sequence[jax.ShapeDtypeStruct], jit: Jit, exchanging: Jit) -> Callable[[Any], Any]:
+        """A half for lists of leaves of these shapes.
+
+        Args:
+            jit: for the pieces that do not communicate.
+            exchanging: for the one that does.
+        """
+        total = exchanging(lambda square: self._by_worker(square).sum())  # in one order on all workers
+        clip = self._clipping(jit, total)
+        if self.size == 1:
+            return exchanging(no_jit if half.startswith(GATHER) else self._clipping(no_jit, lambda square: square))
+        if half == NORM:
+            return clip
+        vectors = self._vectors(like)
+        if half == SCATTER:
+
+            def scattered(packed: list[jax.Array]) -> Sequence[jax.Array]:
+                return vectors.lone_shards(self._reduce_scatter([vectors.flat(x) for x in packed]))
+
+            pack, scatter, unpack = vectors.pack(jit), exchanging(scattered), vectors.unpack_shards(jit)
+            return lambda grads: clip(unpack(scatter(pack(grads))))
+
+        def gathered(chunks: list[jax.Array]) -> Sequence[jax.Array]:
+            return vectors.lone_leaves(self._all_gather([x.reshape(-1) for x in chunks], half.removeprefix(GATHER)))
+
+        pack, gather, unpack = vectors.pack_shards(jit), exchanging(gathered), vectors.unpack(jit)
+        return lambda shards: unpack(gather(pack(shards)))
+
+    def _clipping(self, jit: Jit, total: Callable[[jax.Array], jax.Array]) -> Callable[[Any], tuple[Any, jax.Array]]:
+        """A function that clips a shard by the norm over all workers, and gives that norm before, squared."""
+        if not self._needs_square:
+            return lambda shard: (shard, jnp.zeros(()))
+
+        def clip(shard: Any, square: jax.Array) -> Any:
+            return clipped(shard, jnp.sqrt(square), self.clip_norm)
+
+        mine, scale = jit(square_of), jit(clip) if self.clip_norm else lambda shard, square: shard
+
+        def run(shard: Any) -> tuple[Any, jax.Array]:
+            square = total(mine(shard))
+            return scale(shard, square), square
+
+        return run
+
+    def _vectors(self, like: Sequence[jax.ShapeDtypeStruct]) -> ElementVectors | TensorVectors:
+        block = math.lcm(parse(self.choice.strategy).wire.block, WIRES[self.gather_wire].block)
+        buckets = self.choice.buckets([*like]) if self.is_beside else None
+        return vectors_for(like, self.sharding, self.choice.bucket_bytes, block, buckets)
+
+    def _reduce_scatter(self, flats: list[jax.Array]) -> list[jax.Array]:
+        """f32[n] -> f32[n / w]: this worker's chunk of mean or sum."""
+        comm, strategy = self.comm, self.choice.strategy
+        divisor = comm.size if self.choice.op == "mean" else 1
+        if (sums := self._on_host(strategy, "scatter", lambda: flats)) is not None:
+            return [total.reshape(comm.size, -1)[self.shard_index()] / divisor for total in sums]
+        check_counts(flats, strategy, comm)
+        return self.halves.scattered(flats, comm, parse(strategy).wire, divisor)
+
+    def _all_gather(self, chunks: list[jax.Array], wire: str) -> list[jax.Array]:
+        """f32[m] -> f32[w, m] each: all workers' chunks, by index."""
+        comm, strategy = self.comm, f"{self.choice.strategy.partition(':')[0]}:{wire}"
+        rows = self._on_host(
+            strategy, "gather", lambda: [spread(chunk, comm.size, self.shard_index()).reshape(-1) for chunk in chunks]
+        )
+        if rows is None:
+            rows = self.halves.gathered(chunks, comm, WIRES[wire])
+        return [row.reshape(comm.size, -1) for row in rows]
+
+    def _on_host(self, strategy: str, half: str, flats_of: Callable[[], list[jax.Array]]) -> list[jax.Array] | None:
+        """A half outside XLA; None where a program makes it."""
+        if not (self.is_beside or (is_far(self.comm) and self.halves.scatter_part)):
+            return None
+        flats = flats_of()
+        labels = [f"{half} of bucket {i + 1} of {len(flats)}" for i in range(len(flats))]
+        plan = {"strategy": strategy, "half": half, "floats of buckets": [x.size for x in flats]}
+        if self.is_beside:
+            return all_reduce_on_comm_thread(flats, strategy, self.comm, plan, labels, half=half, portable=True)
+        return try_host_all_reduce(flats, strategy, self.comm, plan, labels, half)
+
+    def _by_worker(self, x: jax.Array) -> jax.Array:
+        """f32[] -> f32[w]."""
+        if not self.is_beside:
+            return self.comm.allgather(x)
+        [by_index] = self._all_gather([x.reshape(1)], "32")
+        return by_index.reshape(-1)[jnp.asarray(self.shard_indices)]
+
+
+@functools.cache
+def fingerprint_of(zero: Zero, half: str, structure: Any, shapes: tuple) -> Fingerprint:
+    """What ranks compare before a half outside jit."""
+    return zero._named(half).fingerprint(jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in shapes]))
+
+
+@functools.cache
+def outside_jit(zero: Zero, half: str, like: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[Any], Any]:
+    """A half as programs, of trees whose leaves have these shapes."""
+    if isinstance(zero.sharding, TensorSharding):  # in one program columns are made one after another: less at once
+        return in_turn(zero._half(half, like, no_jit, no_jit))
+    size_bytes = zero.choice.bucket_bytes
+    if size_bytes is not None and is_one(zero.comm.hosts):
+        zero = zero._replace(choice=zero.choice._replace(bucket_bytes=min(size_bytes, ONE_HOST_BUCKET_BYTES)))
+    return zero._half(half, like, zero.comm.jit, in_turn)
+
+
+def as_tree(made: Any, like: PyTree) -> Any:
+    """A tree like another one, of its leaves; a `TensorShard` as it is."""
+    return made if isinstance(made, TensorShard) else jax.tree.unflatten(jax.tree.structure(like), made)
+
+
+def square_of(shard: PyTree) -> jax.Array:
+    """f32[]: the sum of the squares of all entries."""
+    return sum((jnp.square(x).sum() for x in jax.tree.leaves(shard)), jnp.zeros(()))
+
+
+# ---------------------------------------------------------------- several devices a process
+
+
+def along(zero: Zero) -> NamedSharding:
+    """A leading axis of this process's devices."""
+    assert zero.mesh
+    return NamedSharding(zero.mesh, PartitionSpec(*zero.mesh.axis_names))
+
+
+@functools.cache
+def indices_of_devices(zero: Zero) -> jax.Array:
+    """i32[devices]: the indices of this process's shards."""
+    first = int(zero.comm.rank) * zero.devices
+    return jax.device_put(np.array(zero.shard_indices[first : first + zero.devices], np.int32), along(zero))
+
+
+@functools.cache
+def over_devices(zero: Zero, half: str, like: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[Any], Any]:
+    """A half of trees with a leading axis of devices, whose other axes are these."""
+    assert zero.mesh
+    processes, devices, placed = zero.comm.size, list(zero.mesh.devices.flat), along(zero)
+    between = Zero(zero.choice._replace(op="sum", bucket_bytes=TRAVELS_ALONE), ElementSharding(processes))
+    vectors = zero._vectors(like)
+
+    def over(function: Callable, first: bool = True, last: bool = True) -> Callable:
+        """A program on each device; its arguments, and its results, have a leading axis of devices or are flat."""
+
+        def on_one(*args: Any) -> Any:
+            made = function(*(jax.tree.map(lambda x: x[0], args) if first else args))
+            return jax.tree.map(lambda x: x[None], made) if last else made
+
+        spec = placed.spec
+        return jax.jit(jax.shard_map(on_one, mesh=zero.mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+    def rows_of(x: jax.Array) -> DeviceRows:
+        return DeviceRows.of(x.size, zero.devices, processes, zero.choice.strategy)
+
+    def gathered(chunks: Sequence[jax.Array], wire: str) -> list[jax.Array]:
+        """This process's chunks, flat -> f32[w m] each, flat on every device, as they were sent."""
+        mine = jax.device_put([*chunks], devices[0])
+        whole = between.gather(mine, [jax.ShapeDtypeStruct((processes * x.size,), x.dtype) for x in mine], wire)
+        copies = [[jax.device_put(x, device) for device in devices] for x in whole]
+        return [
+            jax.make_array_from_single_device_arrays((len(devices) * each[0].size,), placed, each) for each in copies
+        ]
+
+    if half != SCATTER:
+
+        def split(sent: list[jax.Array]) -> Sequence[jax.Array]:
+            rows = [rows_of(x).as_it_was(x).reshape(zero.size, -1) for x in sent]
+            return vectors.unpack(no_jit)(vectors.lone_leaves(rows))
+
+        pack = over(lambda shard: [x.reshape(-1) for x in vectors.pack_shards(no_jit)(shard)], last=False)
+        unpack, wire = over(split, first=False), half.removeprefix(GATHER)
+        return lambda shards: unpack(gathered(pack(shards), wire))
+
+    divisor = zero.size if zero.choice.op == "mean" else 1
+    pack = over(lambda leaves: [vectors.flat(x) for x in vectors.pack(no_jit)(leaves)], last=False)
+    unpack = over(
+        lambda sums: vectors.unpack_shards(no_jit)(vectors.lone_shards([each / divisor for each in sums])), first=False
+    )
+
+    def added(by_device: list[list[jax.Array]]) -> list[jax.Array]:
+        return [rows_of(each[0]).as_cut(functools.reduce(jnp.add, each)) for each in by_device]
+
+    def summed(by_index: jax.Array) -> jax.Array:
+        by_worker = by_index.reshape(processes, zero.devices)[np.array(zero.halves.chunks(zero.comm))]
+        return by_worker.reshape(-1).sum()[None]
+
+    add, total = zero.comm.jit(added), over(summed, first=False, last=False)
+    clip = zero._clipping(over, lambda squares: total(gathered([squares], "32")[0]))
+
+    def scatter(grads: list[jax.Array]) -> tuple[Any, jax.Array]:
+        parts = [[shard.data for shard in in_order(x)] for x in pack(grads)]
+        sums, _ = between.scatter(add(jax.device_put(parts, devices[0])))
+        return clip(unpack(jax.device_put(sums, placed)))  # row i of [K m] to device i
+
+    return scatter
+
+
+# ---------------------------------------------------------------- of a run's options
+
+NO_HALVES = (
+    "got strategy {strategy!r} for sharded updates; expected one whose sum is a reduce-scatter and an allgather: "
+    "{able}, or auto"
+)
+NO_FIT = (
+    "got strategy {strategy!r} for sharded updates, which is not for ranks on these hosts; expected {able}, or auto"
+)
+NO_WIRE = (
+    "got gather_wire {wire} with strategy {strategy!r}, whose new params never leave the memory of the host, in 32 "
+    "bits; leave it out, or take {able}"
+)
+
+
+def make_zero(
+    strategy: str,
+    op: Op,
+    comm: Comm,
+    bucket_bytes: int | None,
+    sharding: ElementSharding | TensorSharding | None = None,
+    clip_norm: float = 0.0,
+    gives_square: bool = False,
+    gather_wire: str = "32",
+    host: HostProcesses | None = None,
+    beside: Order | None = None,
+    early: bool = False,
+    mesh: Mesh | None = None,
+) -> Zero:
+    """The halves of a strategy's exchange over these workers.
+
+    Args:
+        sharding: over all workers; default: by element.
+        host: the ranks of the one host there is, if they are to share their params.
+        beside: the order in which gradients come to exist in the program that exchanges them, if buckets are to be sent
+            meanwhile; the caller has seen that they can.
+        early, mesh: as of `Zero`.
+
+    Raises:
+        UsageError: a strategy without halves, with those that have; an unknown wire; a norm below 0.
+    """
+    check_op(op)
+    check_bucket_bytes(bucket_bytes)
+    lookup(WIRES, gather_wire, "wire")
+    if clip_norm < 0:
+        raise UsageError(f"clip_norm: got {clip_norm}; expected a largest norm >= 0, 0 for none")
+    able = ", ".join(with_halves(comm.hosts, gather_wire))
+    spec = None if is_compressor(strategy) else parse(strategy).spec
+    if not (spec and spec.halves):
+        raise UsageError(NO_HALVES.format(strategy=strategy, able=able))
+    if not spec.fits(comm.hosts):
+        raise UsageError(NO_FIT.format(strategy=strategy, able=able))
+    if gather_wire not in spec.halves.gathers:
+        raise UsageError(NO_WIRE.format(wire=gather_wire, strategy=strategy, able=able))
+    choice = Choice(strategy=parse(strategy).name, op=op, comm=comm, bucket_bytes=bucket_bytes, order=beside)
+    workers = comm.size * (mesh.size if mesh else 1)
+    if sharding is None or workers == 1:
+        sharding = ElementSharding(workers)
+    if isinstance(sharding, TensorSharding):
+        sharding = sharding._replace(block=math.lcm(parse(strategy).wire.block, WIRES[gather_wire].block))
+    zero = Zero(choice, sharding, clip_norm, gives_square, gather_wire, early=early, mesh=mesh)
+    return (
+        zero._replace(shared_params=SharedParams(host, sharding, zero.shard_indices[host.local_rank])) if host else zero
+    )
