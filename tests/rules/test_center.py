@@ -106,7 +106,6 @@ class World:
         self.base = {worker: start.copy() for worker in range(case.workers)}
         self.learnt = np.zeros_like(start)
         self.running = {worker: self.work(worker) for worker in range(case.workers)}
-        self.over: set[int] = set()
 
     def exchange(self, worker: int, *args: Any, **options: Any) -> Iterator[Any]:
         exchange = Exchange(self.layout, *args, **options)
