@@ -39,7 +39,7 @@ from jaxmpi.allreduce.api import TRACED, Choice, Op, check_op, guarded, is_trace
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.building_blocks import spread
 from jaxmpi.allreduce.call_order import caller, compared, in_turn, number_of, one_thread
-from jaxmpi.allreduce.comm_thread_programs import RANK, all_reduce_on_comm_thread
+from jaxmpi.allreduce.comm_thread import RANK, all_reduce_on_comm_thread
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.dispatch import check_counts, try_host_all_reduce
 from jaxmpi.allreduce.early_scatter import scattering

@@ -31,10 +31,10 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmpi.allreduce.api import is_traced
 from jaxmpi.allreduce.call_order import caller, one_thread
-from jaxmpi.allreduce.comm_thread import PendingExchange, Requests, comm_thread, same_calls
-from jaxmpi.allreduce.comm_thread_programs import TICKET
+from jaxmpi.allreduce.comm_thread import TICKET
 from jaxmpi.collectives import api, messages
 from jaxmpi.collectives.call import NOBODY, MpiCall, at_least_8_bits, from_mpi_dtype, shape_of, to_mpi_dtype
+from jaxmpi.collectives.operation_thread import PendingExchange, Requests, comm_thread, same_calls
 from jaxmpi.collectives.primitive import assert_same, describe_call, intercept_calls, operation_of
 from jaxmpi.collectives.table import OPERATIONS, mpi_op, neutral
 from jaxmpi.comm.mpi import MpiComm

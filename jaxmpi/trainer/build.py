@@ -21,7 +21,7 @@ import optax
 from jaxmpi.allreduce import algorithms, compression, overlap
 from jaxmpi.allreduce.api import BUCKET_BYTES, Choice, Op, exchange, exchange_gradients
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.comm_thread_programs import exchange_handlers
+from jaxmpi.allreduce.comm_thread import exchange_handlers
 from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.zero import make_zero
 from jaxmpi.checkpoint.export import SUFFIX, Loaded, load, params_from_orbax

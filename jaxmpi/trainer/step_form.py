@@ -14,7 +14,7 @@ import dataclasses
 
 import jax
 
-from jaxmpi.allreduce import algorithms, comm_thread_programs, compression, overlap
+from jaxmpi.allreduce import algorithms, comm_thread, compression, overlap
 from jaxmpi.allreduce.algorithms.table import with_halves
 from jaxmpi.allreduce.api import BUCKET_BYTES
 from jaxmpi.allreduce.autotune import is_auto
@@ -145,14 +145,14 @@ def unfit_slices(job: Job, strategy: str) -> str:
     if not halves:
         return ""  # refused for itself
     if not halves.scatter_part:
-        if nowhere := comm_thread_programs.unavailable_reason("asa:32", workers.comm):
+        if nowhere := comm_thread.unavailable_reason("asa:32", workers.comm):
             return nowhere
         with_both = [(each, algorithms.parse(each).spec.halves) for each in with_halves(workers.comm.hosts)]
         able = ", ".join(each for each, both in with_both if both and both.scatter_part)
         return UnfitForOverlap.HALVES.format(algorithm=algorithm, able=able)
     if experiment.batch_statistics == "synchronised":
         return UnfitForOverlap.SLICES
-    return comm_thread_programs.unavailable_reason(f"{algorithm}:{experiment.exchange.gather_wire}", workers.comm) or ""
+    return comm_thread.unavailable_reason(f"{algorithm}:{experiment.exchange.gather_wire}", workers.comm) or ""
 
 
 def sharding_of(job: Job) -> ElementSharding | TensorSharding:
