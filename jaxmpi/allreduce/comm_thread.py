@@ -15,6 +15,7 @@ for that. The comparison travels while the program computes; waiting for it in `
 
 import ctypes
 import functools
+import hashlib
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ from jaxmpi.runtime import failures, host_callbacks
 THREAD = "jaxmpi exchange"
 COPYING = {OPEN: f"{THREAD}: open", START: f"{THREAD}: start", DONE: f"{THREAD}: done"}
 RANK = f"{THREAD}: rank"
-WHAT_BYTES = 256  # bytes of an exchange's name, for messages; ranks compare its digest
+TEXT_BYTES = 256  # bytes of a call's text, for messages; ranks compare a digest
 TICKET = jax.ShapeDtypeStruct((), jnp.uint32)
 
 
@@ -214,15 +215,10 @@ class ExchangeHandlers:
         if theirs is not None:
             texts = {numbers[rank]: self.text(number) for rank, number in {self.control.rank: mine, **theirs}.items()}
             raise UsageError(different_calls(texts))
-        text, digest = self.text(mine).encode(), mine.to_bytes(8, "little")
-        rows = np.empty((self.control.size, len(digest) + WHAT_BYTES), np.uint8)
-        # The innermost lines come last.
-        self._comparisons.Allgather(np.frombuffer(digest + text[-WHAT_BYTES:].ljust(WHAT_BYTES), np.uint8), rows)
-        whats = [row[len(digest) :].tobytes().decode(errors="replace").rstrip() for row in rows]
-        digests = [row[:4].tobytes().hex() for row in rows]
-        is_cut = len(set(whats)) < len(set(digests))
-        named = [f"{a} ({b})" for a, b in zip(whats, digests, strict=True)] if is_cut else whats
-        raise UsageError(different_calls(dict(zip(numbers, named, strict=True))))
+        row = call_row(self.text(mine), mine)
+        rows = np.empty((self.control.size, len(row)), np.uint8)
+        self._comparisons.Allgather(row, rows)
+        refuse_calls(rows, numbers)
 
     # ------------------------------------------------------------ for the monitor that names absent ranks
 
@@ -265,6 +261,21 @@ class ExchangeHandlers:
         self.library.jaxmpi_beside_done(c_uint32(ticket), c_int64(word0))
         np.copyto(results[0], self._copies.pop((ticket, word0)))
         results[1][...] = ticket
+
+
+def call_row(text: str, about: Any = None) -> np.ndarray:
+    """A call as u8[n] for comparison over ranks: a digest, of the text if of nothing else, then the text's end."""
+    digest = hashlib.sha256(repr(about or text).encode()).digest()
+    return np.frombuffer(digest + text.encode()[-TEXT_BYTES:].ljust(TEXT_BYTES), np.uint8)  # innermost lines come last
+
+
+def refuse_calls(rows: np.ndarray, numbers: Sequence[int]) -> NoReturn:
+    """Raise `UsageError`, which names the calls that ranks have come to, by the rows of all."""
+    texts = [row[-TEXT_BYTES:].tobytes().decode(errors="replace").rstrip() for row in rows]
+    digests = [row[:4].tobytes().hex() for row in rows]
+    is_cut = len(set(texts)) < len(set(digests))
+    named = [f"{a} ({b})" for a, b in zip(texts, digests, strict=True)] if is_cut else texts
+    raise UsageError(different_calls(dict(zip(numbers, named, strict=True))))
 
 
 @functools.cache

@@ -6,7 +6,6 @@ the process's own: it starts without other ranks. Buckets of exchanges have a th
 """
 
 import functools
-import hashlib
 import threading
 import time
 from collections import deque
@@ -17,13 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmpi.allreduce.comm_thread import call_row, refuse_calls
 from jaxmpi.allreduce.host_engine import TIMEOUT_S, late_error
-from jaxmpi.comm.agreement import different_calls
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.diagnosis import BESIDE
 from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core import scheduling
-from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.core.errors import TrainingError
 from jaxmpi.runtime import progress
 from jaxmpi.runtime.failures import call_before_finalize
 
@@ -32,34 +31,33 @@ THREAD = "jaxmpi operations"
 # Between two looks at messages that have not come: beside a computation, whose time each look takes, and when somebody
 # waits.
 CALM_S, HURRY_S = 0.002, 0.0003
-WHAT_BYTES = 256  # bytes of an exchange's name, for messages; ranks compare its digest, too
 PATIENT_S = 0.5  # without a message before a rank looks whether another has given up
 
 
 @dataclass(eq=False)
-class PendingExchange:
+class PendingOperation:
     """A started operation."""
 
     label: str
     bucket: np.ndarray  # its result, the thread's to change until it is there
     steps: Iterator[Requests] = field(default_factory=lambda: iter(()))  # messages to wait for, one after another
-    after: "PendingExchange | None" = None  # which must have ended before this one begins, such as a comparison
+    after: "PendingOperation | None" = None  # which must have ended before this one begins, such as a comparison
     control: MpiProcesses | None = None  # control plane of the ranks that all take part; it says who is late
     lost: Callable[[], TrainingError] | None = None  # error of a message, in which two ranks take part
     start_s: float = field(default_factory=time.perf_counter)
-    followers: list["PendingExchange"] = field(default_factory=list)  # that wait for this one to end
-    summed: threading.Event = field(default_factory=threading.Event)
+    followers: list["PendingOperation"] = field(default_factory=list)  # that wait for this one to end
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
-class CommThread:
-    """The communication thread: it sees to messages under way, on any communicator."""
+class OperationThread:
+    """The thread: it sees to messages under way, on any communicator."""
 
     def __init__(self) -> None:
         """Start the thread; each process has one."""
-        self.unclaimed: dict[tuple[int, ...], PendingExchange] = {}  # that nobody has waited for yet
-        self._arrived: deque[PendingExchange] = deque()
-        self._begun: dict[PendingExchange, None] = {}  # and not yet summed
-        self._requests: dict[PendingExchange, Requests] = {}  # for which they wait
+        self.unclaimed: dict[tuple[int, ...], PendingOperation] = {}  # that nobody has waited for yet
+        self._arrived: deque[PendingOperation] = deque()
+        self._begun: dict[PendingOperation, None] = {}  # and not yet ended
+        self._requests: dict[PendingOperation, Requests] = {}  # for which they wait
         self._wake = threading.Condition()
         self._is_ending = self._is_waited_for = False
         self._waited = WaitClock()  # since the last message came or went
@@ -79,18 +77,18 @@ class CommThread:
 
     # ------------------------------------------------------------ called by handlers
 
-    def hand_over(self, pending: PendingExchange) -> None:
-        """Have the thread begin an exchange."""
+    def hand_over(self, pending: PendingOperation) -> None:
+        """Have the thread begin an operation."""
         with self._wake:
             self._arrived.append(pending)
             self._wake.notify()
 
-    def wait(self, key: tuple[int, ...]) -> PendingExchange:
-        """The exchange of that key, once it is done; it is forgotten."""
+    def wait(self, key: tuple[int, ...]) -> PendingOperation:
+        """The operation of that key, once it is done; it is forgotten."""
         pending = self.unclaimed.pop(key)
         self._is_waited_for = True
         with progress.span("wait", pending.label):
-            pending.summed.wait()
+            pending.ended.wait()
         self._is_waited_for = False
         return pending
 
@@ -116,17 +114,17 @@ class CommThread:
                 self._waited.restart()
             arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
         for pending in arrived:
-            if pending.after is None or pending.after.summed.is_set():
+            if pending.after is None or pending.after.ended.is_set():
                 self._begin(pending)
             else:
                 pending.after.followers.append(pending)
         return bool(self._begun or not self._is_ending)
 
-    def _begin(self, pending: PendingExchange) -> None:
+    def _begin(self, pending: PendingOperation) -> None:
         self._begun[pending], pending.after = None, None
         self._resume(pending)
 
-    def _resume(self, pending: PendingExchange) -> None:
+    def _resume(self, pending: PendingOperation) -> None:
         """Go on to the next messages or the end."""
         requests = next(pending.steps, None)
         if requests is None:
@@ -134,17 +132,17 @@ class CommThread:
         else:
             self._requests[pending] = requests
 
-    def _end(self, pending: PendingExchange) -> None:
-        """Say that an exchange is summed, and begin those that follow it."""
+    def _end(self, pending: PendingOperation) -> None:
+        """Note that an operation has ended, and begin those that follow it."""
         del self._begun[pending]
         progress.record_span("travel", pending.label, pending.start_s, time.perf_counter())
-        pending.summed.set()
+        pending.ended.set()
         followers, pending.followers = pending.followers, []
         for follower in followers:
             self._begin(follower)
 
     def _poll(self) -> bool:
-        """Go on with exchanges whose messages have come; False if none have."""
+        """Go on with operations whose messages have come; False if none have."""
         if not some_are_complete([request for requests in self._requests.values() for request in requests]):
             return False
         for pending in [pending for pending, requests in self._requests.items() if not any(requests)]:
@@ -183,20 +181,15 @@ def same_calls(mpi: Any, control: MpiProcesses, what: str) -> Iterator[Requests]
     Raises:
         UsageError: ranks have come to different calls, which it names.
     """
-    text = what.encode()
-    mine = hashlib.sha256(text).digest() + text[-WHAT_BYTES:].ljust(WHAT_BYTES)  # the innermost lines come last
-    rows = np.empty((control.size, len(mine)), np.uint8)
+    row = call_row(what)
+    rows = np.empty((control.size, len(row)), np.uint8)
     with control.roll.waiting(BESIDE, what):
-        yield [mpi.Iallgather(np.frombuffer(mine, np.uint8), rows)]
+        yield [mpi.Iallgather(row, rows)]
     if (rows != rows[0]).any():
-        whats = [row[-WHAT_BYTES:].tobytes().decode(errors="replace").rstrip() for row in rows]
-        digests = [row[:4].tobytes().hex() for row in rows]
-        is_cut = len(set(whats)) < len(set(digests))
-        named = [f"{a} ({b})" for a, b in zip(whats, digests, strict=True)] if is_cut else whats
-        raise UsageError(different_calls(dict(zip(control.numbers, named, strict=True))))
+        refuse_calls(rows, control.numbers)
 
 
 @functools.cache
-def comm_thread() -> CommThread:
-    """This process's communication thread; other ranks need not start theirs."""
-    return CommThread()
+def operation_thread() -> OperationThread:
+    """This process's thread; other ranks need not start theirs."""
+    return OperationThread()

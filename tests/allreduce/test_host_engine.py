@@ -213,12 +213,13 @@ def test_the_engine_gives_the_bits_of_the_algorithms_in_jax(workers, wire, libra
     for name in ("MESSAGE_BYTES", "HOST_MESSAGE_BYTES"):
         monkeypatch.setattr(schedules, name, 4 * BLOCK + 300)
     apart = tuple(np.random.default_rng(workers).permutation(workers).tolist())
-    names = ["asa", "ring", "pipering", "color2", *(["tree"] if workers.bit_count() == 1 else [])]
-    names += [f"color{workers}"] if workers > 2 else []
+    names = ["asa", "ring"]
+    if wire in ("32", "8"):  # trees take long to compile, and encode as the others do
+        names += ["pipering", f"color{workers}", *(["tree"] if workers.bit_count() == 1 else [])]
     places = [*((name, apart) for name in names), ("asa", (0,) * workers), ("ring", (0,) * workers)]
     if workers in (4, 6):
         hosts = tuple(i % 2 for i in range(workers))
-        places += [(f"hier-{cross}", hosts) for cross in ("ring", "asa", "tree", "color2")]
+        places += [(f"hier-{cross}", hosts) for cross in ("ring", "color2", *(("asa", "tree") if workers == 6 else ()))]
     for name, hosts in places:
         assert parse(name).is_in_c(hosts)
         for n in (30 * BLOCK * workers - 5, *([7] if wire == "8" else [])):

@@ -32,11 +32,11 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
     """And goes on to count: at last it names who does not come."""
     now_s = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    thread: Any = operation_thread.CommThread.__new__(operation_thread.CommThread)
+    thread: Any = operation_thread.OperationThread.__new__(operation_thread.OperationThread)
     thread._waited = polling.WaitClock()
     control: Any = SimpleNamespace(is_asked=lambda: False, late=lambda: [1], in_job=list)
     control.roll = SimpleNamespace(where=lambda ranks: "")
-    pending = operation_thread.PendingExchange("allreduce 3", np.zeros(1, np.float32), iter(()), control=control)
+    pending = operation_thread.PendingOperation("allreduce 3", np.zeros(1, np.float32), iter(()), control=control)
     thread._begun = {pending: None}
     for _ in range(2):
         now_s += 2 * operation_thread.TIMEOUT_S
