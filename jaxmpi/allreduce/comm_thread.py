@@ -118,11 +118,11 @@ def all_reduce_on_comm_thread(
     check(parts <= most, f"got {parts} segments of gradients, expected {most} or fewer; use overlap off")
     text = json.dumps({"plan": plan, "what": what, "sums": sums, "labels": [*labels]})
     key = host_engine.key_of(text)
-    host_engine.name_plan(key, what, labels)
+    call_words = host_engine.words_of(host_engine.name_plan(key, what, labels))
     effect = host_callbacks.ORDERED if portable or not isinstance(comm, MpiComm) else comm.effect
     is_copied = bool(host_callbacks.why_copies())
     call = _call_with_copies if is_copied else _call
-    [ticket] = call(OPEN, (*host_engine.words_of(key), int(bool(what))), [], [TICKET], effect, text)
+    [ticket] = call(OPEN, (*host_engine.words_of(key), *call_words), [], [TICKET], effect, text)
     started = []  # results of each bucket's start: on a CPU the buffer into which the sum comes, and a ticket
     for i, vector in enumerate(vectors):
         started.append(call(START, (i,), [vector, ticket], [*[like(vector)][is_copied:], TICKET], None))
@@ -153,8 +153,9 @@ def _call_with_copies(
     kind: int, words: tuple[int, ...], operands: list, results: list, effect: Any, text: str = ""
 ) -> list[jax.Array]:
     """The same through Python, which sees a GPU's arrays as copies."""
-    numbers = {f"word{i}": word for i, word in enumerate(words)} | ({"text": text} if text else {})
-    return host_callbacks.call(COPYING[kind], operands, results, effect=effect, **numbers)
+    attributes: dict[str, Any] = {f"word{i}": word for i, word in enumerate(words)}
+    attributes |= {"text": text} if text else {}
+    return host_callbacks.call(COPYING[kind], operands, results, effect=effect, **attributes)
 
 
 # ---------------------------------------------------------------- in the process
@@ -208,7 +209,7 @@ class ExchangeHandlers:
         """Raise `UsageError`, which names the exchanges that ranks have come to; all come here together.
 
         Args:
-            mine: the key, or its lower bits, of this rank's.
+            mine: the digest, or its lower bits, of this rank's.
             theirs: numbers of the others, if the monitor has found them, and ranks do not come here together.
         """
         numbers = self.control.numbers
@@ -224,12 +225,12 @@ class ExchangeHandlers:
 
     def held(self) -> CallId | None:
         """The comparison under way."""
-        key, count = c_int64(), c_int64()
-        self.library.jaxmpi_beside_compares(ctypes.byref(key), ctypes.byref(count))
-        return CallId(key.value & 0x7FFFFFFF, count.value & 0x7FFFFFFF) if count.value else None
+        call, count = c_int64(), c_int64()
+        self.library.jaxmpi_beside_compares(ctypes.byref(call), ctypes.byref(count))
+        return CallId(call.value & 0x7FFFFFFF, count.value & 0x7FFFFFFF) if count.value else None
 
     def text(self, number: int) -> str:
-        """Describe an exchange by its key, or the key's lower bits."""
+        """Describe an exchange by its digest, or the digest's lower bits."""
         return host_engine.describe(number)
 
     def waits(self) -> int:
@@ -242,10 +243,10 @@ class ExchangeHandlers:
         """i32[]: the rank that runs a program; another may have traced it."""
         results[0][...] = self.control.rank
 
-    def _open(self, operands: list, results: list, word0: int, word1: int, word2: int, text: str) -> None:
-        key = int(np.array([word0, word1], np.int32).view(np.int64)[0])
+    def _open(self, operands: list, results: list, text: str, **words: int) -> None:
+        key, call = np.array([words[f"word{i}"] for i in range(4)], np.int32).view(np.int64).tolist()
         encoded, ticket = text.encode(), c_uint32()
-        args = c_int64(key), word2, encoded, c_int64(len(encoded)), ctypes.byref(ticket)
+        args = c_int64(key), c_int64(call), encoded, c_int64(len(encoded)), ctypes.byref(ticket)
         check(not self.library.jaxmpi_beside_open(*args), "an exchange beside a program is not known here")
         results[0][...] = ticket.value
 

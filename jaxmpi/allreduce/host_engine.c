@@ -30,7 +30,7 @@ struct setup {
   void (*failed)(int32_t engine, int32_t code); /* it ends the job */
   void (*waits)(int32_t engine, int64_t key, int64_t index, double seconds); /* likewise, if it was too long */
   void (*learn)(const char *text, int64_t length); /* adds the plan of a program that another process has traced */
-  void (*differs)(int64_t key);                    /* ranks have come to other exchanges; it ends the job */
+  void (*differs)(int64_t call);                   /* ranks have come to other exchanges; it ends the job */
   handle byte;
 };
 
@@ -399,11 +399,11 @@ struct bucket {
 struct exchange { /* from OPEN until all its buckets have been waited for */
   struct exchange *next;
   const struct plan *plan; /* NULL until this process knows it */
-  int64_t key, first_part, unwaited;
+  int64_t key, call, first_part, unwaited; /* of the plan; a digest of what ranks compare */
   uint32_t ticket; /* how many had been opened before */
   int is_compared, is_posted;
   handle request;
-  int64_t *keys; /* this rank's, then those of all */
+  int64_t *calls; /* this rank's, then those of all */
   struct bucket *buckets;
 };
 
@@ -434,12 +434,12 @@ static void wake(void) {
 
 /* Begin an exchange. Ranks compare which one it is first, so that those at different ones wait for nothing else. The text
    describes the plan to a process that does not know it. Return 0, or -1. */
-int jaxmpi_beside_open(int64_t key, int compares, const char *text, int64_t length, uint32_t *ticket) {
+int jaxmpi_beside_open(int64_t key, int64_t call, const char *text, int64_t length, uint32_t *ticket) {
   struct exchange *made = calloc(1, sizeof *made), **end = &exchanges;
-  int64_t *keys = calloc(ranks + 1, sizeof *keys);
-  if (!made || !keys) return -1;
+  int64_t *calls = calloc(ranks + 1, sizeof *calls);
+  if (!made || !calls) return -1;
   pthread_mutex_lock(&beside);
-  *made = (struct exchange){.key = key, .ticket = tickets++, .is_compared = !compares, .keys = keys};
+  *made = (struct exchange){.key = key, .call = call, .ticket = tickets++, .is_compared = !call, .calls = calls};
   *ticket = made->ticket;
   while (*end) end = &(*end)->next;
   *end = made;
@@ -498,7 +498,7 @@ char *jaxmpi_beside_done(uint32_t ticket, int64_t index) {
     while (*at != exchange) at = &(*at)->next;
     *at = exchange->next;
     free(exchange->buckets);
-    free(exchange->keys);
+    free(exchange->calls);
     free(exchange);
   }
   pthread_mutex_unlock(&beside);
@@ -506,12 +506,12 @@ char *jaxmpi_beside_done(uint32_t ticket, int64_t index) {
   return x;
 }
 
-/* The comparison under way: its key, and how many exchanges had been opened before; zeros if there is none. */
-void jaxmpi_beside_compares(int64_t *key, int64_t *count) {
+/* The comparison under way: its call, and how many exchanges have been opened with it; zeros if there is none. */
+void jaxmpi_beside_compares(int64_t *call, int64_t *count) {
   pthread_mutex_lock(&beside);
   struct exchange *found = exchanges;
   while (found && (found->is_compared || !found->is_posted)) found = found->next;
-  *key = found ? found->key : 0;
+  *call = found ? found->call : 0;
   *count = found ? found->ticket + 1 : 0;
   pthread_mutex_unlock(&beside);
 }
@@ -537,8 +537,8 @@ static int compare(struct exchange *exchange, int *has_moved) {
   status ignored;
   if (!exchange->is_posted) {
     exchange->is_posted = *has_moved = 1;
-    exchange->keys[0] = exchange->key;
-    return mpi.iallgather(exchange->keys, sizeof(int64_t), mpi.byte, exchange->keys + 1, sizeof(int64_t), mpi.byte,
+    exchange->calls[0] = exchange->call;
+    return mpi.iallgather(exchange->calls, sizeof(int64_t), mpi.byte, exchange->calls + 1, sizeof(int64_t), mpi.byte,
                           comparisons, &exchange->request);
   }
   int code = mpi.testsome(1, &exchange->request, &found, &index, ignored);
@@ -554,11 +554,11 @@ static int go_on_beside(int *has_moved, int *compares, int64_t *differing, struc
       code = compare(exchange, has_moved);
       if (code || !exchange->is_compared) {
         *compares = 1;
-        if (waits->track == NOTHING) *waits = (struct span){WAIT_FOR_SUM, exchange->key, COMPARISON, 0, 0};
+        if (waits->track == NOTHING) *waits = (struct span){WAIT_FOR_SUM, exchange->call, COMPARISON, 0, 0};
         continue;
       }
       for (int i = 1; i <= ranks; i++)
-        if (exchange->keys[i] != exchange->key) *differing = exchange->key;
+        if (exchange->calls[i] != exchange->call) *differing = exchange->call;
     }
     for (int64_t i = 0, part = exchange->first_part; exchange->plan && i < exchange->plan->count; i++) {
       struct bucket *bucket = &exchange->buckets[i];
@@ -648,15 +648,15 @@ static void copy_to(const XLA_FFI_Buffer *to, const XLA_FFI_Buffer *from) {
   if (to->data != from->data) memcpy(to->data, from->data, numbers_in(from) * sizeof(float));
 }
 
-/* Words: which call; of OPEN the plan's key, in two halves, and whether ranks compare it; of the others the number of the
-   bucket. OPEN gives the ticket u32[] that the others take; START and DONE pass the bucket through in one buffer. */
+/* Words: which call; of OPEN the plan's key and the digest of what ranks compare, or 0, in two halves each; of the others
+   the number of the bucket. OPEN gives the ticket u32[] that the others take; START and DONE pass the bucket through in one buffer. */
 XLA_FFI_Error *jaxmpi_beside(XLA_FFI_CallFrame *frame) {
   if (!is_work(frame)) return NULL;
   const int32_t *words = words_of(frame);
   XLA_FFI_Buffer **args = (XLA_FFI_Buffer **)frame->args.args, **rets = (XLA_FFI_Buffer **)frame->rets.rets;
   if (words[0] == OPEN) {
     const XLA_FFI_ByteSpan *text = attribute(frame, XLA_FFI_AttrType_STRING);
-    int code = jaxmpi_beside_open(key_in(words + 1), words[3], text->ptr, text->len, rets[0]->data);
+    int code = jaxmpi_beside_open(key_in(words + 1), key_in(words + 3), text->ptr, text->len, rets[0]->data);
     return code ? unknown(frame) : NULL;
   }
   uint32_t ticket = *(uint32_t *)args[1]->data;

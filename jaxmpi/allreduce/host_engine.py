@@ -75,7 +75,8 @@ FUNCTIONS = "Isend", "Irecv", "Testsome", "Iallgather"  # in the order of `struc
 ODD = 0x5A17  # in MPI_ERROR, to see where it is
 MOST_SPANS = 4096  # as in C
 _engines = dict[int, "HostEngine"]()  # of communicators that were not freed
-_labels = dict[int, tuple[str, list[str]]]()  # by key, of plans beside programs: of the whole, of each vector
+_labels = dict[int, list[str]]()  # of the vectors of plans beside programs, by key
+_calls = dict[int, str]()  # what such plans exchange, by a digest of that
 beside: list[Any] = []  # the `ExchangeHandlers`, once they are made
 _last = [-1]  # number of an engine; the next one's is the same on all its ranks
 
@@ -205,14 +206,17 @@ def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = 
 # ---------------------------------------------------------------- called by C
 
 
-def name_plan(key: int, whole: str, labels: Sequence[str]) -> None:
-    """Name an exchange and its vectors, for spans and messages."""
-    _labels[key] = whole, [*labels]
+def name_plan(key: int, whole: str, labels: Sequence[str]) -> int:
+    """Name an exchange and its vectors, for spans and messages; the digest by which ranks compare it, or 0."""
+    _labels[key] = [*labels]
+    call = key_of(whole) if whole else 0
+    _calls[call] = whole
+    return call
 
 
 def describe(number: int) -> str:
-    """An exchange beside a program by its key, or the key's lower 31 bits."""
-    found = (whole for key, (whole, _) in _labels.items() if key & 0x7FFFFFFF == number & 0x7FFFFFFF)
+    """An exchange beside a program by its digest, or the digest's lower 31 bits."""
+    found = (whole for call, whole in _calls.items() if call & 0x7FFFFFFF == number & 0x7FFFFFFF)
     return next(found, "another exchange beside a program")
 
 
@@ -229,9 +233,9 @@ def load() -> None:
 
 
 def _name(key: int, index: int) -> str:
-    whole, labels = _labels.get(key, (EXCHANGE, []))
     if index == COMPARISON:
-        return f"the comparison of {whole}"
+        return f"the comparison of {describe(key)}"
+    labels = _labels.get(key, [])
     return labels[index] if 0 <= index < len(labels) else EXCHANGE
 
 
@@ -270,7 +274,8 @@ def _ending_job(function: Callable[..., None]) -> Callable[..., None]:
 def _waits(number: int, key: int, index: int, waited_s: float) -> None:
     """End the job if a rank has waited too long."""
     engine = _engines[number]
-    if waited_s > TIMEOUT_S or engine.control.is_asked():
+    is_late = waited_s > TIMEOUT_S and index != COMPARISON  # for which the monitor has the same limit
+    if is_late or engine.control.is_asked():
         waiting = engine.comm.processes if index == WHOLE else engine.control
         raise late_error(engine.control, _name(key, index), waited_s, waiting)
 
@@ -284,9 +289,9 @@ def _learn(text: int, length: int) -> None:
 
 @ctypes.CFUNCTYPE(None, c_int64)
 @_ending_job
-def _differs(key: int) -> None:
+def _differs(call: int) -> None:
     """End the job, since ranks have come to different exchanges beside programs."""
-    beside[0].refuse(key)
+    beside[0].refuse(call)
 
 
 def late_error(control: MpiProcesses, what: str, waited_s: float, waiting: MpiProcesses) -> TrainingError:
