@@ -169,8 +169,8 @@ class ExchangeHandlers:
         host_engine.unavailable_reason(comm)  # all ranks agree on it here, though one may trace for others
         self.engine = HostEngine(comm)
         self.control, self._comparisons = self.engine.control, self.engine.control.clone()
-        roll: Any = self.control.roll
-        roll.comparison = self  # from which the monitor knows which comparison is under way
+        waits: Any = self.control.waits
+        waits.comparison = self  # from which the monitor knows which comparison is under way
         host_engine.beside.append(self)
         host_callbacks.register(RANK, self._rank, ends_job=True)
         for name, function in zip(COPYING.values(), (self._open, self._start, self._done), strict=True):
@@ -223,7 +223,7 @@ class ExchangeHandlers:
 
     # ------------------------------------------------------------ for the monitor that names absent ranks
 
-    def held(self) -> CallId | None:
+    def current(self) -> CallId | None:
         """The comparison under way."""
         call, count = c_int64(), c_int64()
         self.library.jaxmpi_beside_compares(ctypes.byref(call), ctypes.byref(count))

@@ -183,7 +183,7 @@ def same_calls(mpi: Any, control: MpiProcesses, what: str) -> Iterator[Requests]
     """
     row = call_row(what)
     rows = np.empty((control.size, len(row)), np.uint8)
-    with control.roll.waiting(BESIDE, what):
+    with control.waits.waiting(BESIDE, what):
         yield [mpi.Iallgather(row, rows)]
     if (rows != rows[0]).any():
         refuse_calls(rows, control.numbers)
