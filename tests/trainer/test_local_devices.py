@@ -175,6 +175,7 @@ def test_a_run_over_xla_leaves_what_one_over_mpi_leaves(over_xla, over_devices):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a job more
 def test_resume_is_bit_exact_and_so_are_two_devices_a_process(over_xla, folder):
     """The first ten steps by 4 processes, the others by 2 of 2 devices each."""
     from_step_10(over_xla, "xla-resumed")
