@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmpi.checkpoint import manifests, write
+from jaxmpi.checkpoint import manager, manifests
 from jaxmpi.checkpoint.restore import restore
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config import durations, experiment_file, flags
@@ -121,9 +121,9 @@ def state() -> TrainState:
 @cache
 def whole() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
-        files = write.files_of({0: state()}, True)
-        options = {"step": 0, "workers": 1, "extra": {"note": "é"}, "keep": write.Retention(1)}
-        path = write.save(Path(folder), files, SoloProcesses(), **options)
+        files = manager.files_of({0: state()}, True)
+        options = {"step": 0, "workers": 1, "extra": {"note": "é"}, "keep": manager.Retention(1)}
+        path = manager.save(Path(folder), files, SoloProcesses(), **options)
         return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
@@ -212,7 +212,7 @@ KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 import numpy as np
-from jaxmpi.checkpoint import manifests, write
+from jaxmpi.checkpoint import manager, manifests
 from jaxmpi.checkpoint.restore import restore
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.train_state import create
@@ -225,9 +225,9 @@ def state(step):
     return made._replace(step=np.full((), step, np.int32))
 
 def save(step):
-    files = write.files_of({0: state(step)}, True)
-    options = dict(step=step, workers=1, extra={}, keep=write.Retention(2, 1), score=float(-step))
-    write.save(folder, files, SoloProcesses(), **options)
+    files = manager.files_of({0: state(step)}, True)
+    options = dict(step=step, workers=1, extra={}, keep=manager.Retention(2, 1), score=float(-step))
+    manager.save(folder, files, SoloProcesses(), **options)
 
 def newest():
     found = restore(folder, {0: state(0)}, SoloProcesses(), workers=1, replicated=True)

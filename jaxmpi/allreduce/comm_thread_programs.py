@@ -215,8 +215,8 @@ class ExchangeHandlers:
         first: int,
         label: str,
     ) -> None:
-        record, tags = self.engine.record(strategy, half, x.size), self.control.tags
-        begin = functools.partial(HostSum, record, x, (number + first) % tags, tags)
+        plan = self.engine.plan(strategy, half, [x.size])
+        begin = functools.partial(HostSum, self.engine, plan, x, (number + first) % self.engine.tags)
         after = self._comparisons.get(number)
         pending = PendingExchange(label, x, after=after, control=self.control, begin_sum=begin)
         self.thread.unclaimed[key] = pending

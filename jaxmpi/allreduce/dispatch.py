@@ -41,11 +41,11 @@ def sums(vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1
 def try_host_all_reduce(
     vectors: Sequence[jax.Array], name: str, comm: Comm, plan: Any, labels: Sequence[str], half: str = ""
 ) -> list[jax.Array] | None:
-    """Sums between hosts, or halves of them, with many messages under way.
+    """Sums between processes, or halves of them, with many messages under way.
 
-    Short ones are C's, in the thread of the program: changes of threads would take longer than they do. Others are the
-    communication thread's, to which a bucket goes as soon as its gradients are there. If that thread cannot make them,
-    they are C's whatever their length. None if neither can.
+    On one host, and short ones between hosts, C makes them in the thread of the program: changes of threads would take
+    longer. Long ones between hosts are the communication thread's, to which a bucket goes as soon as its gradients are
+    there. If that thread cannot make them, they are C's whatever their length. None if neither can.
     """
     has_thread = is_far(comm) and comm is world() and not comm_thread_programs.unavailable_reason(name, comm)
     has_thread = has_thread and not host_callbacks.why_copies()  # nobody has measured sums from GPUs by the thread
@@ -72,6 +72,5 @@ def check_counts(vectors: Sequence[jax.Array], name: str, comm: Comm) -> None:
     check(
         not isinstance(comm, MpiComm) or longest < MPI_COUNTS,
         f"strategy {name}: got a bucket of {longest:,} floats; expected fewer than 2^31 ({MPI_COUNTS:,}), to which MPI "
-        "counts: lower bucket_bytes if leaves are fused, cut a longer leaf up, or use shm on one host, asa or ring "
-        "between hosts",
+        "counts: lower bucket_bytes if leaves are fused, cut a longer leaf up, or use asa, ring or, on one host, shm",
     )

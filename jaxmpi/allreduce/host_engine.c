@@ -1,7 +1,7 @@
 /* Sums between processes: schedules, carried out with many parts of a vector under way at once.
 
-   `schedules.py` makes the steps, and `host_engine.py` says what they are for. A part goes on whenever all its messages have come:
-   it adds, begins its next messages, and so on to its end. A thread's sums are its own, so nothing here is locked. */
+   `schedules.py` writes the steps, and `host_engine.py` says what they are for. A part goes on whenever all its messages
+   have come: it adds, begins its next messages, and so on to its end. A thread's sums are its own, so no lock is needed. */
 
 #define _POSIX_C_SOURCE 200809L /* clock_gettime, nanosleep */
 
@@ -12,15 +12,16 @@
 #include "compiled_wires.h"
 
 enum step { STEPS };
-enum { FLOATS = 1024 };
+enum memory { MEMORIES }; /* the lowest two bits of where a step reads and writes */
+enum { FLOATS = 1024, MOST_SPANS = 4096, PLAN_LISTS = 1024 };
 
 struct setup {
   int (*isend)(const void *, int, handle, int, int, handle, handle *);
   int (*irecv)(void *, int, handle, int, int, handle, handle *);
   int (*testsome)(int, handle *, int *, int *, void *);
   int64_t status_bytes, error_at, in_status; /* of MPI_Status, of its MPI_ERROR; the code that says to look there */
-  void (*failed)(int32_t number, int32_t code);  /* of a program's record; it ends the job */
-  void (*waits)(int32_t number, double seconds); /* likewise, if it was too long */
+  void (*failed)(int32_t engine, int32_t code);  /* it ends the job */
+  void (*waits)(int32_t engine, double seconds); /* likewise, if it was too long */
   handle byte;
 };
 
@@ -28,10 +29,18 @@ struct pace { /* of looks that find nothing: first some that yield, then pauses.
   _Atomic int32_t is_woken, yields, pause_us;
 };
 
-struct record {
+struct record { /* the schedule of one vector's sum on this rank */
   const int64_t *steps, *parts; /* words of all steps; where each part begins */
-  int64_t count, scratch_bytes, floats, digest; /* of parts; of one part's memory; of the vector; of what is summed */
+  int64_t count, window, scratch_bytes, floats; /* parts, and how many at once; one part's memory; of the vector */
+};
+
+struct plan { /* the sums of one call in a program */
+  int64_t key, count, tags; /* a digest of it; vectors; how many tags MPI has */
+  const struct record *const *records;
+  _Atomic int32_t is_closed; /* its communicator was freed */
+  int32_t engine;            /* number of the communicator's engine in this process */
   handle comm;
+  struct plan *next;
 };
 
 struct part {
@@ -49,15 +58,24 @@ struct scratch { /* of all parts under way */
 struct sum {
   struct sum *next;
   const struct record *record;
-  char *x;
+  handle comm;
+  char *from, *to; /* operand and result, which may be the same memory */
   struct scratch *scratch;
   int64_t begun, ended; /* parts */
   int64_t first_tag, tags;
   struct part under_way[WINDOW];
 };
 
+struct span { /* of time in which a program waited for its sums */
+  int64_t begin_ns, end_ns;
+};
+
 static struct setup mpi;
-static const struct record *records[MOST_RECORDS]; /* of programs */
+static struct plan *_Atomic plans[PLAN_LISTS]; /* by key */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of plans that are added, and of spans */
+static struct span spans[MOST_SPANS];
+static int64_t noted, taken; /* spans so far */
+static _Atomic int64_t waits_since_ns; /* 0: no program waits */
 static _Thread_local struct sum *sums;
 static struct scratch *_Atomic idle; /* of a sum that has ended: fresh memory costs page faults */
 static _Thread_local int awaited, room; /* messages of all sums, and for how many there is room */
@@ -69,11 +87,28 @@ static _Thread_local status *statuses;
 int jaxmpi_sum_setup_bytes(void) { return sizeof(struct setup); }
 int jaxmpi_sum_record_bytes(void) { return sizeof(struct record); }
 void jaxmpi_sum_setup(const struct setup *given) { mpi = *given; }
-void jaxmpi_sum_record(int32_t number, const struct record *record) { records[number] = record; }
+int jaxmpi_sum_plan_bytes(void) { return sizeof(struct plan); }
+
+static struct plan *_Atomic *list_of(int64_t key) { return &plans[(uint64_t)key % PLAN_LISTS]; }
+
+/* Let programs find a plan, which is never forgotten. */
+void jaxmpi_sum_add_plan(struct plan *plan) {
+  pthread_mutex_lock(&lock);
+  plan->next = *list_of(plan->key);
+  *list_of(plan->key) = plan;
+  pthread_mutex_unlock(&lock);
+}
+
+static const struct plan *find_plan(int64_t key) {
+  struct plan *plan = *list_of(key);
+  while (plan && plan->key != key) plan = plan->next;
+  return plan && !plan->is_closed ? plan : NULL;
+}
 
 /* Return NULL if there is no memory. */
-struct sum *jaxmpi_sum_begin(const struct record *record, float *x, int64_t first_tag, int64_t tags) {
-  int64_t size = (record->count < WINDOW ? record->count : WINDOW) * record->scratch_bytes;
+struct sum *jaxmpi_sum_begin(const struct record *record, const struct plan *plan, float *from, float *to,
+                             int64_t first_tag) {
+  int64_t size = (record->count < record->window ? record->count : record->window) * record->scratch_bytes;
   struct sum *made = calloc(1, sizeof *made), **end = &sums;
   struct scratch *scratch = atomic_exchange(&idle, NULL);
   if (!scratch || scratch->size < size) {
@@ -86,10 +121,12 @@ struct sum *jaxmpi_sum_begin(const struct record *record, float *x, int64_t firs
     return NULL;
   }
   made->record = record;
-  made->x = (char *)x;
+  made->comm = plan->comm;
+  made->from = (char *)from;
+  made->to = (char *)to;
   made->scratch = scratch;
   made->first_tag = first_tag;
-  made->tags = tags;
+  made->tags = plan->tags;
   while (*end) end = &(*end)->next;
   return *end = made;
 }
@@ -108,7 +145,8 @@ int jaxmpi_sum_ended(struct sum *sum) {
 /* ---------------------------------------------------------------- steps */
 
 static char *place(const struct part *part, int64_t where) {
-  return (where & 1 ? part->scratch : part->sum->x) + (where >> 1);
+  int memory = where & 3;
+  return (memory == SCRATCH ? part->scratch : memory == OPERAND ? part->sum->from : part->sum->to) + (where >> 2);
 }
 
 static int grow(void **array, size_t bytes) {
@@ -134,28 +172,34 @@ static handle *next_request(struct part *part) {
   return &requests[awaited++];
 }
 
-/* ADD, where to, floats, whether 0 comes first, summands, where each is: one after another, as NumPy adds. */
+/* ADD, where to, floats, whether 0 comes first, summands, wire and place of each: one after another, as NumPy adds. They
+   are decoded by blocks, which stay in the nearest cache. */
 static const int64_t *add(const struct part *part, const int64_t *at) {
-  float block[FLOATS], *to = (float *)place(part, at[1]);
+  float block[FLOATS], decoded[FLOATS], *to = (float *)place(part, at[1]);
   int64_t floats = at[2], summands = at[4];
   for (int64_t from = 0; from < floats; from += FLOATS) {
     int64_t width = floats - from < FLOATS ? floats - from : FLOATS;
-    const float *x = (const float *)place(part, at[5]) + from;
-    for (int64_t i = 0; i < width; i++) block[i] = at[3] ? 0.0f + x[i] : x[i];
+    decode(at[5], block, place(part, at[6]), floats, from, width);
+    for (int64_t i = 0; at[3] && i < width; i++) block[i] += 0.0f;
     for (int64_t k = 1; k < summands; k++) {
-      x = (const float *)place(part, at[5 + k]) + from;
+      const char *encoded = place(part, at[6 + 2 * k]);
+      const float *x = (const float *)encoded + from;
+      if (at[5 + 2 * k] != F32) {
+        decode(at[5 + 2 * k], decoded, encoded, floats, from, width);
+        x = decoded;
+      }
       for (int64_t i = 0; i < width; i++) block[i] += x[i];
     }
     memcpy(to + from, block, width * sizeof(float));
   }
-  return at + 5 + summands;
+  return at + 5 + 2 * summands;
 }
 
 /* Go on to the next messages, or the end; return MPI's error, or 0. */
 static int resume(struct part *part) {
   for (;;) {
     const int64_t *at = part->at;
-    handle comm = part->sum->record->comm;
+    handle comm = part->sum->comm;
     int code = reserve();
     if (code) return code;
     switch (at[0]) {
@@ -179,7 +223,7 @@ static int resume(struct part *part) {
         part->at += 5;
         break;
       case DECODE: /* likewise */
-        decode(at[1], (float *)place(part, at[2]), place(part, at[3]), at[4]);
+        decode(at[1], (float *)place(part, at[2]), place(part, at[3]), at[4], 0, at[4]);
         part->at += 5;
         break;
       default:
@@ -193,7 +237,7 @@ static int resume(struct part *part) {
 
 static int begin_parts(struct sum *sum) {
   int code = 0;
-  for (int i = 0; !code && i < WINDOW && sum->begun < sum->record->count; i++) {
+  for (int i = 0; !code && i < sum->record->window && sum->begun < sum->record->count; i++) {
     struct part *part = &sum->under_way[i];
     while (!code && !part->sum && sum->begun < sum->record->count) {
       part->sum = sum;
@@ -241,15 +285,15 @@ static int look(int32_t *has_moved) {
   return code;
 }
 
-static int64_t now_us(void) {
+static int64_t now_ns(void) { /* Python's time.perf_counter_ns */
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
-  return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
+  return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
 /* Carry sums on for `most_us`, or until one has ended or `is_woken`. Return MPI's error, or 0. */
 int jaxmpi_sums_go_on(int32_t most_us, const struct pace *pace, int32_t *has_moved) {
-  int64_t end_us = now_us() + most_us;
+  int64_t end_ns = now_ns() + 1000 * (int64_t)most_us;
   *has_moved = 0;
   for (int idle = 0;; idle++) {
     int32_t moved = 0;
@@ -260,7 +304,7 @@ int jaxmpi_sums_go_on(int32_t most_us, const struct pace *pace, int32_t *has_mov
     *has_moved |= moved;
     for (struct sum *sum = sums; sum; sum = sum->next)
       if (sum->ended == sum->record->count) return 0;
-    if (pace->is_woken || now_us() >= end_us) return 0;
+    if (pace->is_woken || now_ns() >= end_ns) return 0;
     if (moved) {
       idle = -1;
     } else if (idle < pace->yields) {
@@ -280,39 +324,60 @@ static int64_t parts_left(void) {
   return left;
 }
 
-/* Sum all operands in place. Words: how many, how many tags there are, each one's record, each one's digest. */
-XLA_FFI_Error *jaxmpi_host_engine(XLA_FFI_CallFrame *frame) {
+static void note_span(int64_t begin_ns) {
+  pthread_mutex_lock(&lock);
+  spans[noted++ % MOST_SPANS] = (struct span){begin_ns, now_ns()};
+  if (noted - taken > MOST_SPANS) taken = noted - MOST_SPANS;
+  pthread_mutex_unlock(&lock);
+}
+
+/* Give the spans since the last call, MOST_SPANS at most; return how many. `since_ns`: of one under way, or 0. */
+int jaxmpi_sum_spans(struct span *to, int64_t *since_ns) {
+  pthread_mutex_lock(&lock);
+  int count = (int)(noted - taken);
+  for (int i = 0; i < count; i++) to[i] = spans[taken++ % MOST_SPANS];
+  pthread_mutex_unlock(&lock);
+  *since_ns = waits_since_ns;
+  return count;
+}
+
+/* Carry out a plan's sums in the thread that calls it. Return MPI's error, or 0. */
+static int sum_all(const struct plan *plan, XLA_FFI_CallFrame *frame) {
   static const struct pace pace = {.yields = YIELDS, .pause_us = PAUSE_US};
-  if (!is_work(frame)) return NULL;
-  const int32_t *words = words_of(frame), *numbers = words + 2;
-  for (int i = 0; i < words[0]; i++) {
-    const struct record *record = records[numbers[i]];
-    int is_same = record && record->floats == numbers_in(frame->args.args[i]);
-    if (!is_same || record->digest != numbers[words[0] + i])
-      return error(frame, "jaxmpi: a program of another process; compile it in this one");
-  }
   int code = 0, i = 0;
   int64_t tag = 0;
   double waited_s = 0;
-  while (!code && (sums || i < words[0])) {
-    for (; !code && i < words[0] && parts_left() < WINDOW; i++) {
-      const struct record *record = records[numbers[i]];
+  while (!code && (sums || i < plan->count)) {
+    for (; !code && i < plan->count && parts_left() < plan->records[i]->window; i++) {
+      const struct record *record = plan->records[i];
       const XLA_FFI_Buffer *x = frame->args.args[i], *y = frame->rets.rets[i];
-      if (x->data != y->data) memcpy(y->data, x->data, record->floats * sizeof(float));
-      if (!jaxmpi_sum_begin(record, y->data, tag, words[1])) code = NO_MEMORY;
+      if (!jaxmpi_sum_begin(record, plan, x->data, y->data, tag)) code = NO_MEMORY;
       tag += record->count;
     }
     int32_t has_moved = 0;
     if (!code) code = jaxmpi_sums_go_on(1000000, &pace, &has_moved);
     if (code) break;
     waited_s = has_moved ? 0 : waited_s + 1;
-    if (waited_s) mpi.waits(numbers[0], waited_s);
+    if (waited_s) mpi.waits(plan->engine, waited_s);
     for (struct sum *sum = sums, *next; sum; sum = next) {
       next = sum->next;
       jaxmpi_sum_ended(sum);
     }
   }
+  return code;
+}
+
+/* Sum the operands of a program's call. Words: the plan's key, in two halves. */
+XLA_FFI_Error *jaxmpi_host_engine(XLA_FFI_CallFrame *frame) {
+  if (!is_work(frame)) return NULL;
+  const int32_t *words = words_of(frame);
+  const struct plan *plan = find_plan((int64_t)words[1] << 32 | (uint32_t)words[0]);
+  if (!plan) return error(frame, "jaxmpi: a program of another process, or of a communicator that was freed; compile it here");
+  int64_t begin_ns = waits_since_ns = now_ns();
+  int code = sum_all(plan, frame);
+  waits_since_ns = 0;
+  note_span(begin_ns);
   if (!code) return NULL;
-  mpi.failed(numbers[0], code);
+  mpi.failed(plan->engine, code);
   return error(frame, "jaxmpi: the job ends"); /* no program goes on with what it may have got */
 }

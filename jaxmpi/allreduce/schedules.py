@@ -18,15 +18,22 @@ STEPS = "SEND", "RECEIVE", "WAIT", "ADD", "ENCODE", "DECODE", "END"  # names in 
 SEND, RECEIVE, WAIT, ADD, ENCODE, DECODE, END = range(len(STEPS))
 WINDOW = 24  # parts of a vector under way at once; with more of a tree's, what goes up holds up what comes down
 MESSAGE_BYTES = 63 << 10  # Open MPI sends up to 64 KiB, header included, without asking the receiver first
+# Inside a host, where a receiver copies what is longer from the sender's memory, and a cache holds what is under way.
+HOST_MESSAGE_BYTES, HOST_WINDOW = 256 << 10, 6
 LINE_BYTES = 64  # of the processor's cache
+
+
+MEMORIES = "RESULT", "SCRATCH", "OPERAND"  # in which a span lies; the first and the last may be the same
+RESULT, SCRATCH, OPERAND = range(len(MEMORIES))
 
 
 class Span(NamedTuple):
     """Floats, or their encoding, in the vector or in a part's scratch memory."""
 
-    place: int  # bytes from the beginning, times 2, and 1 more in scratch memory: as C reads it
+    place: int  # bytes from the beginning, times 4, plus RESULT, SCRATCH or OPERAND: as C reads it
     floats: int
     size_bytes: int
+    wire: int = 0  # number of its encoding; 0 is none
 
 
 class Group:
@@ -44,6 +51,9 @@ class Group:
         self.rank, self.order, self.hosts = rank, tuple(order), tuple(hosts)
         self.size, self.place = len(self.order), self.order.index(rank)
         self.numbers = tuple(numbers or order)
+        self.is_one_host = len({self.hosts[rank] for rank in self.order}) == 1
+        self.message_bytes = HOST_MESSAGE_BYTES if self.is_one_host else MESSAGE_BYTES
+        self.window = HOST_WINDOW if self.is_one_host else WINDOW
 
     @functools.cached_property
     def inside(self) -> "Group":
@@ -57,17 +67,20 @@ class Group:
         return self._subgroup(self.order[self.inside.place :: self.inside.size])
 
     def _subgroup(self, order: Sequence[int]) -> "Group":
-        return Group(self.rank, order, self.hosts, range(len(order)))  # numbered as `subgroups.SubComm` does
+        made = Group(self.rank, order, self.hosts, range(len(order)))  # numbered as `subgroups.SubComm` does
+        made.message_bytes = self.message_bytes
+        return made
 
 
 class Schedule:
     """The steps of all parts of a sum on one rank."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, message_bytes: int) -> None:
         """Nothing is written down yet."""
-        self.wire, self.is_exact = wire, wire.code == "F32"
+        self.wire, self.is_exact, self.message_bytes = wire, wire.code == "F32", message_bytes
         self.steps, self.parts = list[int](), list[int]()  # words; where each part begins
         self.scratch_bytes = self._used_bytes = 0  # of a part at most; in use
+        self._written = set[int]()  # places of the vector that hold results; all others are read from the operand
 
     # ------------------------------------------------------------ memory
 
@@ -79,7 +92,7 @@ class Schedule:
         self._used_bytes = used_bytes
 
     def _allocate(self, floats: int, size_bytes: int) -> Span:
-        made = Span(2 * self._used_bytes + 1, floats, size_bytes)
+        made = Span(4 * self._used_bytes + SCRATCH, floats, size_bytes)
         self._used_bytes += -(-max(1, size_bytes) // LINE_BYTES) * LINE_BYTES
         self.scratch_bytes = max(self.scratch_bytes, self._used_bytes)
         return made
@@ -90,7 +103,7 @@ class Schedule:
 
     def message(self, count: int) -> Span:
         """Scratch memory for so many encoded floats."""
-        return self._allocate(count, self.wire.size_bytes(count))
+        return self._allocate(count, self.wire.size_bytes(count))._replace(wire=self.wire.number)
 
     def landing(self, row: Span) -> Span:
         """Where a row's encoding is received: the row itself if nothing is to be decoded."""
@@ -100,16 +113,23 @@ class Schedule:
 
     def send(self, span: Span, rank: int) -> None:
         """Send what is there to a rank."""
-        self._message(SEND, span, rank)
+        self._message(SEND, self._source(span), span.size_bytes, rank)
 
     def receive(self, span: Span, rank: int) -> None:
         """Receive from a rank, in the order in which it sends."""
-        self._message(RECEIVE, span, rank)
+        self._message(RECEIVE, self._target(span), span.size_bytes, rank)
 
-    def _message(self, step: int, span: Span, rank: int) -> None:
-        for start in range(0, max(1, span.size_bytes), MESSAGE_BYTES):
-            size_bytes = min(MESSAGE_BYTES, span.size_bytes - start)
-            self.steps += step, rank, span.place + 2 * start, size_bytes
+    def _message(self, step: int, place: int, size_bytes: int, rank: int) -> None:
+        for start in range(0, max(1, size_bytes), self.message_bytes):
+            self.steps += step, rank, place + 4 * start, min(self.message_bytes, size_bytes - start)
+
+    def _source(self, span: Span) -> int:
+        is_unchanged = span.place % 4 == RESULT and span.place not in self._written
+        return span.place + OPERAND if is_unchanged else span.place
+
+    def _target(self, span: Span) -> int:
+        self._written.add(span.place)
+        return span.place
 
     def wait(self) -> None:
         """Go on when all messages have come and gone."""
@@ -122,32 +142,34 @@ class Schedule:
         self.wait()
 
     def add(self, to: Span, summands: Sequence[Span], from_zero: bool = False) -> None:
-        """Sum equally long spans from first to last, all on 0 if `from_zero`; `to` may be one of them."""
-        places = [summand.place for summand in summands]
-        self.steps += ADD, to.place, to.floats, int(from_zero), len(places), *places
+        """Sum equally long spans or messages from first to last, all on 0 if `from_zero`; `to` may be one of them."""
+        places = [word for summand in summands for word in (summand.wire, self._source(summand))]
+        self.steps += ADD, self._target(to), to.floats, int(from_zero), len(summands), *places
 
     def encode(self, row: Span) -> Span:
         """The row's encoding: the row itself if there is none."""
         if self.is_exact:
             return row
         made = self.message(row.floats)
-        self.steps += ENCODE, self.wire.number, made.place, row.place, row.floats
+        self.steps += ENCODE, self.wire.number, made.place, self._source(row), row.floats
         return made
 
-    def decode(self, message: Span, to: Span | None = None) -> Span:
-        """Decode a message, into new scratch memory if no place is given."""
-        if self.is_exact:
-            return message
-        to = to or self.floats(message.floats)
-        self.steps += DECODE, self.wire.number, to.place, message.place, message.floats
-        return to
+    def decode(self, message: Span, to: Span) -> None:
+        """Decode a message, which is there already if there is no encoding."""
+        if not self.is_exact:
+            self.steps += DECODE, self.wire.number, self._target(to), message.place, message.floats
 
     # ------------------------------------------------------------ parts
 
-    def add_part(self, part: "Part", group: Group) -> None:
-        """Write down the sum of another part."""
+    def add_part(self, part: "Part", group: Group, is_whole: bool = True) -> None:
+        """Write down the sum of another part, each row of which gets a result if it `is_whole`."""
         self.parts.append(len(self.steps))
-        part.sum([Span(8 * begin, end - begin, 4 * (end - begin)) for begin, end in part.rows], group, self)
+        self._written.clear()
+        rows = [Span(16 * begin + RESULT, end - begin, 4 * (end - begin)) for begin, end in part.rows]
+        part.sum(rows, group, self)
+        for row in rows:
+            if is_whole and row.place not in self._written:  # as this rank's own chunk, which the others gather
+                self.add(row, [row])
         self.steps.append(END)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
@@ -169,9 +191,9 @@ class Part(NamedTuple):
 Parts = Callable[[int, Group, Wire], Iterator[Part]]  # those of f32[n], the same on all ranks
 
 
-def columns(wire: Wire) -> int:
+def columns(wire: Wire, group: Group) -> int:
     """How many floats of a row are sent at once."""
-    return MESSAGE_BYTES // wire.size_bytes(BLOCK) * BLOCK
+    return group.message_bytes // wire.size_bytes(BLOCK) * BLOCK
 
 
 def in_columns(n: int, group: Group, wire: Wire, sum: SumSchedule) -> Iterator[Part]:
@@ -179,7 +201,7 @@ def in_columns(n: int, group: Group, wire: Wire, sum: SumSchedule) -> Iterator[P
 
     Row i of [size, ceil(n / size)] is worker i's, padded as by `exchange`.
     """
-    length, width = -(-n // group.size), columns(wire)
+    length, width = -(-n // group.size), columns(wire, group)
     for start in range(0, max(1, length), width):
         rows = [(i * length + start, min(i * length + start + width, (i + 1) * length)) for i in range(group.size)]
         yield Part([(min(n, begin), min(n, end)) for begin, end in rows], sum)

@@ -22,7 +22,6 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -33,9 +32,9 @@ import numpy as np
 from optax.contrib import schedule_free_eval_params
 
 from jaxmpi.checkpoint import manifests
+from jaxmpi.checkpoint.manager import write_text
 from jaxmpi.checkpoint.manifests import open_regular, read_manifest, undamaged
 from jaxmpi.checkpoint.restore import WholeLeaves, is_at, is_float, leaf_spec, read_leaf
-from jaxmpi.checkpoint.write import write_text
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import made_whole
@@ -44,6 +43,13 @@ from jaxmpi.core.pytrees import PyTree, mismatches, named_leaves
 from jaxmpi.model.adapters.loading import fill_leaves
 
 SUFFIX = ".safetensors"
+CHECKSUM = "jaxmpi.sha256"  # file in an exported Orbax folder
+SEPARATOR = "/"  # between a leaf's names, as in params/conv1/kernel
+WAY_OUT = "name a folder that `jaxmpi export` has written"
+ANOTHER_MODEL = (
+    "give the model the names, sizes and dtypes that it was trained with (config.json of the run has its experiment), "
+    "or take the params of another run"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +92,11 @@ class TrainedModel:
         Raises:
             UsageError: a leaf is absent, of another shape or type, or unknown: path, got, expected.
         """
-        tree, want = {"params": self.params}, {"params": params}
-        if self.model_state:
-            tree["model_state"], want["model_state"] = self.model_state, model_state
-        check_leaves(self.source, tree, want)
-        leaves = dict(named_leaves(tree))
-        got = jax.tree.unflatten(jax.tree.structure(want), [leaves[name] for name, _ in named_leaves(want)])
-        return got["params"], got.get("model_state", model_state)
+        if not self.model_state:
+            return _structured(self.source, {"params": self.params}, {"params": params})["params"], model_state
+        tree = {"params": self.params, "model_state": self.model_state}
+        got = _structured(self.source, tree, {"params": params, "model_state": model_state})
+        return got["params"], got["model_state"]
 
 
 def load(where: str | Path, *, step: int | None = None, best: bool = False) -> TrainedModel:
@@ -108,22 +112,24 @@ def load(where: str | Path, *, step: int | None = None, best: bool = False) -> T
     Raises:
         UsageError: there is no such model, or it is damaged.
     """
-    path = Path(where)
+    path, is_chosen = Path(where), step is not None or best
     check(path.suffix != ".jaxexport", f"{path}: got a program; jaxmpi.load_program({str(path)!r}) reads it")
     if path.suffix == SUFFIX:
-        check(step is None and not best, f"{path}: got step or best; a file holds one model: leave them out")
-        return from_safetensors(path)
+        check(not is_chosen, f"{path}: got step or best; a file holds one model: leave them out")
+        return _from_safetensors(path)
     check(
         path.is_dir(), f"{path}: got no folder; expected a run directory, a checkpoint, or what `jaxmpi export` wrote"
     )
     if (path / "checkpoints").is_dir():
         path = choose_checkpoint(path, step, best)
     else:
-        check(step is None and not best, f"{path}: got step or best for one checkpoint; name the run directory")
+        check(not is_chosen, f"{path}: got step or best for one checkpoint; name the run directory")
     if (path / "manifest.json").is_file():
         tree, at = nested(model_of(path)), manifests.step_of(path)
     else:
-        tree, at = from_orbax(path), None
+        tree, at = _read_orbax(path), None
+        if not isinstance(tree, dict) or not tree.keys() <= {"params", "model_state"}:
+            tree = {"params": tree}
         check("params" in tree, f"{path}: got no params; expected those of a model, as `jaxmpi export` writes them")
     return TrainedModel(params=tree["params"], model_state=tree.get("model_state", {}), step=at, source=path)
 
@@ -137,16 +143,14 @@ def load_program(where: str | Path) -> jax.export.Exported:
         UsageError: there is no such file, it is damaged, or its facts are missing.
     """
     file, facts = Path(where), Path(f"{where}.json")
-    way_out = "export the run again"
     try:
         program = file.read_bytes()
         expected = json.loads(facts.read_bytes())["sha256"]
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error}; expected it with {facts.name} beside it") from error
     except (*MALFORMED, KeyError, TypeError) as error:
-        raise manifests.Damaged(f"{facts}: damaged, it has no checksum; {way_out}") from error
-    is_whole = hashlib.sha256(program).hexdigest() == expected
-    manifests.undamaged(is_whole, f"{file}: damaged, its checksum does not match; {way_out}")
+        raise manifests.Damaged(f"{facts}: damaged, it has no checksum; export the run again") from error
+    _check_whole(file, hashlib.sha256(program).hexdigest() == expected)
     return jax.export.deserialize(bytearray(program))
 
 
@@ -189,6 +193,97 @@ def export(run_dir: Path, out: Path, step: int | None = None, best: bool = False
     return at
 
 
+# ---------------------------------------------------------------- the model in a checkpoint
+
+CENTERS = ("center", "rule_state/center", "rule_state/average")  # asynchronous rules', easgd_sync's, optim.ema
+SCHEDULE_FREE = ("b1", "weight_sum", "step_count", "max_lr")  # leaves of Optax's ScheduleFreeState beside z
+Leaves = dict[str, np.ndarray]  # by path
+Rows = list[dict[str, Any]]  # index of a file
+
+
+def model_of(path: Path) -> Leaves:
+    """Params and model state of a checkpoint, by path, as evaluated.
+
+    Params are the center or the average, if the rule or its optimizer has one, else the workers' mean. In the model
+    state, floating-point leaves are the workers' mean and others worker 0's. Under asynchronous rules worker 0
+    evaluates, so all of it is worker 0's. Sizes are bounded by those of the files.
+
+    Raises:
+        UsageError: it is damaged, or a leaf's dtype is not known.
+    """
+    manifest = read_manifest(path)
+    files = manifest["files"]
+    centers = ((where, name) for where in CENTERS for name in files if _rows_below(files[name], where))
+    where, name = next(centers, ("params", ""))
+    if name and name != "common.bin" and manifest["extra"].get("chunks"):  # shards of an average
+        with open_regular(path / "common.bin") as file:
+            rows = _rows_below(files["common.bin"], "params")
+            likes = {row["path"].removeprefix("params"): leaf_spec(path, file, row) for row in rows}
+        shards = WholeLeaves(path, manifest)
+        params = {rest: shards.read(where + rest, like) for rest, like in likes.items()}
+    else:
+        params = _read_leaves_under(path, name, files[name], where) if name else _mean_params(path, files)
+    sources = {name: files[name] for name in sorted(files) if _rows_below(files[name], "model_state")}
+    if where == "center":
+        sources = dict([*sources.items()][:1])
+    state = _mean_over_files(path, sources, "model_state")
+    return {f"params{rest}": leaf for rest, leaf in params.items()} | {
+        f"model_state{rest}": leaf for rest, leaf in state.items()
+    }
+
+
+def _mean_params(path: Path, files: dict[str, Rows]) -> Leaves:
+    """Mean of the workers' params, with schedule-free y replaced by x."""
+    params = _mean_over_files(path, files, "params")
+    places: dict[str, str] = {}  # where in the state, by the first file that has it
+    for name, rows in files.items():
+        names = {row["path"] for row in rows}
+        for where in (full.removesuffix("/b1") for full in names if full.endswith("/b1")):
+            if {f"{where}/{field}" for field in SCHEDULE_FREE} <= names:
+                places.setdefault(where, name)
+    for where, name in places.items():
+        [b1] = _read_leaves_under(path, name, files[name], f"{where}/b1").values()
+        z = _read_leaves_under(path, name, files[name], f"{where}/z")
+        fits = all(leaf in params and params[leaf].shape == z[leaf].shape for leaf in z) and not b1.shape
+        undamaged(fits, f"{path / name}: damaged, {where}/z is not of these params")
+        state: Any = SimpleNamespace(b1=b1, z=z)  # all fields of Optax's class that it looks at
+        x = schedule_free_eval_params(state, {leaf: params[leaf] for leaf in z})
+        params |= {leaf: value.astype(params[leaf].dtype) for leaf, value in x.items()}
+    return params
+
+
+def _mean_over_files(path: Path, files: dict[str, Rows], where: str) -> Leaves:
+    """Mean of floating-point leaves below `where` over files; others are the first's."""
+    each = [_read_leaves_under(path, name, rows, where) for name, rows in files.items() if _rows_below(rows, where)]
+    if len(each) < 2:
+        return each[0] if each else {}
+    mean = dict(each[0])
+    for name, leaf in mean.items():
+        if is_float(leaf):
+            total = sum((other[name] for other in each), np.zeros(leaf.shape))  # float64
+            mean[name] = (total / len(each)).astype(leaf.dtype)
+    return mean
+
+
+def _rows_below(rows: Rows, where: str) -> Rows:
+    """Entries of an index with leaves in this field of the state."""
+    return [row for row in rows if is_at(row["path"], where)]
+
+
+def _read_leaves_under(path: Path, name: str, rows: Rows, where: str) -> Leaves:
+    """A file's leaves below `where`, by the rest of their paths."""
+    rows, source = _rows_below(rows, where), path / name
+    with open_regular(source) as file:
+        likes = {row["path"]: leaf_spec(source, file, row) for row in rows}
+        size = sum(math.prod(like.shape) * like.dtype.itemsize for like in likes.values())
+        is_whole = len(likes) == len(rows) and size <= os.fstat(file.fileno()).st_size
+        undamaged(is_whole, f"{source}: damaged, leaves lie over each other")
+        return {
+            row["path"].removeprefix(where): read_leaf(source, file, row["path"], row, likes[row["path"]])
+            for row in rows
+        }
+
+
 # ---------------------------------------------------------------- safetensors
 
 
@@ -198,9 +293,9 @@ def to_safetensors(tree: PyTree, file: Path, step: int) -> None:
     Raises:
         UsageError: it exists or cannot be written, a name has a dot in it, or safetensors is missing.
     """
-    save_file = library().numpy.save_file
+    save_file = _safetensors_library().numpy.save_file
     leaves = dict(dotted(tree))
-    metadata = {"step": str(step), "writer": "jaxmpi", "sha256": digest_of(leaves, str(step))}
+    metadata = {"step": str(step), "writer": "jaxmpi", "sha256": _digest_of(leaves, str(step))}
     with made_whole(file) as aside:
         try:
             save_file(leaves, aside, metadata=metadata)
@@ -208,24 +303,19 @@ def to_safetensors(tree: PyTree, file: Path, step: int) -> None:
             raise OSError(f"{error!s:.400}") from error
 
 
-def from_safetensors(file: Path) -> TrainedModel:
-    """The model in a file of `params.*` and `model_state.*`, or bare params.
-
-    Raises:
-        UsageError: no such file, it is damaged, or safetensors is missing.
-    """
-    made = library()
+def _from_safetensors(file: Path) -> TrainedModel:
+    """The model in a file of `params.*` and `model_state.*`, or bare params."""
+    library = _safetensors_library()
     check(file.is_file(), f"{file}: no such file; name one that `jaxmpi export` or another program has written")
     try:
-        leaves = made.numpy.load_file(str(file))
-        with made.safe_open(str(file), framework="np") as opened:
+        leaves = library.numpy.load_file(str(file))
+        with library.safe_open(str(file), framework="np") as opened:
             facts = opened.metadata() or {}
     except Exception as error:  # SafetensorError derives from Exception alone
         raise UsageError(f"{file}: cannot be read: {error!s:.400}; export the run again") from error
     step = facts.get("step", "")
     if facts.get("writer") == "jaxmpi" or "sha256" in facts:  # either, since a flipped bit may have changed one
-        is_whole = facts.get("sha256") == digest_of(leaves, step) and facts.get("writer") == "jaxmpi"
-        manifests.undamaged(is_whole, f"{file}: damaged, its checksum does not match; export the run again")
+        _check_whole(file, facts.get("sha256") == _digest_of(leaves, step) and facts.get("writer") == "jaxmpi")
     tree = nest(leaves, lambda name: name.split("."), file)
     if not tree.keys() <= {"params", "model_state"}:
         tree = {"params": tree}
@@ -247,12 +337,8 @@ def dotted(tree: PyTree, above: str = "") -> Iterator[tuple[str, np.ndarray]]:
             yield f"{above}{key}", np.asarray(value, order="C")
 
 
-def library() -> Any:
-    """The package `safetensors`, with its `numpy`.
-
-    Raises:
-        UsageError: it is missing.
-    """
+def _safetensors_library() -> Any:
+    """The package `safetensors`, with its `numpy`."""
     try:
         import safetensors.numpy
     except ImportError as error:
@@ -260,15 +346,39 @@ def library() -> Any:
     return safetensors
 
 
-WAY_OUT = "name a folder that `jaxmpi export` has written"
-ANOTHER_MODEL = (
-    "give the model the names, sizes and dtypes that it was trained with (config.json of the run has its experiment), "
-    "or take the params of another run"
-)
-CHECKSUM = "jaxmpi.sha256"  # file in an exported folder
-SEPARATOR = "/"  # between a leaf's names, as in params/conv1/kernel
-CENTERS = ("center", "rule_state/center", "rule_state/average")  # asynchronous rules', easgd_sync's, optim.ema
-SCHEDULE_FREE = ("b1", "weight_sum", "step_count", "max_lr")  # leaves of Optax's ScheduleFreeState beside z
+# ---------------------------------------------------------------- Orbax
+
+
+class Loaded(NamedTuple):
+    """Params and model state that a run begins with."""
+
+    params: PyTree
+    model_state: PyTree
+    has_state: bool  # the folder held the model state; else it is the model's own
+
+
+def params_from_orbax(folder: Path, params: PyTree, model_state: PyTree) -> Loaded:
+    """Params and model state from an Orbax folder, structured as those given.
+
+    Args:
+        params: their leaves have the shapes and dtypes that the folder's must have.
+        model_state: likewise; what the run begins with if the folder holds bare params.
+
+    Raises:
+        UsageError: it cannot be read, or a leaf is absent, of another shape or type, or unknown: path, got, expected.
+    """
+    check(folder.is_dir(), f"no folder {str(folder)!r}; name one that `jaxmpi export` or Orbax has written")
+    whole = {"params": params, "model_state": model_state}
+
+    def expected(tree: PyTree) -> PyTree:
+        names, bare = ({name for name, _ in named_leaves(part)} for part in (tree, params))
+        is_bare = names == bare or not {name.split(SEPARATOR)[0] for name in names} <= whole.keys()
+        return params if is_bare else whole
+
+    tree = _read_orbax(folder, lambda sizes: _check_leaves(folder, sizes, expected(sizes)))
+    like = expected(tree)
+    got = jax.tree.map(np.asarray, _structured(folder, tree, like))
+    return Loaded(got, model_state, False) if like is params else Loaded(got["params"], got["model_state"], True)
 
 
 def to_orbax(tree: PyTree, folder: Path) -> None:
@@ -293,7 +403,7 @@ def to_orbax(tree: PyTree, folder: Path) -> None:
         # Not StandardCheckpointer: it writes in a thread, and blocks forever if that cannot make the folder.
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
             writer.save(aside.absolute() / "model", args=ocp.args.StandardSave(tree))  # pyright: ignore[reportCallIssue]
-        write_text(aside / "model" / CHECKSUM, digest_of(dict(named_leaves(tree))))
+        write_text(aside / "model" / CHECKSUM, _digest_of(dict(named_leaves(tree))))
         (aside / "model").rename(folder)
     except Exception as error:  # Orbax and TensorStore raise of all kinds
         text = str(error) if isinstance(error, OSError) else f"{error!s:.400}".splitlines()[0]
@@ -305,102 +415,45 @@ def to_orbax(tree: PyTree, folder: Path) -> None:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def model_of(path: Path) -> dict[str, np.ndarray]:
-    """Params and model state of a checkpoint, by path, as evaluated.
+def _read_orbax(folder: Path, admit: Callable[[PyTree], None] = lambda sizes: None) -> PyTree:
+    """Nested dicts of an Orbax folder's arrays, compared with its checksum if `export` wrote it.
 
-    Params are the center or the average, if the rule or its optimizer has one, else the workers' mean. In the model
-    state, floating-point leaves are the workers' mean and others worker 0's. Under asynchronous rules worker 0
-    evaluates, so all of it is worker 0's. Sizes are bounded by those of the files.
-
-    Raises:
-        UsageError: it is damaged, or a leaf's dtype is not known.
+    A stranger's folder is looked at first: it holds regular files only, and no chunk, which is read whole, is larger
+    than its leaf.
     """
-    manifest = read_manifest(path)
-    files = manifest["files"]
-    centers = ((where, name) for where in CENTERS for name in files if rows_below(files[name], where))
-    where, name = next(centers, ("params", ""))
-    if name and name != "common.bin" and manifest["extra"].get("chunks"):
-        params = read_average(path, manifest, where)
-    else:
-        params = read_leaves_under(path, name, files[name], where) if name else averages_of(path, files)
-    first = {name: files[name] for name in sorted(files) if rows_below(files[name], "model_state")}
-    if where == "center":
-        first = dict([*first.items()][:1])
-    state = mean_over_files(path, first, "model_state")
-    return {f"params{rest}": leaf for rest, leaf in params.items()} | {
-        f"model_state{rest}": leaf for rest, leaf in state.items()
-    }
+    import orbax.checkpoint as ocp
+
+    for path, folders, files in os.walk(folder):
+        for name in [*folders, *files]:
+            mode = os.lstat(os.path.join(path, name)).st_mode
+            is_regular = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+            check(is_regular, f"{path}/{name}: got something other than a regular file or a folder; {WAY_OUT}")
+    try:
+        with ocp.StandardCheckpointer() as reader:
+            metadata = reader.metadata(folder.absolute())
+            sizes = getattr(metadata, "item_metadata", metadata)
+            admit(sizes)
+            for name, leaf in named_leaves(sizes):
+                storage = getattr(leaf, "storage", None)
+                for shape in (getattr(storage, "chunk_shape", None), getattr(storage, "write_shape", None)):
+                    is_small = shape is None or math.prod(shape) <= max(1, math.prod(leaf.shape))
+                    text = f"got chunks of {[*(shape or ())]}, expected {[*leaf.shape]} at most"
+                    check(is_small, f"{folder}: {name}: {text}; {WAY_OUT}")
+            tree = jax.tree.map(np.asarray, reader.restore(folder.absolute()))
+        checksum = folder / CHECKSUM
+        expected = checksum.read_bytes()[:100] if checksum.exists() else None
+    except UsageError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise of all kinds
+        raise UsageError(f"{folder}: cannot be read: {error!s:.400}; {WAY_OUT}") from error
+    _check_whole(folder, expected is None or expected == _digest_of(dict(named_leaves(tree))).encode())
+    return tree
 
 
-def read_average(path: Path, manifest: dict[str, Any], where: str) -> dict[str, np.ndarray]:
-    """The average of params, put together from the workers' shares."""
-    with open_regular(path / "common.bin") as file:
-        rows = rows_below(manifest["files"]["common.bin"], "params")
-        likes = {row["path"].removeprefix("params"): leaf_spec(path, file, row) for row in rows}
-    leaves = WholeLeaves(path, manifest)
-    return {rest: leaves.read(where + rest, like) for rest, like in likes.items()}
+# ---------------------------------------------------------------- trees
 
 
-def averages_of(path: Path, files: dict[str, list[dict[str, Any]]]) -> dict[str, np.ndarray]:
-    """Mean of the workers' params, with schedule-free y replaced by x.
-
-    Raises:
-        Damaged: its z are not of these params.
-    """
-    params = mean_over_files(path, files, "params")
-    kept: dict[str, str] = {}  # where in the state, by the first file that has it
-    for name, rows in files.items():
-        names = {row["path"] for row in rows}
-        for where in (full.removesuffix("/b1") for full in names if full.endswith("/b1")):
-            if {f"{where}/{field}" for field in SCHEDULE_FREE} <= names:
-                kept.setdefault(where, name)
-    for where, name in kept.items():
-        [b1] = read_leaves_under(path, name, files[name], f"{where}/b1").values()
-        z = read_leaves_under(path, name, files[name], f"{where}/z")
-        fits = all(leaf in params and params[leaf].shape == z[leaf].shape for leaf in z) and not b1.shape
-        undamaged(fits, f"{path / name}: damaged, {where}/z is not of these params")
-        state: Any = SimpleNamespace(b1=b1, z=z)  # all fields of Optax's class that it looks at
-        x = schedule_free_eval_params(state, {leaf: params[leaf] for leaf in z})
-        params |= {leaf: value.astype(params[leaf].dtype) for leaf, value in x.items()}
-    return params
-
-
-def rows_below(rows: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Entries of an index with leaves in this field of the state."""
-    return [row for row in rows if is_at(row["path"], where)]
-
-
-def mean_over_files(path: Path, files: dict[str, list[dict[str, Any]]], where: str) -> dict[str, np.ndarray]:
-    """Mean of floating-point leaves below `where` over files; others are the first's."""
-    each = [read_leaves_under(path, name, rows, where) for name, rows in files.items() if rows_below(rows, where)]
-    if len(each) < 2:
-        return each[0] if each else {}
-    mean = dict(each[0])
-    for name, leaf in mean.items():
-        if is_float(leaf):
-            total = sum((other[name] for other in each), np.zeros(leaf.shape))  # float64
-            mean[name] = (total / len(each)).astype(leaf.dtype)
-    return mean
-
-
-def read_leaves_under(path: Path, name: str, rows: list[dict[str, Any]], where: str) -> dict[str, np.ndarray]:
-    """A file's leaves below `where`, by the rest of their paths.
-
-    Raises:
-        Damaged: leaves overlap or have the same name, or one is damaged.
-    """
-    rows = rows_below(rows, where)
-    with open_regular(path / name) as file:
-        likes = {row["path"]: leaf_spec(path / name, file, row) for row in rows}
-        size = sum(math.prod(like.shape) * like.dtype.itemsize for like in likes.values())
-        is_whole = len(likes) == len(rows) and size <= os.fstat(file.fileno()).st_size
-        undamaged(is_whole, f"{path / name}: damaged, leaves lie over each other")
-        read = partial(read_leaf, path / name, file)
-        leaves = {row["path"]: read(row["path"], row, likes[row["path"]]) for row in rows}
-    return {path.removeprefix(where): leaf for path, leaf in leaves.items()}
-
-
-def nested(leaves: dict[str, np.ndarray]) -> PyTree:
+def nested(leaves: Leaves) -> PyTree:
     """Turn paths into nested dicts; an escaped slash stays in its name."""
 
     def split(path: str) -> list[str]:
@@ -409,7 +462,7 @@ def nested(leaves: dict[str, np.ndarray]) -> PyTree:
     return nest(leaves, split)
 
 
-def digest_of(leaves: Mapping[str, np.ndarray], *facts: str) -> str:
+def _digest_of(leaves: Mapping[str, np.ndarray], *facts: str) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of leaves, in the order of their names, and over `facts`."""
     digest = hashlib.sha256("\n".join(facts).encode())
     for name in sorted(leaves):
@@ -419,101 +472,19 @@ def digest_of(leaves: Mapping[str, np.ndarray], *facts: str) -> str:
     return digest.hexdigest()
 
 
-class Loaded(NamedTuple):
-    """Params and model state that a run begins with."""
-
-    params: PyTree
-    model_state: PyTree
-    has_state: bool  # the folder held the model state; else it is the model's own
+def _check_whole(source: Path, is_whole: bool) -> None:
+    """Raise `Damaged` if an exported file's checksum does not match."""
+    undamaged(is_whole, f"{source}: damaged, its checksum does not match; export the run again")
 
 
-def params_from_orbax(folder: Path, params: PyTree, model_state: PyTree) -> Loaded:
-    """Params and model state from an Orbax folder, structured as those given.
-
-    Args:
-        params: their leaves have the shapes and dtypes that the folder's must have.
-        model_state: likewise; what the run begins with if the folder holds bare params.
-
-    Raises:
-        UsageError: it cannot be read, or a leaf is absent, of another shape or type, or unknown: path, got, expected.
-    """
-    check(folder.is_dir(), f"no folder {str(folder)!r}; name one that `jaxmpi export` or Orbax has written")
-    whole = {"params": params, "model_state": model_state}
-    tree = read_checked(folder, lambda sizes: check_leaves(folder, sizes, params if is_bare(sizes, params) else whole))
-    has_state = not is_bare(tree, params)
-    like = whole if has_state else params
-    check_leaves(folder, tree, like)
-    leaves = dict(named_leaves(tree))
-    got = jax.tree.unflatten(jax.tree.structure(like), [np.asarray(leaves[name]) for name, _ in named_leaves(like)])
-    return Loaded(got["params"], got["model_state"], True) if has_state else Loaded(got, model_state, False)
-
-
-def from_orbax(folder: Path) -> PyTree:
-    """Nested dicts of an Orbax folder's arrays, bare params as `params`.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
-    tree = jax.tree.map(np.asarray, read_checked(folder, lambda sizes: None))
-    return tree if isinstance(tree, dict) and tree.keys() <= {"params", "model_state"} else {"params": tree}
-
-
-def read_checked(folder: Path, admit: Callable[[PyTree], None]) -> PyTree:
-    """The tree in an Orbax folder, compared with its checksum if `export` wrote it.
-
-    Args:
-        admit: raises UsageError for a tree of these shapes, before anything is read.
-
-    Raises:
-        UsageError: it cannot be read, or is damaged.
-    """
-    import orbax.checkpoint as ocp
-
-    refuse_ways_out(folder)
-    try:
-        with ocp.StandardCheckpointer() as reader:
-            told = reader.metadata(folder.absolute())
-            sizes = getattr(told, "item_metadata", told)
-            admit(sizes)
-            check_chunks(folder, sizes)
-            tree = reader.restore(folder.absolute())
-        checksum = folder / CHECKSUM
-        expected = checksum.read_bytes()[:100] if checksum.exists() else None
-    except UsageError:
-        raise
-    except Exception as error:  # Orbax and TensorStore raise of all kinds
-        raise UsageError(f"{folder}: cannot be read: {error!s:.400}; {WAY_OUT}") from error
-    is_whole = expected is None or expected == digest_of(dict(named_leaves(tree))).encode()
-    undamaged(is_whole, f"{folder}: damaged, its checksum does not match; export the run again")
-    return tree
-
-
-def is_bare(tree: PyTree, params: PyTree) -> bool:
-    """Return True if a folder's tree holds bare params, without model state."""
-    got, bare = ({name for name, _ in named_leaves(part)} for part in (tree, params))
-    return got == bare or not {name.split(SEPARATOR)[0] for name in got} <= {"params", "model_state"}
-
-
-def refuse_ways_out(folder: Path) -> None:
-    """Raise `UsageError` unless a folder holds only regular files and folders."""
-    for path, folders, files in os.walk(folder):
-        for name in [*folders, *files]:
-            mode = os.lstat(os.path.join(path, name)).st_mode
-            holds = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
-            check(holds, f"{path}/{name}: got something other than a regular file or a folder; {WAY_OUT}")
-
-
-def check_chunks(folder: Path, sizes: PyTree) -> None:
-    """Raise `UsageError` if a chunk, read whole, is larger than its leaf."""
-    for name, leaf in named_leaves(sizes):
-        storage = getattr(leaf, "storage", None)
-        for shape in (getattr(storage, "chunk_shape", None), getattr(storage, "write_shape", None)):
-            holds = shape is None or math.prod(shape) <= max(1, math.prod(leaf.shape))
-            text = f"got chunks of {[*(shape or ())]}, expected {[*leaf.shape]} at most"
-            check(holds, f"{folder}: {name}: {text}; {WAY_OUT}")
-
-
-def check_leaves(source: Path, tree: PyTree, like: PyTree) -> None:
+def _check_leaves(source: Path, tree: PyTree, like: PyTree) -> None:
     """Raise `UsageError` if read or unread leaves differ from those of `like`."""
     lines = mismatches(dict(named_leaves(tree)), dict(named_leaves(like)))
     check(not lines, "\n  ".join([f"{source} is not of this model:", *lines, ANOTHER_MODEL]))
+
+
+def _structured(source: Path, tree: PyTree, like: PyTree) -> PyTree:
+    """A tree's leaves in the structure of `like`, after `check_leaves`."""
+    _check_leaves(source, tree, like)
+    leaves = dict(named_leaves(tree))
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name, _ in named_leaves(like)])

@@ -1,35 +1,78 @@
-"""Checkpoints in the background: training waits only for copies in memory.
+"""Writing checkpoints: all state for a bit-exact resume, in the background, renamed when whole.
 
-Writing a checkpoint to disk takes long, and training need not wait for it. `Saver` copies the state in host memory, and
-a thread writes the copy over a communicator of its own. Without `MPI_THREAD_MULTIPLE` threads may not send, so `save`
-waits for the write. A write error is raised in a later call, so callers poll a `Saver`. All ranks save the same
-checkpoints in the same order. A state with NaN or infinite numbers is refused, since no run could resume from it.
+Ranks of a synchronous rule write a checkpoint together (`save`), and training waits only for copies in memory: `Saver`
+copies the state, and a thread writes the copy over a communicator of its own. Without `MPI_THREAD_MULTIPLE` threads may
+not send, so it waits for the write. A write error is raised in a later call, so callers poll a `Saver`. Asynchronous
+workers write their parts at steps of their own (`UncoordinatedCheckpoint`). A state with NaN or infinite numbers is
+refused, since no run could resume from it. The newest and the best checkpoints are kept. The format: `manifests`.
 """
 
 import contextlib
 import itertools
+import json
+import os
+import shutil
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.checkpoint import manifests
+from jaxmpi.checkpoint.manifests import FORMAT, best_first, found, sealed, step_of, worker_file
 from jaxmpi.checkpoint.restore import halves
-from jaxmpi.checkpoint.write import Files, Retention, files_of, save
+from jaxmpi.comm.agreement import on_all_ranks
 from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import TrainingError, UsageError
-from jaxmpi.core.files import HeldFolder
-from jaxmpi.core.pytrees import named_leaves
+from jaxmpi.core.files import HeldFolder, sync_file
+from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import TrainState
+from jaxmpi.runtime import fault_injection
+
+Files = dict[str, PyTree]  # contents by file name
+
+
+class Retention(NamedTuple):
+    """Number of checkpoints to keep."""
+
+    newest: int
+    best: int = 0  # checkpoints of lowest score, beside the newest
+
+
+def files_of(states: Mapping[int, TrainState], replicated: bool, same_params: bool = True) -> Files:
+    """The files that this process writes, with the contents of each.
+
+    Args:
+        states: of this process's workers.
+        replicated: the rule's state is equal on all workers, and so is written once.
+        same_params: likewise for params.
+    """
+    files = {}
+    for worker, state in states.items():
+        common, own = halves(state, replicated, same_params)
+        files |= {"common.bin": common} if worker == 0 else {}
+        files[worker_file(worker)] = own
+    return files
+
+
+# ---------------------------------------------------------------- in the background
 
 
 class Saver:
-    """Background writer of one checkpoint at a time."""
+    """Background writer of one checkpoint at a time.
+
+    All ranks save the same checkpoints in the same order.
+
+    Args:
+        processes: whose communicator is cloned if threads may send; else it writes in the foreground.
+        replicated: the rule's state is equal on all workers.
+        same_params: params are equal on all workers.
+    """
 
     def __init__(
         self,
@@ -41,13 +84,6 @@ class Saver:
         keep: Retention,
         same_params: bool = True,
     ) -> None:
-        """Clone a communicator if threads may send, else write in the foreground.
-
-        Args:
-            home: the run directory.
-            replicated: the rule's state is equal on all workers.
-            same_params: likewise for params.
-        """
         self.home, self._folder = home, home.path / "checkpoints"
         self._workers, self._equal, self._keep = workers, (replicated, same_params), keep
         self._processes = processes.on_own_communicator() if processes.may_overlap else processes
@@ -63,7 +99,6 @@ class Saver:
 
         Args:
             states: of this process's workers, in host memory that may change once this returns.
-            extra: JSON values kept beside.
             score: checkpoints with the lowest are kept as the best.
             is_last: that memory stays as it is until `wait`, so it is not copied.
         """
@@ -71,52 +106,31 @@ class Saver:
         step = int(next(iter(states.values())).step)
         files = files_of(states, *self._equal)
         files = files if is_last else jax.tree.map(lambda x: np.array(x, order="C"), files)
-        write = threading.Thread(target=self._write, args=(files, step, extra, score), name=f"jaxmpi-save-{step}")
-        self._thread, self._is_whole = write, False
-        write.start()
+
+        def write() -> None:
+            try:
+                self._write(self._folder, files, step, extra, score)
+                self._is_whole, self._saved = True, step
+            except BaseException as error:
+                self._error = error
+
+        self._thread, self._is_whole = threading.Thread(target=write, name=f"jaxmpi-save-{step}"), False
+        self._thread.start()
         if not self._processes.may_overlap:
             self.wait()
 
-    def _write(self, files: Files, step: int, extra: dict[str, Any], score: float | None) -> None:
-        try:
-            with written(step, self.home):
-                self._save(self._folder, files, step, extra, score)
-            self._is_whole, self._saved = True, step
-        except BaseException as error:
-            self._error = error
-
-    def _save(self, folder: Path, files: Files, step: int, extra: dict[str, Any], score: float | None) -> None:
-        check_finite(files, step, self._folder)
-        facts = {"workers": self._workers, "extra": extra, "keep": self._keep, "score": score}
-        save(folder, files, self._processes, step=step, **facts)
-
-    def fate(self) -> str:
-        """Predicate about the run directory if a rank lost it; else empty.
-
-        Communicates: a gather of short texts; all ranks call it, and return the same.
-        """
-        self.wait()
-        return next(filter(None, self._processes.allgather_object(self.home.fate())), "")
-
-    def save_elsewhere(
-        self, states: Mapping[int, TrainState], extra: dict[str, Any], copy: Callable[[Path], None]
-    ) -> Path:
-        """Save in the foreground, in the run directory's `refuge`; return that directory.
-
-        Args:
-            states: of this process's workers, in host memory.
-            copy: puts the record into a new directory.
-        """
-        place = str(refuge(self.home, copy)) if self._processes.rank == 0 else ""
-        place = Path(self._processes.bcast_object(place))
-        step = int(next(iter(states.values())).step)
+    def _write(self, folder: Path, files: Files, step: int, extra: dict[str, Any], score: float | None) -> None:
         with written(step, self.home):
-            self._save(place / "checkpoints", files_of(states, *self._equal), step, extra, None)
-        return place
+            check_finite(files, step, self._folder)
+            facts = {"workers": self._workers, "extra": extra, "keep": self._keep, "score": score}
+            save(folder, files, self._processes, step=step, **facts)
 
-    def last_good(self) -> str:
-        """Name of the newest checkpoint, for errors."""
-        return last_good(self._folder)
+    def wait(self) -> None:
+        """Wait until the current write is on disk, then `poll`."""
+        while self._thread and self._thread.is_alive():
+            self._thread.join(0.5)  # so that signal handlers run
+        self._thread = None
+        self.poll()
 
     def poll(self) -> None:
         """Raise the error of a write since the last call.
@@ -140,12 +154,32 @@ class Saver:
         is_half, self._thread, self._error, self._is_whole = not self._is_whole, None, None, True
         return is_half
 
-    def wait(self) -> None:
-        """Wait until the current write is on disk, then `poll`."""
-        while self._thread and self._thread.is_alive():
-            self._thread.join(0.5)  # so that signal handlers run
-        self._thread = None
-        self.poll()
+    def fate(self) -> str:
+        """Predicate about the run directory if a rank lost it; else empty.
+
+        Communicates: a gather of short texts; all ranks call it, and return the same.
+        """
+        self.wait()
+        return next(filter(None, self._processes.allgather_object(self.home.fate())), "")
+
+    def save_elsewhere(
+        self, states: Mapping[int, TrainState], extra: dict[str, Any], copy: Callable[[Path], None]
+    ) -> Path:
+        """Save in the foreground, in the run directory's `refuge`; return that directory.
+
+        Args:
+            states: of this process's workers, in host memory.
+            copy: puts the record into a new directory.
+        """
+        place = str(refuge(self.home, copy)) if self._processes.rank == 0 else ""
+        place = Path(self._processes.bcast_object(place))
+        step = int(next(iter(states.values())).step)
+        self._write(place / "checkpoints", files_of(states, *self._equal), step, extra, None)
+        return place
+
+    def last_good(self) -> str:
+        """Name of the newest checkpoint, for errors."""
+        return last_good(self._folder)
 
 
 @contextlib.contextmanager
@@ -210,9 +244,11 @@ def last_good(folder: Path) -> str:
 
 def total_bytes(states: Mapping[int, TrainState], replicated: bool, workers: int, same_params: bool = True) -> int:
     """Bytes of a checkpoint of all workers."""
-    common, own = halves(next(iter(states.values())), replicated, same_params)
-    size = lambda tree: sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(tree))  # noqa: E731
-    return size(common) + workers * size(own)
+    common, own = (
+        sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(half))
+        for half in halves(next(iter(states.values())), replicated, same_params)
+    )
+    return common + workers * own
 
 
 def check_disk(folder: Path, needed_bytes: int, free_bytes: int) -> None:
@@ -231,3 +267,160 @@ def check_disk(folder: Path, needed_bytes: int, free_bytes: int) -> None:
 def warn(text: str) -> None:
     """Print a line on standard error."""
     print(f"jaxmpi: {text}", file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------- to disk
+
+
+def save(
+    folder: Path,
+    files: Files,
+    processes: Processes,
+    *,
+    step: int,
+    workers: int,
+    extra: Mapping[str, Any],
+    keep: Retention,
+    score: float | None = None,
+    agrees: bool = False,
+) -> Path:
+    """Write a checkpoint and drop those beyond `keep`; all ranks call it.
+
+    Args:
+        folder: RUN/checkpoints, the same for all ranks.
+        files: this process's, of `files_of`.
+        score: checkpoints with the lowest are kept as the best; None if this step was not evaluated.
+        agrees: a rank that cannot write has all ranks raise. Else it raises by itself, and the job ends or goes on
+            without it.
+
+    Communicates: three gathers, of outcomes and of the files' indices.
+
+    Raises:
+        OSError: on the rank that cannot write; with `agrees` an `AgreedError` on all.
+    """
+    final, aside = _checkpoint_path(folder, step), _aside_path(folder, step)
+    is_first, index = processes.rank == 0, {}
+
+    def together(act: Callable[[], Any]) -> list[Any]:
+        """Call `act` here, wait for the others, and return all ranks' results."""
+
+        def write() -> Any:
+            try:
+                return act()
+            except Exception as error:
+                raise TrainingError(f"the checkpoint of step {step} cannot be written: {error}") from error
+
+        return on_all_ranks(processes, write) if agrees else processes.allgather_object(act())
+
+    together(lambda: _make_aside(aside) if is_first else None)
+    for each in together(lambda: {name: write_leaves(aside / name, tree, step) for name, tree in files.items()}):
+        index |= each
+    facts = {"workers": workers, "score": score, "files": index, "extra": dict(extra)}
+    together(lambda: _commit(folder, step, facts, keep) if is_first else None)
+    fault_injection.inject_at("saved", step, final)
+    return final
+
+
+def _checkpoint_path(folder: Path, step: int) -> Path:
+    """The folder of a whole checkpoint."""
+    return folder / f"step_{step:08d}"
+
+
+def _aside_path(folder: Path, step: int) -> Path:
+    """The folder that becomes the checkpoint."""
+    return folder / f"step_{step:08d}.tmp"
+
+
+def _make_aside(aside: Path) -> None:
+    """Make a checkpoint's temporary folder, and remove partial checkpoints of an ended run; links are not followed."""
+    aside.parent.mkdir(exist_ok=True)  # without parents: a run directory that was removed stays removed
+    for partial in aside.parent.glob("step_*.tmp"):
+        if partial.is_dir() and not partial.is_symlink():
+            shutil.rmtree(partial)
+        else:
+            partial.unlink()
+    aside.mkdir()
+
+
+def write_leaves(path: Path, tree: PyTree, step: int) -> list[dict[str, Any]]:
+    """Write leaves one after another; return their index."""
+    index, offset = [], 0
+    with path.open("wb") as file:
+        for name, leaf in named_leaves(tree):
+            array = np.asarray(leaf, order="C")  # ascontiguousarray would make f32[] an f32[1]
+            fault_injection.inject_at("save", step)
+            raw = array.reshape(-1).view(np.uint8).data
+            file.write(raw)
+            row = {"path": name, "shape": list(array.shape), "dtype": str(array.dtype)}
+            index.append({**row, "offset": offset, "crc32": zlib.crc32(raw)})
+            offset += raw.nbytes
+        sync_file(file)
+    return index
+
+
+def _commit(folder: Path, step: int, facts: Mapping[str, Any], keep: Retention) -> None:
+    """Turn step_N.tmp into a checkpoint, in place of an older one of that step, and drop those beyond `keep`."""
+    final, aside = _checkpoint_path(folder, step), _aside_path(folder, step)
+    write_text(aside / "manifest.json", sealed({"format": FORMAT, "step": step, **facts}))
+    _sync_folder(aside)
+    before = final.with_name(f"{final.name}.old.tmp")
+    if final.exists():
+        final.rename(before)
+    aside.rename(final)
+    _sync_folder(folder)
+    if before.exists():
+        shutil.rmtree(before)
+    upto = [path for path in found(folder) if step_of(path) <= step]
+    best = best_first(upto)[: keep.best] if keep.best else []
+    for path in upto[: -keep.newest]:
+        if path not in best:
+            shutil.rmtree(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text and fsync it."""
+    with path.open("w") as file:
+        file.write(text)
+        sync_file(file)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Fsync a folder, so that the names in it are on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+class UncoordinatedCheckpoint(NamedTuple):
+    """Checkpoint without a barrier, from each worker's file; worker 0 commits it."""
+
+    folder: Path  # RUN/checkpoints
+    workers: int
+    keep: Retention
+
+    def begin(self, step: int) -> None:
+        """Make the folder; worker 0 calls it before it announces the checkpoint."""
+        _make_aside(_aside_path(self.folder, step))
+
+    def write_own(self, step: int, worker: int, tree: PyTree) -> None:
+        """Write a worker's part, then its index, which marks it as whole."""
+        path = _aside_path(self.folder, step) / worker_file(worker)
+        index = write_leaves(path, tree, step)
+        being_written = path.with_name(f"{path.name}.json.tmp")
+        write_text(being_written, json.dumps(index))
+        being_written.rename(being_written.with_suffix(""))
+
+    def end(self, step: int, common: PyTree, extra: Mapping[str, Any], score: float | None) -> None:
+        """Commit the checkpoint; worker 0 calls it after all live workers' `write_own`.
+
+        Files of workers that have ended are empty.
+        """
+        aside = _aside_path(self.folder, step)
+        files = {"common.bin": write_leaves(aside / "common.bin", common, step)}
+        for name in map(worker_file, range(self.workers)):
+            index = aside / f"{name}.json"
+            files[name] = json.loads(index.read_text()) if index.exists() else write_leaves(aside / name, {}, step)
+        for left in aside.glob("worker_*.json*"):
+            left.unlink()
+        facts = {"workers": self.workers, "score": score, "files": files, "extra": dict(extra)}
+        _commit(self.folder, step, facts, self.keep)

@@ -1,50 +1,87 @@
-"""Run directories: checks at start, and the identity of a resumed run.
+"""Run directories: their choice, their lock, checks at start, and the identity of a resumed run.
 
 Two jobs in one directory would destroy each other's files, and a resume with other data gives wrong numbers. Rank 0
-chooses the directory and locks it (`run_folder`), and all ranks check that they see it. A checkpoint holds the fields
-of `identity`; one that differs is refused by name. Fields of `settings` may change, and the change is reported. All
-other fields change no update. The batch and the choice of `auto` come from the newest checkpoint (`stored`), or from
-config.json before there is one. So a run resumes with the same examples a step on another number of workers.
+chooses the directory and locks it, and all ranks check that they see it. A checkpoint holds the fields of `identity`;
+one that differs is refused by name. Fields of `settings` may change, and the change is reported. All other fields
+change no update. The batch and the choice of `auto` come from the newest checkpoint (`stored`), or from config.json
+before there is one. So a run resumes with the same examples a step on another number of workers.
+
+This module imports no JAX: the supervisor of a job chooses the folder, too.
 """
 
 import contextlib
 import dataclasses
+import datetime
+import fcntl
 import itertools
 import json
 import os
+import re
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
-
-from jaxmpi.checkpoint.manifests import candidates, found, newest, step_of
-from jaxmpi.checkpoint.restore import AGAIN
-from jaxmpi.checkpoint.run_folder import locked, new, resumed, usable
-from jaxmpi.comm.job import Processes
-from jaxmpi.comm.topology import Workers
+from jaxmpi.checkpoint.manifests import AGAIN, candidates, found, newest, step_of
 from jaxmpi.config import experiment_file, flags
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError, check
-from jaxmpi.core.files import HeldFolder, refuse_ways_out
+from jaxmpi.core.files import NO_LOCKS, HeldFolder, refuse_ways_out
 from jaxmpi.core.json_tree import MALFORMED, flatten_json, read_json
 from jaxmpi.runtime import provenance
 
+if TYPE_CHECKING:
+    from jaxmpi.comm.job import Processes
+    from jaxmpi.comm.topology import Workers
 
-def agree_on(experiment: Experiment, processes: Processes, digest: str) -> None:
-    """Refuse to start if ranks have different experiments or libraries."""
-    facts = {
-        "experiment_file": digest,
-        "experiment": flags.to_json(experiment),
-        "versions": provenance.versions(),
+CONFIG, MOST_CONFIG_BYTES = "config.json", 1 << 24  # a run's configuration, and a plausible limit of its size
+# Names that a run writes to as files.
+FILES = ("record.jsonl", "record.tmp", CONFIG, "config.tmp", "trace.json", "trace.tmp", "lock")
+
+# ---------------------------------------------------------------- which directory
+
+
+def named(run_dir: str) -> Path:
+    """The requested run directory, made if absent."""
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def fresh(name: str) -> Path:
+    """Make a new run directory: runs/<name>-<time>, with a number if taken."""
+    stem = f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    for number in itertools.count(1):
+        folder = Path(stem if number == 1 else f"{stem}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+    raise AssertionError  # numbers do not end
+
+
+def resumed(experiment: Experiment, name: str) -> Path:
+    """The requested run directory, or the newest that `fresh` made of that name."""
+    stamped = re.compile(rf"{re.escape(name)}-(\d{{8}})-(\d{{6}})(?:-(\d+))?")
+    runs = map(stamped.fullmatch, os.listdir("runs") if os.path.isdir("runs") else [])
+    made = {
+        tuple(map(int, run.groups(default="1"))): run[0]
+        for run in runs
+        if run and Path("runs", run[0], "record.jsonl").is_file()
     }
-    processes.assert_same("what this run is", facts)
+    folder = Path(experiment.run_dir or Path("runs", made[max(made)] if made else f"{name}-"))
+    check(
+        (folder / "record.jsonl").is_file(),
+        f"--resume: {str(folder)!r} is no run directory, it has no record.jsonl; name one with --run-dir",
+    )
+    return folder
 
 
 @contextlib.contextmanager
-def agreed_run_dir(experiment: Experiment, name: str, processes: Processes) -> Iterator[HeldFolder]:
+def agreed_run_dir(experiment: Experiment, name: str, processes: "Processes") -> Iterator[HeldFolder]:
     """Hold rank 0's run directory on all ranks, locked against other jobs.
 
     Raises:
@@ -66,6 +103,44 @@ def agreed_run_dir(experiment: Experiment, name: str, processes: Processes) -> I
         yield home
 
 
+def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> HeldFolder:
+    """Choose the run directory, make it and its record, and lock it."""
+    with usable():
+        if experiment.resume:
+            folder = resumed(experiment, name)
+        else:
+            folder = named(experiment.run_dir) if experiment.run_dir else fresh(name)
+        refuse_ways_out(
+            folder,
+            f"run directory {str(folder)!r}",
+            "a run writes nothing through those: remove it (--run-dir itself may be a link to a larger disk)",
+        )
+        _check_kinds(folder)
+        home = held.enter_context(locked(folder))
+        if experiment.resume:
+            refuse_lost(folder)
+        else:
+            if experiment.from_start:
+                _set_aside(folder)
+            begin_record(folder)
+    return home
+
+
+@contextlib.contextmanager
+def usable() -> Iterator[None]:
+    """Turn an OSError into a `UsageError` that names the way out.
+
+    Raises:
+        UsageError: in place of OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        is_file = isinstance(error, FileExistsError)  # a folder that exists is no error
+        why = f"{str(error.filename)!r} is a file, not a folder" if is_file else error
+        raise UsageError(f"the run directory cannot be used: {why}; name another with --run-dir") from error
+
+
 @contextlib.contextmanager
 def still_usable() -> Iterator[None]:
     """Turn errors of the run directory during training into `TrainingError`.
@@ -79,96 +154,111 @@ def still_usable() -> Iterator[None]:
         raise TrainingError(f"the run directory cannot be used any more: {error}") from error
 
 
-def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> HeldFolder:
-    """Choose the run directory, make it and its record, and lock it."""
-    with usable():
-        folder = resumed(experiment, name) if experiment.resume else new(experiment, name)
-        refuse_ways_out(
-            folder,
-            f"run directory {str(folder)!r}",
-            "a run writes nothing through those: remove it (--run-dir itself may be a link to a larger disk)",
-        )
-        check_kinds(folder)
-        home = held.enter_context(locked(folder))
-        if experiment.resume:
-            refuse_lost(folder)
-        else:
-            if experiment.from_start:
-                set_aside(folder)
-            begin_record(folder)
-    return home
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[HeldFolder]:
+    """Hold and lock a run directory; see `lock`."""
+    with contextlib.ExitStack() as held:
+        home = HeldFolder(folder)
+        held.callback(home.close)
+        lock(home, held)
+        yield home
 
 
-CONFIG, MOST_CONFIG_BYTES = "config.json", 1 << 24  # a run's configuration, and a plausible limit of its size
-# Names that a run writes to as files.
-FILES = ("record.jsonl", "record.tmp", CONFIG, "config.tmp", "trace.json", "trace.tmp", "lock")
+def lock(home: HeldFolder, held: contextlib.ExitStack) -> None:
+    """Lock the run directory against other jobs, if possible on all hosts.
 
+    Both the folder and its file `lock` are locked: NFS locks no folders, and a file can be removed. The file names the
+    holder. The lock ends with the process.
 
-def check_kinds(folder: Path) -> None:
-    """Refuse folders in place of a run's files, or the reverse.
+    Args:
+        held: closes the file `lock`.
 
     Raises:
-        UsageError: the name.
+        UsageError: another job has it: its host and process.
     """
-    way_out = "remove it, or name another run directory with --run-dir"
-    for name in FILES:
-        check(
-            not (folder / name).is_dir(), f"{str(folder / name)!r}: got a folder; expected a file or nothing: {way_out}"
+    path = home.path / "lock"
+    try:
+        is_locked = home.try_lock()
+        file = held.enter_context(path.open("a+"))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        home.lock = None if is_locked else file.fileno()
+    except BlockingIOError:
+        holder = ""
+        with contextlib.suppress(OSError), path.open(errors="backslashreplace") as file:  # it may have been removed
+            holder = file.read(200).strip()
+        raise UsageError(
+            f"run directory {str(home.path)!r} is in use by {holder or 'another job'}; wait for its end, or name "
+            "another with --run-dir"
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    file.truncate(0)
+    try:
+        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode(errors="backslashreplace"))
+    except OSError as error:  # as on a full disk; it does not name the file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+# ---------------------------------------------------------------- what it holds
+
+
+def _check_kinds(folder: Path) -> None:
+    """Refuse folders in place of a run's files, or the reverse."""
+    checkpoints, way_out = folder / "checkpoints", "remove it, or name another run directory with --run-dir"
+    for path in (folder / name for name in FILES):
+        check(not path.is_dir(), f"{str(path)!r}: got a folder; expected a file or nothing: {way_out}")
+    is_fit = checkpoints.is_dir() or not checkpoints.exists()
+    check(is_fit, f"{str(checkpoints)!r}: got a file; expected a folder or nothing: {way_out}")
+
+
+def begin_record(folder: Path) -> None:
+    """Begin the record; refuse a folder with a checkpoint or steps."""
+    record = folder / "record.jsonl"
+    if found(folder / "checkpoints") or (record.exists() and b'"kind": "train"' in record.read_bytes()):
+        raise UsageError(
+            f"run directory {str(folder)!r} holds a run already; go on with --resume, begin again with --from-start, "
+            "or name another with --run-dir"
         )
-    path = folder / "checkpoints"
-    check(path.is_dir() or not path.exists(), f"{str(path)!r}: got a file; expected a folder or nothing: {way_out}")
+    record.write_text("")
+
+
+def _set_aside(folder: Path) -> None:
+    """Rename an earlier run's files by the next free number, as record.1.jsonl.
+
+    With them goes the run's identity at the services of sinks, since another run begins.
+    """
+    old = [path for name in ("record.jsonl", "sinks.json", "checkpoints") if (path := folder / name).exists()]
+    for number in itertools.count(1):
+        asides = [path.with_name(f"{path.stem}.{number}{path.suffix}") for path in old]
+        if not any(map(os.path.lexists, asides)):
+            break
+    for path, aside in zip(old, asides, strict=True):
+        path.rename(aside)
 
 
 def refuse_lost(folder: Path) -> None:
-    """Refuse to resume at step 0 a run that had saved checkpoints.
-
-    Its record would be cut at step 0, too.
+    """Refuse to resume at step 0, where its record would be cut, a run that had saved checkpoints.
 
     Raises:
         UsageError: the record has a line of a checkpoint, and there is none.
     """
-    steps = saved_steps(folder / "record.jsonl")
-    check(
-        not steps or bool(candidates(folder / "checkpoints")),
-        f"--resume: the record of {str(folder)!r} has checkpoints up to step {max(steps, default=0)}, and "
-        f"{str(folder / 'checkpoints')!r} has none: {AGAIN}",
-    )
+    steps = _saved_steps(folder / "record.jsonl")
+    if steps and not candidates(folder / "checkpoints"):
+        raise UsageError(
+            f"--resume: the record of {str(folder)!r} has checkpoints up to step {max(steps)}, and "
+            f"{str(folder / 'checkpoints')!r} has none: {AGAIN}"
+        )
 
 
 def lost(folder: Path) -> list[Path]:
     """Checkpoints that the record lists, newer than all in the folder."""
     there = [step_of(path) for path in candidates(folder / "checkpoints")]
-    steps = {step for step in saved_steps(folder / "record.jsonl") if step > max(there, default=0)}
+    steps = {step for step in _saved_steps(folder / "record.jsonl") if step > max(there, default=0)}
     return [folder / "checkpoints" / f"step_{step:08d}" for step in sorted(steps)]
 
 
-def check_source(experiment: Experiment) -> None:
-    """Refuse a `continue_from` from which no new run can start.
-
-    Raises:
-        UsageError: it is the run directory itself, or has no checkpoint; or its checkpoint is of another rule or
-            optimizer, whose state has other leaves.
-    """
-    source = Path(experiment.continue_from)
-    is_same = (
-        bool(experiment.run_dir)
-        and source.exists()
-        and os.path.realpath(source) == os.path.realpath(experiment.run_dir)
-    )
-    check(not is_same, f"continue_from: got the run directory itself, {str(source)!r}; name a new one with --run-dir")
-    manifest = newest(source / "checkpoints")
-    if manifest is None:
-        raise UsageError(
-            f"continue_from: {str(source)!r} has no checkpoint that is whole; expected the directory of a run that has "
-            "saved"
-        )
-    run, now = manifest["extra"].get("experiment"), flatten_json(flags.to_json(experiment))
-    has_batch = isinstance(run, dict) and type(run.get("effective batch")) is int and run["effective batch"] > 0
-    check(has_batch, f"{source}: the newest checkpoint has no effective batch: damaged, or of an older version")
-    refuse_other_run({name: run[name] for name in SHAPING if name in run}, now)
-
-
-def saved_steps(record: Path) -> list[int]:
+def _saved_steps(record: Path) -> list[int]:
     """Steps of the checkpoints in a record."""
     steps = []
     for line in record.read_bytes().splitlines():
@@ -180,29 +270,29 @@ def saved_steps(record: Path) -> list[int]:
     return steps
 
 
-def set_aside(folder: Path) -> None:
-    """Rename an earlier run's files by the next free number, as record.1.jsonl.
+def check_source(experiment: Experiment) -> None:
+    """Refuse a `continue_from` from which no new run can start.
 
-    With them goes the run's identity at the services of sinks, since another run begins.
+    Raises:
+        UsageError: it is the run directory itself, or has no checkpoint; or its checkpoint is of another rule or
+            optimizer, whose state has other leaves.
     """
-    held = [path for name in ("record.jsonl", "sinks.json", "checkpoints") if (path := folder / name).exists()]
-    for number in itertools.count(1):
-        asides = [path.with_name(f"{path.stem}.{number}{path.suffix}") for path in held]
-        if not any(map(os.path.lexists, asides)):
-            break
-    for path, aside in zip(held, asides, strict=True):
-        path.rename(aside)
+    source, run_dir = Path(experiment.continue_from), experiment.run_dir
+    if run_dir and source.exists() and os.path.realpath(source) == os.path.realpath(run_dir):
+        raise UsageError(f"continue_from: got the run directory itself, {str(source)!r}; name a new one with --run-dir")
+    manifest = newest(source / "checkpoints")
+    if manifest is None:
+        raise UsageError(
+            f"continue_from: {str(source)!r} has no checkpoint that is whole; expected the directory of a run that has "
+            "saved"
+        )
+    run = manifest["extra"].get("experiment")
+    has_batch = isinstance(run, dict) and type(run.get("effective batch")) is int and run["effective batch"] > 0
+    check(has_batch, f"{source}: the newest checkpoint has no effective batch: damaged, or of an older version")
+    _refuse_other_shape(run, experiment)
 
 
-def begin_record(folder: Path) -> None:
-    """Begin the record; refuse a folder with a checkpoint or steps."""
-    record = folder / "record.jsonl"
-    check(
-        not found(folder / "checkpoints") and not (record.exists() and b'"kind": "train"' in record.read_bytes()),
-        f"run directory {str(folder)!r} holds a run already; go on with --resume, begin again with --from-start, or "
-        "name another with --run-dir",
-    )
-    record.write_text("")
+# ---------------------------------------------------------------- what a resumed run keeps
 
 
 class StoredSettings(NamedTuple):
@@ -225,24 +315,25 @@ def stored(experiment: Experiment, name: str) -> StoredSettings | None:
         UsageError: the settings in the newest checkpoint are malformed; or it is of another rule or optimizer, whose
             state has other leaves.
     """
-    run_dir = resumed(experiment, name) if experiment.resume else None
-    folder = run_dir / "checkpoints" if run_dir else None
-    manifest = newest(folder) if folder else None
+    if not experiment.resume:
+        return None
+    run_dir = resumed(experiment, name)
+    folder = run_dir / "checkpoints"
+    manifest = newest(folder)
     if manifest is None:
-        return begun(experiment, run_dir) if run_dir else None
+        return begun(experiment, run_dir)
     extra = manifest["extra"]
-    exchange, run = extra.get("exchange"), extra.get("experiment")
+    exchange, run, size = extra.get("exchange"), extra.get("experiment"), extra.get("group_size", 0)
     sound = (
         isinstance(exchange, dict)
         and {"asked", "strategy", "bucket_bytes"} == set(exchange) - {"overlap"}
         and isinstance(exchange["strategy"], str)
         and isinstance(run, dict)
         and all(type(n) is int and n > 0 for n in (extra.get("scaled_for"), run.get("effective batch")))
+        and (type(size) is int and size >= 0)
     )
     check(sound, f"{folder}: the newest checkpoint: got {extra!r:.200}; expected what a run writes: damaged")
-    refuse_other_run({name: run[name] for name in SHAPING if name in run}, flatten_json(flags.to_json(experiment)))
-    size = extra.get("group_size", 0)
-    check(type(size) is int and size >= 0, f"{folder}: the newest checkpoint: got group_size {size!r}: damaged")
+    _refuse_other_shape(run, experiment)
     return StoredSettings(
         workers=manifest["workers"],
         scaled_for=extra["scaled_for"],
@@ -277,32 +368,46 @@ def settled_exchange(kept: StoredSettings | None, asked: ExchangeConfig) -> dict
 
 def as_begun(experiment: Experiment, kept: StoredSettings | None, workers: int) -> Experiment:
     """The experiment with the run's groups; if workers changed, its effective batch."""
-    if kept and kept.group_size and experiment.data.group_size == "auto":
+    if kept and kept.group_size and experiment.data.group_size == "auto" and workers % kept.group_size == 0:
         data = dataclasses.replace(experiment.data, group_size=kept.group_size)
-        experiment = dataclasses.replace(experiment, data=data) if workers % kept.group_size == 0 else experiment
+        experiment = dataclasses.replace(experiment, data=data)
     if kept is None or kept.scaled_for == workers:
         return experiment
     batch = kept.effective_batch
-    began = {0, experiment.effective_batch or experiment.local_batch * kept.scaled_for}
-    check(
-        began <= {0, batch},
-        f"--resume with {workers} workers instead of {kept.scaled_for} keeps the effective batch of {batch}; "
-        f"got {max(began)}: {OTHER_BATCH}",
-    )
+    asked = experiment.effective_batch or experiment.local_batch * kept.scaled_for
+    if asked not in (0, batch):
+        raise UsageError(
+            f"--resume with {workers} workers instead of {kept.scaled_for} keeps the effective batch of {batch}; "
+            f"got {asked}: {OTHER_BATCH}"
+        )
     return dataclasses.replace(experiment, effective_batch=batch, local_batch=0)
 
 
+# ---------------------------------------------------------------- what a run is
+
+
+def agree_on(experiment: Experiment, processes: "Processes", digest: str) -> None:
+    """Refuse to start if ranks have different experiments or libraries."""
+    facts = {"experiment_file": digest, "experiment": flags.to_json(experiment), "versions": provenance.versions()}
+    processes.assert_same("what this run is", facts)
+
+
 def facts_of(
-    experiment: Experiment, workers: Workers, strategy: str, form: str, root: Path | None, digest: str
+    experiment: Experiment, workers: "Workers", strategy: str, form: str, root: Path | None, digest: str
 ) -> dict[str, Any]:
     """The resolved configuration and its environment, for config.json and the record.
 
-    Asynchronous workers run no strategy: only its wire counts.
+    Asynchronous workers run no strategy: only its wire counts. The signature tells later commands that this user has
+    begun the run, so that its experiment file may be executed.
 
     Args:
-        root: the project's folder.
         digest: of the experiment file; empty if there is none.
     """
+    import jax  # the supervisor needs none of this
+
+    words = experiment_file.file_first(sys.argv[1:])
+    is_file = bool(words) and experiment_file.is_experiment(words[0], "")
+    path = str(experiment_file.locate(words[0]).resolve()) if is_file else ""
     return {
         "experiment": flags.to_json(experiment),
         "workers": workers.size,
@@ -312,23 +417,30 @@ def facts_of(
         "experiment_file": digest,
         "versions": provenance.versions(),
         "commit": provenance.commit(root),
-        **begun_by(sys.argv),
+        "command": sys.argv,
+        "experiment_path": path,
+        "signature": provenance.sign([sys.argv, path]),
     }
-
-
-def begun_by(command: list[str]) -> dict[str, Any]:
-    """A command line, the experiment file that it names, and this user's signature of both.
-
-    The signature tells later commands that this user has begun the run, so that its experiment file may be executed.
-    """
-    words = experiment_file.file_first(command[1:])
-    is_file = bool(words) and experiment_file.is_experiment(words[0], "")
-    path = str(experiment_file.locate(words[0]).resolve()) if is_file else ""
-    return {"command": command, "experiment_path": path, "signature": provenance.sign([command, path])}
 
 
 # Fields that decide, together with the model, which leaves a state has.
 SHAPING = ("rule.name", "optim.name", "optim.rate_in_velocity", "optim.ema")
+# Fields of `data` that leave the examples unchanged.
+NOT_THE_DATA = (
+    *("data.dir", "data.loader", "data.loaders", "data.prefetch", "data.stall_timeout_s", "data.on_error"),
+    # If they change the order, the data's facts say so.
+    *("data.shuffle_by", "data.memory", "data.group_size", "data.shuffle_period"),
+)
+# Fields that change no update: output, retention, monitoring, paths; and batches, which `identity` has.
+NOT_THE_NUMBERS = (
+    *("run_dir", "resume", "from_start", "continue_from", "params", "inject", "local_batch", "effective_batch"),
+    *("eval_every", "checkpoint_every", "keep_checkpoints", "keep_best", "monitor", "monitor_mode", "log_every"),
+    *("quiet", "trace", "profile", "sinks", "stall_timeout_s", "on_stall", "on_nonfinite", "recover_limit"),
+    *("rule.noise_scale", "replica_check_every", "on_rank_loss"),
+    *NOT_THE_DATA,
+)
+BATCHES = ("effective batch", "micro_batch")  # fields of `identity` that a run may change by `continue_from`
+OTHER_BATCH = "to go on with another one, in a new run directory, give --continue-from RUN instead of --resume"
 
 
 def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any]) -> dict[str, Any]:
@@ -340,17 +452,6 @@ def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any])
     names = ("model", "seed", "micro_batch", *SHAPING)
     kept = {k: v for k, v in fields.items() if k in names or (k.startswith("data.") and k not in NOT_THE_DATA)}
     return {**kept, **flatten_json(data), "effective batch": effective_batch}
-
-
-# Fields of `data` that leave the examples unchanged.
-NOT_THE_DATA = (
-    *("data.dir", "data.loader", "data.loaders", "data.prefetch", "data.stall_timeout_s", "data.on_error"),
-    # If they change the order, the data's facts say so.
-    *("data.shuffle_by", "data.memory", "data.group_size", "data.shuffle_period"),
-)
-# Fields of `identity` that a run may change by `continue_from`.
-BATCHES = ("effective batch", "micro_batch")
-OTHER_BATCH = "to go on with another one, in a new run directory, give --continue-from RUN instead of --resume"
 
 
 def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], but: Sequence[str] = ()) -> None:
@@ -370,14 +471,10 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], but: Sequence[s
     check(not lines, "\n  ".join(["a run goes on as the same run only:", *lines, way_out]))
 
 
-# Fields that change no update: output, retention, monitoring, paths; and batches, which `identity` has.
-NOT_THE_NUMBERS = (
-    *("run_dir", "resume", "from_start", "continue_from", "params", "inject", "local_batch", "effective_batch"),
-    *("eval_every", "checkpoint_every", "keep_checkpoints", "keep_best", "monitor", "monitor_mode", "log_every"),
-    *("quiet", "trace", "profile", "sinks", "stall_timeout_s", "on_stall", "on_nonfinite", "recover_limit"),
-    *("rule.noise_scale", "replica_check_every", "on_rank_loss"),
-    *NOT_THE_DATA,
-)
+def _refuse_other_shape(run: dict[str, Any], experiment: Experiment) -> None:
+    """Refuse another rule or optimizer than the run's, whose state has other leaves."""
+    shaping = {name: run[name] for name in SHAPING if name in run}
+    refuse_other_run(shaping, flatten_json(flags.to_json(experiment)))
 
 
 def settings(experiment: Experiment) -> dict[str, Any]:

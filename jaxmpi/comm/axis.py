@@ -23,8 +23,6 @@ class AxisComm(Comm):
     """Workers along a named axis of `vmap` or `shard_map`.
 
     Args:
-        axis: its name.
-        size: number of workers along it.
         hosts: of every worker; default: one host.
         one_at_a_time: each collective's input depends on the result of the one before it in the same trace. gloo,
             between the CPUs of several processes, needs this: its messages have no names, and XLA lets programs

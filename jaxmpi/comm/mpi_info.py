@@ -31,10 +31,10 @@ def mpi_facts() -> dict[str, str]:
     if is_alone:
         return facts
     levels = {getattr(MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
-    return {**facts, "threads": f"MPI_THREAD_{levels[MPI.Query_thread()]}", "cuda": cuda_support()}
+    return {**facts, "threads": f"MPI_THREAD_{levels[MPI.Query_thread()]}", "cuda": _cuda_support()}
 
 
-def cuda_support() -> str:
+def _cuda_support() -> str:
     """CUDA support of Open MPI, in words; "unknown" for other MPIs."""
     paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libmpi.so" in line}
     for path in paths:

@@ -22,17 +22,9 @@ from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.xla_mesh import global_mesh, local_mesh
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import TrainState
-from jaxmpi.runtime import process
+from jaxmpi.runtime.process import unbind
 
 AXIS = "workers"  # axis of the mesh when one process drives several devices
-
-
-# ---------------------------------------------------------------- several workers in one process
-
-
-def stack(trees: list[PyTree]) -> PyTree:
-    """Workers' trees as one, with a leading axis of workers."""
-    return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *trees)
 
 
 class Workers(NamedTuple):
@@ -67,7 +59,7 @@ def gather_workers(devices: int, comm: str = "mpi") -> Workers:
         return Workers(world(), control, (control.rank,), None)
     mine = tuple(range(control.rank * devices, (control.rank + 1) * devices))
     if comm == "mpi" and control.size > 1:
-        return Workers(comm=world(), processes=control, mine=mine, mesh=local_mesh(AXIS, devices), devices=devices)
+        return Workers(world(), control, mine, local_mesh(AXIS, devices), devices=devices)
     mesh, over_axis = global_mesh(AXIS, devices)
     return Workers(over_axis, control, mine, mesh)
 
@@ -79,14 +71,11 @@ def gather_fault_tolerant(control: MpiProcesses) -> Workers:
 
 
 def gather_asynchronous(servers: int) -> Workers:
-    """Workers that share no program: all ranks but the last `servers`.
-
-    Servers have worker 0's place without its work.
-    """
+    """Workers that share no program: all ranks but the last `servers`, which have worker 0's place without its work."""
     control = processes()
     workers = control.size - servers
     jax.devices()  # its threads are as many as cores of its share
-    process.unbind()
+    unbind()
     return Workers(SoloComm(), control, (control.rank if control.rank < workers else 0,), None, asynchronous=workers)
 
 
@@ -95,8 +84,38 @@ def alone(workers: Workers) -> Workers:
     return Workers(workers.comm, SoloProcesses(), (0,), None)
 
 
+def transport(workers: Workers, *, exchanges: bool, in_shared_memory: bool) -> str:
+    """Name the way of what workers exchange.
+
+    Asynchronous workers send params to a center or to each other, from host memory, whatever the strategy.
+
+    Args:
+        in_shared_memory: its ranks of a host add in shared memory.
+    """
+    on_gpu = jax.default_backend() == "gpu"
+    through_mpi = "MPI, through the host" if on_gpu else "MPI, from host memory"
+    if workers.size == 1:
+        return "none: one worker"
+    if workers.asynchronous:
+        return through_mpi
+    if not exchanges:
+        return "none: the strategy exchanges nothing"
+    if workers.mesh is not None and workers.devices == 1:
+        if workers.processes.size > 1:
+            return f"XLA collectives between processes, {'NCCL' if on_gpu else 'gloo'}"
+        return "XLA collectives between devices of one process"
+    if in_shared_memory:
+        between = "shared memory, through the host" if on_gpu else "shared memory"
+    else:
+        between = "MPI, CUDA-aware" if on_gpu and is_cuda_aware() else through_mpi
+    return f"{between}; each process adds up its {workers.devices} devices" if workers.devices > 1 else between
+
+
+# ---------------------------------------------------------------- states of workers on their devices
+
+
 def to_device(workers: Workers) -> Callable[[PyTree], PyTree] | None:
-    """The function that copies a batch to this process's device, if needed.
+    """The function that copies a batch to this process's device.
 
     It is None on CPUs, and over a mesh, to which batches have come already.
     """
@@ -112,17 +131,17 @@ def put(states: dict[int, TrainState], workers: Workers) -> TrainState:
     memory twice.
     """
     structure = jax.tree.structure(states[workers.mine[0]])
-    rest = [jax.tree.leaves(states.pop(worker))[::-1] for worker in workers.mine]
+    remaining = [jax.tree.leaves(states.pop(worker))[::-1] for worker in workers.mine]
     states.clear()
-    return jax.tree.unflatten(structure, [on_devices(rest, workers) for _ in range(len(rest[0]))])
-
-
-def on_devices(rest: list[list[Any]], workers: Workers) -> jax.Array:
-    """Move each worker's last leaf to this process's devices, and wait."""
-    each = [leaves.pop() for leaves in rest]
-    if workers.mesh is None:
-        return jax.block_until_ready(jax.device_put(jnp.array(each[0]), jax.local_devices()[0]))
-    return jax.block_until_ready(shard_rows(each, workers.mesh))
+    leaves = []
+    for _ in range(len(remaining[0])):
+        each = [rest.pop() for rest in remaining]
+        if workers.mesh is None:
+            leaf = jax.device_put(jnp.array(each[0]), jax.local_devices()[0])
+        else:
+            leaf = shard_rows(each, workers.mesh)
+        leaves.append(jax.block_until_ready(leaf))
+    return jax.tree.unflatten(structure, leaves)
 
 
 def take(state: TrainState, workers: Workers) -> dict[int, TrainState]:
@@ -131,50 +150,20 @@ def take(state: TrainState, workers: Workers) -> dict[int, TrainState]:
     return {worker: jax.tree.map(lambda x, i=i: x[i], host) for i, worker in enumerate(workers.mine)}
 
 
+def stack(trees: list[PyTree]) -> PyTree:
+    """Workers' trees as one, with a leading axis of workers."""
+    return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *trees)
+
+
 def shard_rows(trees: Sequence[PyTree], mesh: jax.sharding.Mesh) -> PyTree:
     """Stack this process's trees, one a worker, as arrays over the mesh."""
     along = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(AXIS))
     return jax.tree.map(partial(jax.make_array_from_process_local_data, along), stack(list(trees)))
 
 
-def local_rows(x: jax.Array, workers: Workers) -> np.ndarray:
+def local_rows(x: Any, workers: Workers) -> np.ndarray:
     """An array as [workers of this process, ...] in host memory."""
     if workers.mesh is None:
         return np.asarray(x)[None]
     shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
     return np.concatenate([np.asarray(shard.data) for shard in shards])
-
-
-def transport(workers: Workers, *, exchanges: bool, in_shared_memory: bool) -> str:
-    """Name the way of what workers exchange.
-
-    Asynchronous workers send params to a center or to each other, from host memory, whatever the strategy.
-
-    Args:
-        workers: of the job.
-        exchanges: the strategy exchanges anything.
-        in_shared_memory: its ranks of a host add in shared memory.
-    """
-    if workers.size == 1:
-        return "none: one worker"
-    on_gpu = jax.default_backend() == "gpu"
-    if workers.asynchronous:
-        return "MPI, through the host" if on_gpu else "MPI, from host memory"
-    if not exchanges:
-        return "none: the strategy exchanges nothing"
-    between = between_processes(workers, in_shared_memory, on_gpu)
-    return f"{between}; each process adds up its {workers.devices} devices" if workers.devices > 1 else between
-
-
-def between_processes(workers: Workers, in_shared_memory: bool, on_gpu: bool) -> str:
-    """Name the transport between processes, or between devices of a single one."""
-    over_axis = workers.mesh is not None and workers.devices == 1
-    if over_axis and workers.processes.size > 1:
-        return f"XLA collectives between processes, {'NCCL' if on_gpu else 'gloo'}"
-    if over_axis:
-        return "XLA collectives between devices of one process"
-    if in_shared_memory:
-        return "shared memory, through the host" if on_gpu else "shared memory"
-    if not on_gpu:
-        return "MPI, from host memory"
-    return "MPI, CUDA-aware" if is_cuda_aware() else "MPI, through the host"

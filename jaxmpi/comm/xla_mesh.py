@@ -33,7 +33,6 @@ def global_mesh(axis: str = "workers", devices: int = 1) -> tuple[Mesh, AxisComm
     that starts a device; without a launcher it is a mesh of this process's devices.
 
     Args:
-        axis: the name of the axis.
         devices: of each process, >= 1.
 
     Communicates: over MPI who is here and where rank 0 listens; then all connect to it.
@@ -46,9 +45,9 @@ def global_mesh(axis: str = "workers", devices: int = 1) -> tuple[Mesh, AxisComm
     make_cpu_devices(devices)
     if isinstance(control, MpiProcesses):
         control.assert_same("the mesh of all devices", {"axis": axis, "devices": devices})
-        start_distributed(control)
+        _start_distributed(control)
     by_rank = [sorted(jax.local_devices(rank), key=lambda device: device.id) for rank in range(control.size)]
-    check_devices([len(row) for row in by_rank], devices)
+    _check_devices([len(row) for row in by_rank], devices)
     chosen = np.array([row[:devices] for row in by_rank]).reshape(-1)
     hosts = tuple(host for host in control.hosts for _ in range(devices))
     uses_gloo = control.size > 1 and jax.default_backend() == "cpu"
@@ -65,24 +64,20 @@ def local_mesh(axis: str, devices: int) -> Mesh:
     """
     make_cpu_devices(devices)
     local = sorted(jax.local_devices(), key=lambda device: device.id)
-    check_devices(processes().allgather_object(len(local)), devices)
+    _check_devices(processes().allgather_object(len(local)), devices)
     return Mesh(np.array(local[:devices]), (axis,))
 
 
-def check_devices(counts: Sequence[int], devices: int) -> None:
+def _check_devices(counts: Sequence[int], devices: int) -> None:
     """Raise `UsageError` if a rank has fewer devices than asked for."""
     if min(counts) < devices:
         raise UsageError(f"got --devices {devices}; rank {np.argmin(counts)} has {min(counts)}")
 
 
-def start_distributed(control: MpiProcesses) -> None:
-    """`jax.distributed.initialize` with MPI's rank and size, unless already done.
-
-    Raises:
-        UsageError: a rank does not reach rank 0, or has used its device already; a host's name that gloo cannot use.
-    """
+def _start_distributed(control: MpiProcesses) -> None:
+    """`jax.distributed.initialize` with MPI's rank and size, unless already done."""
     if not jax.distributed.is_initialized():
-        address = coordinator(control)
+        address = _coordinator(control)
         host, port = address.split(":")
         os.environ["no_grpc_proxy"] = host  # gRPC would ask a proxy that is meant for downloads
         jax.config.update("jax_check_proxy_envs", False)
@@ -106,7 +101,7 @@ def start_distributed(control: MpiProcesses) -> None:
         )
     if jax.default_backend() != "cpu" or len(set(control.hosts)) == 1:
         return
-    every = control.allgather_object(named_address())  # where gloo listens
+    every = control.allgather_object(_named_address())  # where gloo listens
     alone = {rank: address for rank, address in enumerate(every) if address.startswith("127.") or not address}
     if alone:
         raise UsageError(
@@ -115,20 +110,16 @@ def start_distributed(control: MpiProcesses) -> None:
         )
 
 
-def coordinator(control: MpiProcesses) -> str:
-    """`10.0.0.1:40123`: where rank 0 will listen, tried out by all ranks.
-
-    Raises:
-        UsageError: ranks that reach none of its addresses.
-    """
+def _coordinator(control: MpiProcesses) -> str:
+    """`10.0.0.1:40123`: where rank 0 will listen, tried out by all ranks."""
     is_first, is_one_host = control.rank == 0, len(set(control.hosts)) == 1
     with contextlib.ExitStack() as server:
         offered = []
         if is_first:
             port = server.enter_context(socket.create_server(("", 0), backlog=control.size)).getsockname()[1]
-            offered = [f"{address}:{port}" for address in (["127.0.0.1"] if is_one_host else addresses())]
+            offered = [f"{address}:{port}" for address in (["127.0.0.1"] if is_one_host else _addresses())]
         offered = control.bcast_object(offered)
-        reached = control.allgather_object([address for address in offered if is_first or reaches(address)])
+        reached = control.allgather_object([address for address in offered if is_first or _reaches(address)])
     common = [address for address in offered if all(address in each for each in reached)]
     if not common:
         cut_off = [rank for rank, each in enumerate(reached) if not set(each) & set(offered[:1])]
@@ -140,7 +131,7 @@ def coordinator(control: MpiProcesses) -> str:
     return common[0]
 
 
-def reaches(address: str) -> bool:
+def _reaches(address: str) -> bool:
     """Return True if somebody listens there."""
     host, port = address.split(":")
     try:
@@ -150,10 +141,10 @@ def reaches(address: str) -> bool:
     return True
 
 
-def addresses() -> list[str]:
+def _addresses() -> list[str]:
     """IPv4 addresses of this host, its name's first; no loopback ones."""
     siocgifaddr = 0x8915  # linux/sockios.h
-    found = [named_address()]
+    found = [_named_address()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, interface in socket.if_nameindex():
             with contextlib.suppress(OSError):  # one without an IPv4 address
@@ -162,7 +153,7 @@ def addresses() -> list[str]:
     return [address for address in dict.fromkeys(found) if address and not address.startswith("127.")]
 
 
-def named_address() -> str:
+def _named_address() -> str:
     """The address of this host's name; empty if unknown."""
     try:
         return socket.gethostbyname(socket.gethostname())

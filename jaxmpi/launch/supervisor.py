@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, TextIO
 
-from jaxmpi.checkpoint import manifests, run_folder
+from jaxmpi.checkpoint import manifests, run_directory
 from jaxmpi.config.experiment_file import hyphens
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.env import seconds_from
@@ -241,7 +241,7 @@ def supervise(job: SupervisedJob, line: Line, probe: Callable[[str], bool]) -> i
     """
     runner, folder, home = JobRunner(), None, None
     if job.restarts:
-        with run_folder.usable():
+        with run_directory.usable():
             folder = run_dir(job.train_args)
             home = HeldFolder(folder)
         job = job._replace(train_args=(*without(job.train_args, "--run-dir"), "--run-dir", str(folder)))
@@ -304,9 +304,9 @@ def run_dir(train_args: Sequence[str]) -> Path:
         raise UsageError("name an experiment file: jaxmpi train --restarts 3 -n 8 EXPERIMENT.py")
     given = value_of(train_args, "--run-dir")
     if given:
-        return run_folder.named(Experiment(run_dir=given).run_dir)
+        return run_directory.named(Experiment(run_dir=given).run_dir)
     resume = "--resume" in train_args
-    return run_folder.resumed(Experiment(resume=True), name) if resume else run_folder.fresh(name)
+    return run_directory.resumed(Experiment(resume=True), name) if resume else run_directory.fresh(name)
 
 
 def record_in(folder: Path | None) -> int:
@@ -357,7 +357,7 @@ def wait_for_lock(folder: Path) -> None:
     deadline = time.monotonic() + UNLOCK_S
     while time.monotonic() < deadline:
         try:
-            with run_folder.locked(folder):
+            with run_directory.locked(folder):
                 return
         except (UsageError, OSError):  # still held, or not visible for a moment
             time.sleep(0.2)

@@ -3,19 +3,18 @@
 A model whose shapes do not fit would fail while the whole step is traced, far from its cause. `check_model` passes
 `init`, `apply` and the loss through `jax.eval_shape`, which computes nothing and allocates nothing on a device. Each
 result is compared with what the trainer takes, and the error says model, function, got and expected. Training and
-evaluation are both tried, since outputs may differ: auxiliary logits exist in training alone. An error of the model's
-own passes through, with a note that says what was tried.
+evaluation are both tried, since outputs may differ: auxiliary logits exist in training alone. An error that the model
+raises passes through, with a note that says what was tried.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, by_path
 from jaxmpi.model.contract import Model, check_facts, check_pair, format_value, with_article
 
@@ -28,118 +27,81 @@ def check_model(model: Any, loss: Callable[..., Any] | None = None, compute_dtyp
 
     Args:
         model: of an experiment.
-        loss: of the experiment, (outputs, labels i32[batch]) -> f32[batch]; None for softmax
-            cross-entropy, which takes logits and no tuple.
+        loss: of the experiment, (outputs, labels i32[batch]) -> f32[batch]; None for softmax cross-entropy, which takes
+            logits and no tuple.
         compute_dtype: of params and images while the model runs.
 
     Raises:
-        UsageError: what `init`, `apply` or `loss` gives, and what is expected. An error of their own
-            passes, with a note that says what was tried.
+        UsageError: what `init`, `apply` or `loss` gives, and what is expected. Other errors of theirs pass, with a note
+            that says what was tried.
     """
-    check(
-        isinstance(model, Model),
-        f"got {with_article(model)} as the experiment's model; expected a jaxmpi.model.Model: nnx_model, linen_model, "
-        "equinox_model and plain_model make one",
-    )
+    if not isinstance(model, Model):
+        raise UsageError(
+            f"got {with_article(model)} as the experiment's model; expected a jaxmpi.model.Model: nnx_model, "
+            "linen_model, equinox_model and plain_model make one"
+        )
     check_facts(model.name, model.input_shape, model.classes)
-    params, model_state = init_shapes(model)
+    params, model_state = init_shapes(f"model {model.name}", model.name, model.init, model.example())
     for train in (True, False):
-        outputs = output_shapes(model, params, model_state, train, compute_dtype)
+        outputs = _output_shapes(model, params, model_state, train, compute_dtype)
         if loss is None or not train:
-            check_logits(model, outputs, train)
+            _check_logits(model, outputs, train)
         if loss is not None:
-            check_loss(model, loss, outputs, train)
+            _check_loss(model, loss, outputs, train)
     jax.clear_caches()  # jits in the model were traced without what training does around them, as in `statistics_over`
 
 
-def init_shapes(model: Model) -> tuple[PyTree, PyTree]:
-    """Shapes of params and model state; every leaf is checked (`check_leaves`)."""
+# ---------------------------------------------------------------- what tasks are tried by as well
 
-    def init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
-        made = model.init(key, image)
-        check_pair(made, f"{model.name}: init: expected (params, model state)")
-        check_leaves(model.name, *made)
+
+def try_shapes(what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """`jax.eval_shape`, which adds what was tried to an error that is not the trainer's."""
+    try:
+        return jax.eval_shape(function, *args)
+    except UsageError:
+        raise
+    except Exception as error:
+        error.add_note(f"before training, jaxmpi was trying {what} on shapes")
+        raise
+
+
+def init_shapes(what: str, name: str, init: Callable[..., Any], example: Any) -> tuple[PyTree, PyTree]:
+    """Shapes of params and model state; refuse leaves that cannot be trained or saved."""
+
+    def checked(key: jax.Array, example: Any) -> tuple[PyTree, PyTree]:
+        made = init(key, example)
+        check_pair(made, f"{name}: init: expected (params, model state)")
+        params, model_state = made
+        if not jax.tree.leaves(params):
+            raise UsageError(f"{name}: init: expected params, got none")
+        for path, leaf in (by_path({"params": params}) | by_path({"model_state": model_state})).items():
+            _check_leaf(f"{name}: init: {path}", path.startswith("params"), leaf)
         return made
 
-    with add_note(f"before training, jaxmpi was trying init of model {model.name} on shapes"):
-        return jax.eval_shape(init, jax.random.key(0), model.example())
+    return try_shapes(f"init of {what}", checked, jax.random.key(0), example)
 
 
-def check_leaves(name: str, params: PyTree, model_state: PyTree) -> None:
-    """Raise `UsageError` unless params can be trained and model state saved.
-
-    There must be params, and all leaves must be arrays.
-    """
-    check(bool(jax.tree.leaves(params)), f"{name}: init: expected params, got none")
-    for path, leaf in (by_path({"params": params}) | by_path({"model_state": model_state})).items():
-        is_array = isinstance(leaf, (jax.Array, np.ndarray))
-        check(is_array, f"{name}: init: {path}: got {with_article(leaf)}, expected an array: jnp.asarray makes one")
-        check_kind(f"{name}: init: {path}: got {format_value(leaf)}", path.startswith("params"), leaf.dtype)
-
-
-def check_kind(got: str, is_param: bool, dtype: Any) -> None:
-    """Raise `UsageError` unless params, or model state, can have this dtype."""
-    if is_param:
-        is_float = jnp.issubdtype(dtype, jnp.floating)
+def _check_leaf(where: str, is_param: bool, leaf: Any) -> None:
+    if not isinstance(leaf, (jax.Array, np.ndarray)):
+        raise UsageError(f"{where}: got {with_article(leaf)}, expected an array: jnp.asarray makes one")
+    if is_param and leaf.dtype.name not in FLOATS:
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
         way_out = "cast it" if is_float else "what is not trained belongs in the model state"
-        check(dtype.name in FLOATS, f"{got}, expected float32: {way_out}")
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    check(not is_key, f"{got}; expected no random key: apply is given one")
-
-
-def output_shapes(model: Model, params: PyTree, model_state: PyTree, train: bool, dtype: Any) -> Any:
-    """Shapes of outputs, in float32; model state must keep its own shapes."""
-
-    def apply(params: PyTree, model_state: PyTree, image: jax.Array, key: jax.Array) -> tuple[Any, PyTree]:
-        result = model.apply(params, model_state, image, key, train)
-        check_pair(result, f"{model.name}: apply: expected (outputs, model state)")
-        return result
-
-    image = model.example(EXAMPLES)
-    image = image if model.takes_tokens else as_float_shapes(image, dtype)
-    with add_note(f"before training, jaxmpi was trying model {model.name} in {mode(train)} on shapes"):
-        result = jax.eval_shape(apply, as_float_shapes(params, dtype), model_state, image, jax.random.key(0))
-    outputs, updated = as_float_shapes(result, jnp.float32)
-    check_state(f"{model.name}: apply in {mode(train)}", model_state, updated)
-    return outputs
+        raise UsageError(f"{where}: got {format_value(leaf)}, expected float32: {way_out}")
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise UsageError(f"{where}: got {format_value(leaf)}; expected no random key: apply is given one")
 
 
 def check_state(what: str, model_state: PyTree, updated: PyTree) -> None:
-    """Raise `UsageError` if an updated model state has other leaves than before."""
+    """Refuse an updated model state with other leaves than before."""
     before, after = by_path({"model_state": model_state}), by_path({"model_state": updated})
     for path in sorted(before | after):
         got, expected = (format_value(tree[path]) if path in tree else "nothing" for tree in (after, before))
-        check(
-            got == expected,
-            f"{what}: {path}: got {got}, expected {expected} as init gave it: model state keeps its leaves, shapes and "
-            "dtypes, and its floating-point ones are float32",
-        )
-
-
-def check_logits(model: Model, outputs: Any, train: bool) -> None:
-    """Raise `UsageError` unless outputs are logits f32[batch, classes], or f32[batch, window, classes]."""
-    expected = f"float32{[EXAMPLES, *model.label_shape, model.classes]}"
-    got = f"{model.name}: got {format_value(outputs)} in {mode(train)}, expected logits {expected}"
-    if isinstance(outputs, (tuple, list)):
-        way_out = "give the experiment a `loss` that takes the tuple: (outputs, labels i32[batch]) -> f32[batch]"
-        check(False, f"{got}: {way_out if train else 'leave all but the main logits out in evaluation'}")
-    way_out = f"for a batch of {EXAMPLES}: the model's last layer and its `classes` must agree"
-    check(format_value(outputs) == expected, f"{got} {way_out}")
-
-
-def check_loss(model: Model, loss: Callable[..., Any], outputs: Any, train: bool) -> None:
-    """Raise `UsageError` unless the loss is f32[batch] or shaped like the labels."""
-    labels = jax.ShapeDtypeStruct((EXAMPLES, *model.label_shape), jnp.int32)
-    what = f"the experiment's `loss` on {format_value(outputs)}, which {model.name} gives in {mode(train)}"
-    with add_note(f"before training, jaxmpi was trying {what}"):
-        losses = jax.eval_shape(loss, outputs, labels)
-    each = f"float32[{EXAMPLES}]"
-    one = f"float32{list(labels.shape)}"
-    check(
-        format_value(losses) in (each, one),
-        f"{what}: got {format_value(losses)}, expected {each}, one loss an example"
-        f"{f', or {one}, one a token' if each != one else ''}: the trainer takes the mean",
-    )
+        if got != expected:
+            raise UsageError(
+                f"{what}: {path}: got {got}, expected {expected} as init gave it: model state keeps its leaves, shapes "
+                "and dtypes, and its floating-point ones are float32"
+            )
 
 
 def mode(train: bool) -> str:
@@ -156,13 +118,47 @@ def as_float_shapes(tree: PyTree, dtype: Any) -> PyTree:
     return jax.tree.map(cast, tree)
 
 
-@contextlib.contextmanager
-def add_note(text: str) -> Iterator[None]:
-    """Add a note to an error that is not the trainer's own."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except Exception as error:
-        error.add_note(text)
-        raise
+# ---------------------------------------------------------------- a model alone
+
+
+def _output_shapes(model: Model, params: PyTree, model_state: PyTree, train: bool, dtype: Any) -> Any:
+    """Shapes of outputs, in float32; model state must keep its shapes."""
+
+    def apply(params: PyTree, model_state: PyTree, image: jax.Array, key: jax.Array) -> tuple[Any, PyTree]:
+        result = model.apply(params, model_state, image, key, train)
+        check_pair(result, f"{model.name}: apply: expected (outputs, model state)")
+        return result
+
+    image = model.example(EXAMPLES)
+    image = image if model.takes_tokens else as_float_shapes(image, dtype)
+    what = f"model {model.name} in {mode(train)}"
+    result = try_shapes(what, apply, as_float_shapes(params, dtype), model_state, image, jax.random.key(0))
+    outputs, updated = as_float_shapes(result, jnp.float32)
+    check_state(f"{model.name}: apply in {mode(train)}", model_state, updated)
+    return outputs
+
+
+def _check_logits(model: Model, outputs: Any, train: bool) -> None:
+    """Refuse outputs other than logits f32[batch, classes], or f32[batch, window, classes]."""
+    expected = f"float32{[EXAMPLES, *model.label_shape, model.classes]}"
+    if format_value(outputs) == expected:
+        return
+    got = f"{model.name}: got {format_value(outputs)} in {mode(train)}, expected logits {expected}"
+    if not isinstance(outputs, (tuple, list)):
+        way_out = "the model's last layer and its `classes` must agree"
+        raise UsageError(f"{got} for a batch of {EXAMPLES}: {way_out}")
+    way_out = "give the experiment a `loss` that takes the tuple: (outputs, labels i32[batch]) -> f32[batch]"
+    raise UsageError(f"{got}: {way_out if train else 'leave all but the main logits out in evaluation'}")
+
+
+def _check_loss(model: Model, loss: Callable[..., Any], outputs: Any, train: bool) -> None:
+    """Refuse a loss that is neither f32[batch] nor shaped like the labels."""
+    labels = jax.ShapeDtypeStruct((EXAMPLES, *model.label_shape), jnp.int32)
+    what = f"the experiment's `loss` on {format_value(outputs)}, which {model.name} gives in {mode(train)}"
+    got = format_value(try_shapes(what, loss, outputs, labels))
+    one_each, one_a_token = f"float32[{EXAMPLES}]", f"float32{list(labels.shape)}"
+    if got not in (one_each, one_a_token):
+        or_token = f", or {one_a_token}, one a token" if one_each != one_a_token else ""
+        raise UsageError(
+            f"{what}: got {got}, expected {one_each}, one loss an example{or_token}: the trainer takes the mean"
+        )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 
 
@@ -45,16 +45,17 @@ class Model(NamedTuple):
 
 def check_whole(what: str, value: Any, least: int = 1) -> None:
     """Raise `UsageError` unless `value` is a whole number >= `least`."""
-    is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    check(is_whole and bool(value >= least), f"{what}: got {value!r}; expected a whole number >= {least}")
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{what}: got {value!r}; expected a whole number >= {least}")
 
 
 def check_facts(name: Any, input_shape: Any, classes: Any) -> None:
     """Raise `UsageError` unless name, input shape and number of classes are valid."""
-    check(isinstance(name, str) and bool(name), f"a model's name: got {name!r}; expected text")
-    expected = "expected (height, width, channels), or (window,) of tokens"
-    is_shape = isinstance(input_shape, (tuple, list)) and len(input_shape) > 0
-    check(is_shape, f"{name}: input_shape: got {input_shape!r}; {expected}")
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"a model's name: got {name!r}; expected text")
+    if not isinstance(input_shape, (tuple, list)) or not input_shape:
+        expected = "expected (height, width, channels), or (window,) of tokens"
+        raise UsageError(f"{name}: input_shape: got {input_shape!r}; {expected}")
     for length in input_shape:
         check_whole(f"{name}: input_shape {tuple(input_shape)}", length)
     check_whole(f"{name}: classes", classes)
@@ -62,7 +63,8 @@ def check_facts(name: Any, input_shape: Any, classes: Any) -> None:
 
 def check_pair(result: Any, what: str) -> None:
     """Raise `UsageError` unless `result` is a tuple of two."""
-    check(isinstance(result, tuple) and len(result) == 2, f"{what}, got {format_value(result)}")
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise UsageError(f"{what}, got {format_value(result)}")
 
 
 def with_article(thing: Any) -> str:
@@ -80,16 +82,14 @@ def format_value(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else with_article(value)
 
 
-# ---------------------------------------------------------------- statistics of a batch
-
-
 def check_image(name: str, shape: tuple[int, ...], input_shape: tuple[int, ...]) -> None:
     """Raise `UsageError` unless `shape` is that of a batch of `input_shape`."""
+    if tuple(shape[1:]) == tuple(input_shape):
+        return
     is_image = len(input_shape) == 3
     what = "images of (height, width, channels)" if is_image else "examples of shape"
     fields = "crop, resize or channels" if is_image else "window"
-    check(
-        tuple(shape[1:]) == tuple(input_shape),
-        f"{name}: got {what} {tuple(shape[1:])}; "
-        f"expected {tuple(input_shape)}: change the data's {fields}, or the model's size",
+    raise UsageError(
+        f"{name}: got {what} {tuple(shape[1:])}; expected {tuple(input_shape)}: change the data's {fields}, or the "
+        "model's size"
     )

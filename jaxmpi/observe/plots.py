@@ -6,6 +6,7 @@ method, so callers need no matplotlib. An axis is logarithmic only if its values
 ten of Petroff 2021, which most eyes can distinguish.
 """
 
+import importlib.util
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import check_writable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+INSTALL = f"install it with {installing('matplotlib')}"
 ENDINGS = (".png", ".svg", ".pdf")
 WIDTH, LINES_HEIGHT, BAR_HEIGHT = 11.0, 5.5, 0.3  # inches
 SHORT = 1000  # ratio of extremes up to which a logarithmic axis labels 2 and 5, too
@@ -191,7 +194,14 @@ def check_file(path: Path) -> None:
     if path.suffix.lower() not in ENDINGS:
         endings = f"{', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
         raise UsageError(f"--plot: got {str(path)!r}; expected a name that ends in {endings}")
+    if not is_installed():
+        raise UsageError(f"--plot: matplotlib is missing; {INSTALL}")
     check_writable(path)
+
+
+def is_installed() -> bool:
+    """Return True if figures can be drawn."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def figure(panels: Sequence[Panel]) -> "Figure":

@@ -48,7 +48,9 @@ def write(runs: Sequence[Path], folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         for place in (folder.parent, folder) if folder.parent in runs else ():  # a stranger may have filled them
             refuse_ways_out(place, repr(str(place)), "a report is not written through those: remove it, or use --out")
-        printed = draw_pngs(records, folder)
+        printed = draw_pngs(records, folder) if plots.is_installed() else {}
+        if not plots.is_installed():
+            print(f"report: no pictures beside the page: matplotlib is missing; {plots.INSTALL}")
         # Names in a record, and of folders, may hold surrogates, which no encoding has.
         (folder / "index.html").write_bytes(page(records, printed).encode(errors="replace"))
     except OSError as error:

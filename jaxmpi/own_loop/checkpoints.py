@@ -19,10 +19,9 @@ import jax
 import numpy as np
 
 from jaxmpi.allreduce.sharded import ShardedState
-from jaxmpi.checkpoint.manager import check_finite
+from jaxmpi.checkpoint.manager import Files, Retention, check_finite, files_of, save
 from jaxmpi.checkpoint.manifests import found, read_manifest
 from jaxmpi.checkpoint.restore import Slicing, restore
-from jaxmpi.checkpoint.write import Files, Retention, files_of, save
 from jaxmpi.comm.agreement import check_may_send, on_all_ranks
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.job import Processes

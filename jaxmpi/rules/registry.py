@@ -29,9 +29,9 @@ class RuleSpec:
 
     build: Build
     _: KW_ONLY
-    lr_scaling: str  # the default
-    sums_updates: bool  # scaling lr linearly as well would count the workers twice
-    any_optimizer: bool  # else only optimizers linear in the gradient: with others it equals no single worker
+    lr_scaling: str = "none"  # the default
+    sums_updates: bool = False  # scaling lr linearly as well would count the workers twice
+    any_optimizer: bool = False  # else only optimizers linear in the gradient: with others it equals no single worker
     is_periodic: bool = False  # exchanges every so many steps, nothing in between
     is_asynchronous: bool = False  # workers do not wait for each other
     settings: tuple[str, ...] | None = None  # fields of its config that it uses; None: those that RuleConfig lacks
@@ -52,67 +52,27 @@ RULES: dict[str, RuleSpec] = {
     "gradients": RuleSpec(
         lambda tx, x, c: gradients(tx, x, c.noise_scale),
         lr_scaling="linear",
-        sums_updates=False,
         any_optimizer=True,
         settings=("noise_scale",),
         takes_compressors=True,
     ),
-    "subgd": RuleSpec(
-        lambda tx, x, c: subgd(tx, x), lr_scaling="none", sums_updates=True, any_optimizer=False, settings=()
-    ),
+    "subgd": RuleSpec(lambda tx, x, c: subgd(tx, x), sums_updates=True, settings=()),
     "awagd": RuleSpec(
         lambda tx, x, c: awagd(tx, x, c.average_momentum),
         lr_scaling="linear",
-        sums_updates=False,
-        any_optimizer=False,
         settings=("average_momentum",),
         sends_params=True,
     ),
     "local_sgd": RuleSpec(
-        local_sgd,
-        lr_scaling="linear",
-        sums_updates=False,
-        any_optimizer=True,
-        is_periodic=True,
-        settings=("local_steps",),
+        local_sgd, lr_scaling="linear", any_optimizer=True, is_periodic=True, settings=("local_steps",)
     ),
     "diloco": RuleSpec(
-        diloco,
-        lr_scaling="none",
-        sums_updates=False,
-        any_optimizer=True,
-        is_periodic=True,
-        settings=("local_steps", "outer_lr", "outer_momentum"),
+        diloco, any_optimizer=True, is_periodic=True, settings=("local_steps", "outer_lr", "outer_momentum")
     ),
-    "easgd": RuleSpec(
-        easgd,
-        lr_scaling="none",
-        sums_updates=False,
-        any_optimizer=False,
-        is_asynchronous=True,
-        settings=("alpha", "server_alpha", "momentum", *CENTER),
-    ),
-    "easgd_sync": RuleSpec(
-        easgd_sync,
-        lr_scaling="none",
-        sums_updates=False,
-        any_optimizer=False,
-        is_periodic=True,
-        settings=("alpha", "tau"),
-        check=check_stable,
-    ),
-    "asgd": RuleSpec(
-        asgd, lr_scaling="none", sums_updates=True, any_optimizer=False, is_asynchronous=True, settings=CENTER
-    ),
-    "gosgd": RuleSpec(
-        gosgd,
-        lr_scaling="none",
-        sums_updates=False,
-        any_optimizer=False,
-        is_asynchronous=True,
-        settings=("p",),
-        check=check_gossip,
-    ),
+    "easgd": RuleSpec(easgd, is_asynchronous=True, settings=("alpha", "server_alpha", "momentum", *CENTER)),
+    "easgd_sync": RuleSpec(easgd_sync, is_periodic=True, settings=("alpha", "tau"), check=check_stable),
+    "asgd": RuleSpec(asgd, sums_updates=True, is_asynchronous=True, settings=CENTER),
+    "gosgd": RuleSpec(gosgd, is_asynchronous=True, settings=("p",), check=check_gossip),
 }
 # Why a rule has no use for a setting, if there is more to say than that it does not use it.
 NO_USE = {

@@ -20,16 +20,18 @@ _MOST_BYTES = 2**31 - 2**27  # below the threshold from which glibc gives the he
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed buffers, since fresh ones cost page faults.
+    """Have glibc keep freed buffers, since fresh ones cost page faults, more than half of a big exchange's time.
 
-    Page faults of big buffers take more than half of a big exchange's time. There is one arena, because those of other
-    threads hold 64 MiB at most, and map larger buffers afresh each time. Arenas that exist already, as after the start
-    of MPI, stay and are given to new threads, too: `arenas` counts them.
+    There is one arena, because those of other threads hold 64 MiB at most, and map larger buffers afresh each time.
+    Arenas that exist already, as after the start of MPI, stay and are given to new threads, too: `use_main_arena`.
     """
     if os.environ.get("JAXMPI_ALLOCATOR") == "system":
         return
     _set({_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1})
     _grow_by_huge_pages()
+
+
+_huge: list[tuple[int, int]] = []  # begin and bytes of reserved addresses
 
 
 def _grow_by_huge_pages() -> None:
@@ -41,13 +43,11 @@ def _grow_by_huge_pages() -> None:
     where another allocator is loaded, whose blocks do not lie in the heap.
     """
     libc, limits = ctypes.CDLL(None), (resource.RLIMIT_AS, resource.RLIMIT_DATA)
-    if _huge or not hasattr(libc, "mallopt"):
-        return
-    if any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits):
-        return
+    is_limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
     with suppress(OSError):
-        if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
-            return
+        is_limited |= Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+    if _huge or is_limited or not hasattr(libc, "mallopt"):
+        return
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
     libc.free.argtypes, libc.madvise.argtypes = [ctypes.c_void_p], _MADVISE
@@ -63,23 +63,6 @@ def _grow_by_huge_pages() -> None:
     if is_top:
         _huge.append((aligned, begin + size - aligned))
         _set({_M_TOP_PAD: size})  # what glibc leaves when it gives the top of the heap back
-
-
-_huge: list[tuple[int, int]] = []  # begin and bytes of reserved addresses
-
-
-def arenas() -> int:
-    """Number of arenas that glibc gives to threads; 1 elsewhere."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "malloc_info"):
-        return 1
-    libc.fdopen.restype = ctypes.c_void_p
-    with tempfile.TemporaryFile() as told:
-        stream = ctypes.c_void_p(libc.fdopen(os.dup(told.fileno()), b"w"))
-        libc.malloc_info(0, stream)
-        libc.fclose(stream)
-        told.seek(0)
-        return told.read().count(b"<heap nr=")
 
 
 def use_main_arena() -> str:
@@ -100,6 +83,20 @@ def use_main_arena() -> str:
         "threads that started before jaxmpi.world() have arenas in which a buffer above 64 MiB costs page faults "
         "at each use; set MALLOC_ARENA_MAX=1 for all ranks, or call jaxmpi.world() before the first JAX array"
     )
+
+
+def arenas() -> int:
+    """Number of arenas that glibc gives to threads; 1 elsewhere."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_info"):
+        return 1
+    libc.fdopen.restype = ctypes.c_void_p
+    with tempfile.TemporaryFile() as report:
+        stream = ctypes.c_void_p(libc.fdopen(os.dup(report.fileno()), b"w"))
+        libc.malloc_info(0, stream)
+        libc.fclose(stream)
+        report.seek(0)
+        return report.read().count(b"<heap nr=")
 
 
 def is_settled() -> bool:

@@ -27,21 +27,13 @@ MOST_BYTES = 64 << 20  # of a library; the largest has 0.1 MB
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-fast-math", "-shared", "-fPIC", "-pthread")
 
 
-def compiler() -> list[str]:
-    """The C compiler's command: that of CC, else cc, gcc or clang."""
-    commands = [shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]]
-    return next((command for command in commands if command and shutil.which(command[0])), [])
-
-
 def load(source: Path, headers: Sequence[Path] = (), constants: Mapping[str, Any] | None = None) -> ctypes.CDLL:
     """Load a source, compiled against XLA's header at the first use.
 
     A library is cached under a digest of all that it is made of. Where nothing can be cached, each process compiles it.
 
     Args:
-        source: to compile.
         headers: of the package that it includes.
-        constants: to define.
 
     Raises:
         OSError, subprocess.SubprocessError: there is no compiler, or it fails.
@@ -64,17 +56,10 @@ def load(source: Path, headers: Sequence[Path] = (), constants: Mapping[str, Any
             return ctypes.CDLL(str(Path(folder, name)))
 
 
-def _is_whole(path: Path) -> bool:
-    """Return True if a library is what `_compile` wrote under this name."""
-    try:
-        content = read_plain(path, MOST_BYTES, "a compiled library")
-    except UsageError:
-        return False
-    return content.endswith(_checksum(path.name, content[:-32]))
-
-
-def _checksum(name: str, library: bytes) -> bytes:
-    return hashlib.sha256(name.encode() + library).digest()
+def compiler() -> list[str]:
+    """The C compiler's command: that of CC, else cc, gcc or clang."""
+    commands = [shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]]
+    return next((command for command in commands if command and shutil.which(command[0])), [])
 
 
 def _compile(source: Path, options: Sequence[str], to: Path) -> None:
@@ -87,9 +72,8 @@ def _compile(source: Path, options: Sequence[str], to: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
         if done.returncode:
             raise OSError(f"{command[0]} cannot compile {source.name}: {done.stderr.strip()[-500:]}")
-        checksum = _checksum(to.name, made.read_bytes())
-        with made.open("ab") as file:
-            file.write(checksum)  # the loader reads no further than the headers say
+        with made.open("r+b") as file:
+            file.write(_checksum(to.name, file.read()))  # behind the library; the loader reads no further than it
             sync_file(file)
         # Ranks may compile at once. The first library stays, since on NFS another host's process that has loaded it
         # would lose it; only what is damaged is replaced.
@@ -98,3 +82,16 @@ def _compile(source: Path, options: Sequence[str], to: Path) -> None:
         except OSError:  # it exists, or the file system has no links
             if not _is_whole(to):
                 made.replace(to)
+
+
+def _is_whole(path: Path) -> bool:
+    """Return True if a library is what `_compile` wrote under this name."""
+    try:
+        content = read_plain(path, MOST_BYTES, "a compiled library")
+    except UsageError:
+        return False
+    return content.endswith(_checksum(path.name, content[:-32]))
+
+
+def _checksum(name: str, library: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + library).digest()

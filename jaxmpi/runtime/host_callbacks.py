@@ -32,167 +32,17 @@ from jax.experimental import io_callback
 from jax.interpreters import mlir, xla
 
 from jaxmpi.core.errors import TrainingError, UsageError, check, lookup
-from jaxmpi.runtime import failures, gpu_buffers, process
+from jaxmpi.runtime import failures, gpu_buffers
 from jaxmpi.runtime.gpu_buffers import Buffer
-
-MAJOR, MINOR = 0, 3  # version of the header followed here; 0.5 has the same fields in the same places
-EXECUTE, METADATA, STRING, INTERNAL = 3, 1, 4, 13  # stage, extension, kind of attribute, error code
-
-
-class FfiExtension(ctypes.Structure):
-    """XLA_FFI_Extension_Base."""
-
-    _fields_ = (("struct_size", c_size_t), ("kind", c_int), ("next", c_void_p))
-
-
-class FfiApiVersion(ctypes.Structure):
-    """XLA_FFI_Api_Version."""
-
-    _fields_ = (("struct_size", c_size_t), ("extension", c_void_p), ("major", c_int), ("minor", c_int))
-
-
-class FfiMetadata(ctypes.Structure):
-    """XLA_FFI_Metadata."""
-
-    _fields_ = (("struct_size", c_size_t), ("version", FfiApiVersion), ("traits", c_uint32))
-
-
-class FfiMetadataExtension(ctypes.Structure):
-    """XLA_FFI_Metadata_Extension."""
-
-    _fields_ = (("base", FfiExtension), ("metadata", POINTER(FfiMetadata)))
-
-
-class FfiByteSpan(ctypes.Structure):
-    """XLA_FFI_ByteSpan."""
-
-    _fields_ = (("text", c_void_p), ("length", c_size_t))
-
-
-class FfiScalar(ctypes.Structure):
-    """XLA_FFI_Scalar."""
-
-    _fields_ = (("dtype", c_int), ("value", c_void_p))
-
-
-# XLA_FFI_Buffer: struct_size, extension, dtype, data, rank, dims. A program may have hundreds of them, and a field of a
-# ctypes structure takes longer to read than all of these.
-BUFFER = struct.Struct("@NPiPqP")
-
-
-class FfiBuffers(ctypes.Structure):
-    """XLA_FFI_Args and XLA_FFI_Rets."""
-
-    _fields_ = (
-        ("struct_size", c_size_t),
-        ("extension", c_void_p),
-        ("size", c_int64),
-        ("kinds", POINTER(c_int)),
-        ("items", c_void_p),  # XLA_FFI_Buffer**
-    )
-
-
-class FfiAttributes(ctypes.Structure):
-    """XLA_FFI_Attrs."""
-
-    _fields_ = (
-        ("struct_size", c_size_t),
-        ("extension", c_void_p),
-        ("size", c_int64),
-        ("kinds", POINTER(c_int)),
-        ("names", POINTER(POINTER(FfiByteSpan))),
-        ("items", POINTER(c_void_p)),
-    )
-
-
-class FfiCreateError(ctypes.Structure):
-    """XLA_FFI_Error_Create_Args."""
-
-    _fields_ = (("struct_size", c_size_t), ("extension", c_void_p), ("message", c_char_p), ("code", c_int))
-
-
-class FfiGetStream(ctypes.Structure):
-    """XLA_FFI_Stream_Get_Args."""
-
-    _fields_ = (("struct_size", c_size_t), ("extension", c_void_p), ("context", c_void_p), ("stream", c_void_p))
-
-
-class FfiApi(ctypes.Structure):
-    """The beginning of XLA_FFI_Api."""
-
-    _fields_ = (
-        ("struct_size", c_size_t),
-        ("extension", c_void_p),
-        ("version", FfiApiVersion),
-        ("internal", c_void_p),
-        ("create_error", ctypes.CFUNCTYPE(c_void_p, POINTER(FfiCreateError))),
-        ("get_message", c_void_p),
-        ("destroy", c_void_p),
-        ("register", c_void_p),
-        ("get_stream", ctypes.CFUNCTYPE(c_void_p, POINTER(FfiGetStream))),
-    )
-
-
-class FfiCallFrame(ctypes.Structure):
-    """XLA_FFI_CallFrame, as far as it is read."""
-
-    _fields_ = (
-        ("struct_size", c_size_t),
-        ("extension", POINTER(FfiExtension)),
-        ("api", POINTER(FfiApi)),
-        ("context", c_void_p),
-        ("stage", c_int),
-        ("operands", FfiBuffers),
-        ("results", FfiBuffers),
-        ("attributes", FfiAttributes),
-    )
-
-
-TOKEN = 17
-DTYPES = {  # by the header's numbers; those of 1, 2 and 4 bits are left out: XLA may pack them
-    1: np.dtype(bool),
-    2: np.dtype(np.int8),
-    3: np.dtype(np.int16),
-    4: np.dtype(np.int32),
-    5: np.dtype(np.int64),
-    6: np.dtype(np.uint8),
-    7: np.dtype(np.uint16),
-    8: np.dtype(np.uint32),
-    9: np.dtype(np.uint64),
-    10: np.dtype(np.float16),
-    11: np.dtype(np.float32),
-    12: np.dtype(np.float64),
-    15: np.dtype(np.complex64),
-    16: np.dtype(ml_dtypes.bfloat16),
-    18: np.dtype(np.complex128),
-    19: np.dtype(ml_dtypes.float8_e5m2),
-    20: np.dtype(ml_dtypes.float8_e4m3fn),
-    23: np.dtype(ml_dtypes.float8_e4m3b11fnuz),
-    24: np.dtype(ml_dtypes.float8_e5m2fnuz),
-    25: np.dtype(ml_dtypes.float8_e4m3fnuz),
-    28: np.dtype(ml_dtypes.float8_e4m3),
-    29: np.dtype(ml_dtypes.float8_e3m4),
-    33: np.dtype(ml_dtypes.float8_e8m0fnu),
-}
-
+from jaxmpi.runtime.process import my_rank
 
 # (operands, results, **attributes) -> None: read the first, which are read-only, and fill the second.
 Function = Callable[..., None]
 TARGET = "jaxmpi_python"
 EXPORTABLE = (jax.export.DisabledSafetyCheck.custom_call(TARGET),)  # `disabled_checks` of `jax.export.export`
 _functions: dict[str, Function] = {}
-_ending: set[str] = set()  # names of those whose errors end the job
-
-
-# ---------------------------------------------------------------- from a program to a function
-
-
-def can_go(dtype: Any) -> bool:
-    """Return True if arrays of this dtype can go to a function.
-
-    Random keys, and numbers of less than 8 bits, cannot.
-    """
-    return not jax.numpy.issubdtype(dtype, jax.dtypes.extended) and np.dtype(dtype) in DTYPES.values()
+_ends_job: set[str] = set()  # names of those whose errors end the job
+_thread = threading.local()
 
 
 def register(name: str, function: Function, ends_job: bool = False) -> None:
@@ -208,22 +58,37 @@ def register(name: str, function: Function, ends_job: bool = False) -> None:
     Raises:
         UsageError: the name is taken.
     """
-    check(name not in _functions, f"a Python function {name!r} is registered already; forget() it first")
+    if name in _functions:
+        raise UsageError(f"a Python function {name!r} is registered already; forget() it first")
     _functions[name] = function
     if ends_job:
-        _ending.add(name)
+        _ends_job.add(name)
     unavailable_reason()  # XLA knows the handler from now on: a program from the cache need not be traced here
-
-
-def _end_job_if_asked(name: str, error: BaseException) -> None:
-    if name in _ending:
-        failures.fail(error, error.__traceback__)
 
 
 def forget(name: str) -> None:
     """Remove a function; a program that still calls it gets an error."""
     _functions.pop(name, None)
-    _ending.discard(name)
+    _ends_job.discard(name)
+
+
+def can_go(dtype: Any) -> bool:
+    """Return True if arrays of this dtype can go to a function; random keys, and less than 8 bits, cannot."""
+    return not jax.numpy.issubdtype(dtype, jax.dtypes.extended) and np.dtype(dtype) in DTYPES.values()
+
+
+def sees_copies() -> bool:
+    """Return True in a function called on copies of GPU arrays."""
+    return getattr(_thread, "sees_copies", False)
+
+
+def copy_unless_shared(source: np.ndarray, to: np.ndarray) -> None:
+    """Copy `source` into `to`, unless `in_place` gave them one buffer."""
+    if source.ctypes.data != to.ctypes.data:
+        np.copyto(to, source)
+
+
+# ---------------------------------------------------------------- calls in a program
 
 
 @dataclass(frozen=True)
@@ -242,10 +107,7 @@ class Checked(effects.Effect):
 
 
 def admit(effect: effects.Effect, *, is_ordered: bool = True, may_repeat: bool = False) -> effects.Effect:
-    """Let JAX lower an effect, also in branches, loops and custom derivatives.
-
-    One that may be repeated is also admitted in `jax.checkpoint`.
-    """
+    """Let JAX lower an effect, also in branches, loops, custom derivatives and, if it may repeat, `jax.checkpoint`."""
     kinds = ["lowerable", "control_flow_allowed", "custom_derivatives_allowed"]
     kinds += ["ordered"] * is_ordered + ["remat_allowed"] * may_repeat
     for kind in kinds:
@@ -273,53 +135,28 @@ def call(
         results: shapes and dtypes.
         in_place: pairs (operand, result) that may share a buffer; XLA copies an operand that is used elsewhere.
         effect: calls with one effect run in order; give another library's to be ordered among its calls. KEPT: a call
-            runs as soon as its operands are there, beside others. None: so it does, and may be left out if nobody uses
-            its results.
+            runs as soon as its operands are there, concurrently with others. None: so it does, and may be left out if
+            nobody uses its results.
         attributes: constants of the program, passed on by name.
 
     If XLA's interface is not the one this file knows, or on other devices, it is `io_callback`, ordered, with copies.
 
     Communicates: what the function does.
     """
+    if unavailable_reason():
+
+        def run(*arrays: jax.Array) -> list[np.ndarray]:
+            filled = [np.empty(r.shape, r.dtype) for r in results]
+            try:
+                _run(name, [np.asarray(a) for a in arrays], filled, attributes)
+            except Exception as error:
+                raise RuntimeError(_describe(error)) from error
+            return filled
+
+        return io_callback(run, list(results), *operands, ordered=True)
     constants = tuple(sorted({**attributes, "name": name}.items()))
     like = tuple(ShapedArray(r.shape, r.dtype) for r in results)
-    if unavailable_reason():
-        return _by_callback(name, operands, results, attributes)
     return _python_p.bind(*operands, results=like, in_place=tuple(in_place), effect=effect, constants=constants)
-
-
-def sees_copies() -> bool:
-    """Return True in a function called on copies of GPU arrays."""
-    return getattr(_thread, "sees_copies", False)
-
-
-_thread = threading.local()
-
-
-def copy_unless_shared(source: np.ndarray, to: np.ndarray) -> None:
-    """Copy `source` into `to`, unless `in_place` gave them one buffer."""
-    if source.ctypes.data != to.ctypes.data:
-        np.copyto(to, source)
-
-
-def _by_callback(name: str, operands: Sequence, results: Sequence, attributes: dict[str, Any]) -> list[jax.Array]:
-    def run(*arrays: jax.Array) -> list[np.ndarray]:
-        filled = [np.empty(r.shape, r.dtype) for r in results]
-        try:
-            _run(name, [np.asarray(a) for a in arrays], filled, attributes)
-        except Exception as error:
-            raise RuntimeError(_told(error)) from error
-        return filled
-
-    return io_callback(run, list(results), *operands, ordered=True)
-
-
-def _run(name: str, operands: list[np.ndarray], results: list[np.ndarray], attributes: dict[str, Any]) -> None:
-    try:
-        lookup(_functions, name, "Python function of a program")(operands, results, **attributes)
-    except BaseException as error:
-        _end_job_if_asked(name, error)
-        raise
 
 
 _python_p = jax.extend.core.Primitive(TARGET)
@@ -339,6 +176,10 @@ def _lower(
     return lower_in_order(ctx, TARGET, operands, effect, in_place, **typed)
 
 
+mlir.register_lowering(_python_p, _lower, platform="cpu")
+mlir.register_lowering(_python_p, _lower, platform="cuda")
+
+
 def lower_in_order(
     ctx: mlir.LoweringRuleContext,
     target: str,
@@ -347,33 +188,88 @@ def lower_in_order(
     in_place: Sequence[tuple[int, int]] = (),
     **attributes: Any,
 ) -> list:
-    """Lower to a handler's call.
-
-    An ordered effect's token is its last operand and result.
-    """
+    """Lower to a handler's call; an ordered effect's token is its last operand and result."""
     lowering = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=dict(in_place))
     if effect in (None, KEPT):
         return list(lowering(ctx, *operands, **attributes))
-    token = [_token_type()]
+    # JAX knows the token's type by identity; it moved in 0.11.
+    token = [getattr(jax.ffi, "abstract_token", None) or core.abstract_token]
     inner = ctx.replace(avals_in=[*ctx.avals_in, *token], avals_out=[*ctx.avals_out, *token])
     *values, after = lowering(inner, *operands, ctx.tokens_in.get(effect), **attributes)
     ctx.set_tokens_out(mlir.TokenSet({effect: after}))
     return values
 
 
-def _token_type() -> Any:
-    """JAX's own object, which it knows by identity; it moved in 0.11."""
-    return getattr(jax.ffi, "abstract_token", None) or core.abstract_token
+# ---------------------------------------------------------------- XLA's C interface (xla/ffi/api/c_api.h)
+#
+# A handler is C: it takes a pointer to a call frame and returns a pointer to an error, or null. The frame has the
+# stage, operands and results as buffers, the program's constants as attributes, and a table of XLA's functions. Each
+# type below lists the fields of one of the header's structures. Most begin with their size and a list of extensions. A
+# new minor version adds fields at the end, so XLA's structure may be longer than the one here; a shorter one must not
+# be read.
+
+MAJOR, MINOR = 0, 3  # version of the header followed here; 0.5 has the same fields in the same places
+EXECUTE, METADATA, STRING, INTERNAL = 3, 1, 4, 13  # stage, extension, kind of attribute, error code
+TOKEN = 17
+# XLA_FFI_Buffer: struct_size, extension, dtype, data, rank, dims. A program may have hundreds of them, and a field of a
+# ctypes structure takes longer to read than all of these.
+BUFFER = struct.Struct("@NPiPqP")
 
 
-mlir.register_lowering(_python_p, _lower, platform="cpu")
-mlir.register_lowering(_python_p, _lower, platform="cuda")
+def _structure(name: str, **fields: Any) -> Any:
+    return type(name, (ctypes.Structure,), {"_fields_": [*fields.items()]})
 
 
-# ---------------------------------------------------------------- from XLA to a function
+_BASE = {"struct_size": c_size_t, "extension": c_void_p}
+FfiExtension = _structure("XLA_FFI_Extension_Base", struct_size=c_size_t, kind=c_int, next=c_void_p)
+FfiApiVersion = _structure("XLA_FFI_Api_Version", **_BASE, major=c_int, minor=c_int)
+FfiMetadata = _structure("XLA_FFI_Metadata", struct_size=c_size_t, version=FfiApiVersion, traits=c_uint32)
+FfiMetadataExtension = _structure("XLA_FFI_Metadata_Extension", base=FfiExtension, metadata=POINTER(FfiMetadata))
+FfiByteSpan = _structure("XLA_FFI_ByteSpan", text=c_void_p, length=c_size_t)
+FfiScalar = _structure("XLA_FFI_Scalar", dtype=c_int, value=c_void_p)
+FfiBuffers = _structure("XLA_FFI_Args", **_BASE, size=c_int64, kinds=POINTER(c_int), items=c_void_p)  # XLA_FFI_Buffer**
+FfiAttributes = _structure(
+    "XLA_FFI_Attrs",
+    **_BASE,
+    size=c_int64,
+    kinds=POINTER(c_int),
+    names=POINTER(POINTER(FfiByteSpan)),
+    items=POINTER(c_void_p),
+)
+FfiCreateError = _structure("XLA_FFI_Error_Create_Args", **_BASE, message=c_char_p, code=c_int)
+FfiGetStream = _structure("XLA_FFI_Stream_Get_Args", **_BASE, context=c_void_p, stream=c_void_p)
+FfiApi = _structure(  # its beginning
+    "XLA_FFI_Api",
+    **_BASE,
+    version=FfiApiVersion,
+    internal=c_void_p,
+    create_error=ctypes.CFUNCTYPE(c_void_p, POINTER(FfiCreateError)),
+    get_message=c_void_p,
+    destroy=c_void_p,
+    register=c_void_p,
+    get_stream=ctypes.CFUNCTYPE(c_void_p, POINTER(FfiGetStream)),
+)
+FfiCallFrame = _structure(  # as far as it is read
+    "XLA_FFI_CallFrame",
+    struct_size=c_size_t,
+    extension=POINTER(FfiExtension),
+    api=POINTER(FfiApi),
+    context=c_void_p,
+    stage=c_int,
+    operands=FfiBuffers,
+    results=FfiBuffers,
+    attributes=FfiAttributes,
+)
+_NAMES = {  # by the header's numbers; those of 1, 2 and 4 bits are left out: XLA may pack them
+    **dict(enumerate(("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"), 1)),
+    **{10: "float16", 11: "float32", 12: "float64", 15: "complex64", 16: "bfloat16", 18: "complex128"},
+    **{19: "float8_e5m2", 20: "float8_e4m3fn", 23: "float8_e4m3b11fnuz", 24: "float8_e5m2fnuz"},
+    **{25: "float8_e4m3fnuz", 28: "float8_e4m3", 29: "float8_e3m4", 33: "float8_e8m0fnu"},
+}
+DTYPES = {number: np.dtype(getattr(ml_dtypes, name, name)) for number, name in _NAMES.items()}
 
 
-def handler_of(run: Callable[[FfiCallFrame, str, dict[str, Any]], None]) -> Any:
+def handler_of(run: Callable[[Any, str, dict[str, Any]], None]) -> Any:
     """Make XLA's entry point; `run` calls the function of the given name."""
 
     @ctypes.CFUNCTYPE(c_void_p, POINTER(FfiCallFrame))
@@ -381,33 +277,34 @@ def handler_of(run: Callable[[FfiCallFrame, str, dict[str, Any]], None]) -> Any:
         try:  # ctypes swallows exceptions, so none may leave; None is success
             return _handle(frame.contents, run)
         except BaseException as error:
-            return _as_xla_error(frame.contents, error)
+            made = FfiCreateError(ctypes.sizeof(FfiCreateError), None, _describe(error).encode(), INTERNAL)
+            return frame.contents.api.contents.create_error(made)  # which XLA takes over
 
     return handler
 
 
-def _handle(frame: FfiCallFrame, run: Callable[[FfiCallFrame, str, dict[str, Any]], None]) -> None:
-    if frame.extension and frame.extension.contents.kind == METADATA:
+def _handle(frame: Any, run: Callable[[Any, str, dict[str, Any]], None]) -> None:
+    if frame.extension and frame.extension.contents.kind == METADATA:  # XLA asks for the header's version
         version = cast(frame.extension, POINTER(FfiMetadataExtension)).contents.metadata.contents.version
         version.major, version.minor = MAJOR, MINOR
-    elif frame.stage == EXECUTE:
+    elif frame.stage == EXECUTE:  # earlier stages have no data
         need = ctypes.sizeof(FfiCallFrame)
         check(frame.struct_size >= need, f"XLA's call frame has {frame.struct_size} bytes, expected {need} or more")
         attributes = _decode(frame.attributes)
         run(frame, attributes.pop("name"), attributes)
 
 
-def _run_on_cpu(frame: FfiCallFrame, name: str, attributes: dict[str, Any]) -> None:
+def _run_on_cpu(frame: Any, name: str, attributes: dict[str, Any]) -> None:
     operands = [x.array(is_written=False) for x in _buffers(frame.operands)]
     _run(name, operands, [x.array(is_written=True) for x in _buffers(frame.results)], attributes)
 
 
-def _run_on_gpu(frame: FfiCallFrame, name: str, attributes: dict[str, Any]) -> None:
-    asked = FfiGetStream(ctypes.sizeof(FfiGetStream), None, frame.context, None)
-    check(not frame.api.contents.get_stream(asked), "XLA does not give the stream of the GPU on which it calls Python")
-    buffers = _buffers(frame.operands), _buffers(frame.results)
+def _run_on_gpu(frame: Any, name: str, attributes: dict[str, Any]) -> None:
+    query = FfiGetStream(ctypes.sizeof(FfiGetStream), None, frame.context, None)
+    check(not frame.api.contents.get_stream(query), "XLA does not give the stream of the GPU on which it calls Python")
     try:
-        with gpu_buffers.on_host(asked.stream, *buffers) as (operands, results):
+        buffers = _buffers(frame.operands), _buffers(frame.results)
+        with gpu_buffers.on_host(query.stream, *buffers) as (operands, results):
             _thread.sees_copies = True
             _run(name, operands, results, attributes)
     except gpu_buffers.DriverError as error:  # a copy has failed; the other ranks would wait
@@ -420,20 +317,29 @@ def _run_on_gpu(frame: FfiCallFrame, name: str, attributes: dict[str, Any]) -> N
 HANDLERS = {"cpu": handler_of(_run_on_cpu), "CUDA": handler_of(_run_on_gpu)}  # by XLA's name of the platform
 
 
-def _buffers(buffers: FfiBuffers) -> list[Buffer]:
+def _run(name: str, operands: list[np.ndarray], results: list[np.ndarray], attributes: dict[str, Any]) -> None:
+    try:
+        lookup(_functions, name, "Python function of a program")(operands, results, **attributes)
+    except BaseException as error:
+        _end_job_if_asked(name, error)
+        raise
+
+
+def _end_job_if_asked(name: str, error: BaseException) -> None:
+    if name in _ends_job:
+        failures.fail(error, error.__traceback__)
+
+
+def _buffers(buffers: Any) -> list[Buffer]:
     """All but tokens."""
-    pointers = _read(f"{buffers.size}P", buffers.items)
-    every = [BUFFER.unpack(string_at(pointer, BUFFER.size)) for pointer in pointers]
-    return [
-        Buffer(_dtype(number), _read(f"{rank}q", dims), data)
-        for _, _, number, data, rank, dims in every
-        if number != TOKEN
-    ]
-
-
-def _dtype(number: int) -> np.dtype:
-    check(number in DTYPES, f"XLA's type number {number} cannot go to Python; cast it to 8 bits or more")
-    return DTYPES[number]
+    found = []
+    for pointer in _read(f"{buffers.size}P", buffers.items):
+        _, _, number, data, rank, dims = BUFFER.unpack(string_at(pointer, BUFFER.size))
+        if number == TOKEN:
+            continue
+        check(number in DTYPES, f"XLA's type number {number} cannot go to Python; cast it to 8 bits or more")
+        found.append(Buffer(DTYPES[number], _read(f"{rank}q", dims), data))
+    return found
 
 
 def _read(format: str, address: int | None) -> tuple[int, ...]:
@@ -441,41 +347,27 @@ def _read(format: str, address: int | None) -> tuple[int, ...]:
     return struct.unpack(format, string_at(address, struct.calcsize(format))) if address else ()
 
 
-def _decode(attributes: FfiAttributes) -> dict[str, Any]:
+def _decode(attributes: Any) -> dict[str, Any]:
     """Strings and scalars by name."""
     found = {}
     for i in range(attributes.size):
-        item, kind = attributes.items[i], attributes.kinds[i]
-        is_text = kind == STRING
-        value = (
-            _text(cast(item, POINTER(FfiByteSpan)).contents)
-            if is_text
-            else _scalar(cast(item, POINTER(FfiScalar)).contents)
-        )
+        item = attributes.items[i]
+        if attributes.kinds[i] == STRING:
+            value = _text(cast(item, POINTER(FfiByteSpan)).contents)
+        else:
+            scalar = cast(item, POINTER(FfiScalar)).contents
+            dtype = DTYPES[scalar.dtype]
+            value = np.frombuffer(string_at(scalar.value, dtype.itemsize), dtype)[0].item()
         found[_text(attributes.names[i].contents)] = value
     return found
 
 
-def _text(span: FfiByteSpan) -> str:
+def _text(span: Any) -> str:
     return string_at(span.text, span.length).decode()
 
 
-def _scalar(scalar: FfiScalar) -> Any:
-    dtype = DTYPES[scalar.dtype]
-    return np.frombuffer(string_at(scalar.value, dtype.itemsize), dtype)[0].item()
-
-
-def _as_xla_error(frame: FfiCallFrame, error: BaseException) -> int:
-    """An error object, which XLA takes over."""
-    made = FfiCreateError(ctypes.sizeof(FfiCreateError), None, _told(error).encode(), INTERNAL)
-    return frame.api.contents.create_error(made)
-
-
-def _told(error: BaseException) -> str:
-    """The error's type, message and rank.
-
-    Its line follows, unless it is a `UsageError` or `TrainingError`.
-    """
+def _describe(error: BaseException) -> str:
+    """The error's type, message and rank; its line follows, unless it is a `UsageError` or `TrainingError`."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = "" if isinstance(error, (UsageError, TrainingError)) else f", {place.filename}:{place.lineno}"
     return f"{type(error).__name__}: {error} [{failures.describe_rank()}{where}]"
@@ -505,9 +397,9 @@ def unavailable_reason() -> str | None:
             capsule = jax.ffi.pycapsule(cast(HANDLERS[platform], c_void_p).value)
             jax.ffi.register_ffi_target(TARGET, capsule, platform=platform)
         _probe()
-    except Exception as error:  # an interface of another age may fail in any way; it is said, and there is another way
+    except Exception as error:  # an interface of another age may fail in any way, and there is another way
         reason = f"{type(error).__name__}: {error}"
-        if process.my_rank() == 0:
+        if my_rank() == 0:
             print(f"jaxmpi: Python in programs goes through io_callback, with copies: {reason}", file=sys.stderr)
         return reason
     return None
@@ -517,8 +409,12 @@ def _probe() -> None:
     """Double three numbers through the handler."""
     name, x = "the probe of handlers", np.arange(3, dtype=np.float32)
     _functions[name] = lambda operands, results: np.add(*operands, *operands, out=results[0])
-    like = (ShapedArray(x.shape, x.dtype),)
-    options = {"results": like, "in_place": (), "effect": ORDERED, "constants": (("name", name),)}
+    options = {
+        "results": (ShapedArray(x.shape, x.dtype),),
+        "in_place": (),
+        "effect": ORDERED,
+        "constants": (("name", name),),
+    }
     try:
         with jax.ensure_compile_time_eval():  # also while the caller is traced
             got = np.asarray(jax.jit(lambda v: _python_p.bind(v, **options))(x)[0])

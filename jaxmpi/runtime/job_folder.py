@@ -1,4 +1,9 @@
-"""A job's folder in shared memory, with marks that outlive a process."""
+"""A job's folder in shared memory, with marks that outlive a process.
+
+Open MPI leaves 16 MiB a rank in shared memory if its launcher is killed, and at times when the launcher kills ranks. So
+`jaxmpi train` gives each job a folder of its own, which goes with the job, and the ranks of a host leave files there
+that tell the supervisor how far they have come.
+"""
 
 import fcntl
 import os
@@ -11,34 +16,78 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-
-def remove_leftovers_first(line: Sequence[str]) -> list[str]:
-    """The line in a shell that first removes a killed launcher's folder.
-
-    A launcher refuses to start if one with the same process id has left its temporary folder. The line gets the process
-    id of the shell that is run here.
-    """
-    folder = shlex.quote(f"{tempfile.gettempdir()}/ompi.")
-    return ["/bin/sh", "-c", f'rm -rf {folder}$$; exec "$@"', "sh", *line]
-
-
-SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # the folder of what ranks of a host share
-OWN = f"jaxmpi-{os.getuid()}-"  # how those that `shared_memory_folder` makes begin
-WORDS = "words"  # a folder there, on the host of who has made it
-BEGAN, FINISHED = "began", "finished"  # files in that: a rank of this host has done so
-MPI_RUNS = "mpi runs"  # and: MPI has started, so all ranks have come that far
-ALIVE = "alive"  # a FIFO there, which the supervisor holds open for writing
-# If this process is killed, what its ranks still make on their way out goes as well; a word on its input: all is done.
-AFTER_ME = 'read -r word; [ "$word" ] || for _ in 1 2 3 4 5; do sleep 1; rm -rf "$1"; done'
-ENDING = "ending"  # and: a rank of this host has asked the launcher to end the job
+SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # Open MPI's setting of the folder of what ranks of a host share
+OWN = f"jaxmpi-{os.getuid()}-"  # how names of these folders begin
+WORDS = "words"  # a folder in it, for marks
+BEGAN, FINISHED = "began", "finished"  # marks: a rank of this host has done so
+MPI_RUNS = "mpi runs"  # MPI has started, so all ranks have come that far
+ENDING = "ending"  # a rank of this host has asked the launcher to end the job
 ENDED_WITH = "ended with "  # and a code: a rank of this host has said why it ends the job, and then ended by SIGKILL
+ALIVE = "alive"  # a FIFO beside the marks, which the supervisor holds open for writing
+# A shell that removes the folder if this process is killed, and what its ranks still make on their way out; a word on
+# its input means that all is done.
+JANITOR = 'read -r word; [ "$word" ] || for _ in 1 2 3 4 5; do sleep 1; rm -rf "$1"; done'
+
+
+@contextmanager
+def shared_memory_folder(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
+    """Yield Open MPI's setting of a new folder, which is removed even if this process is killed."""
+    if SEGMENTS in os.environ or not os.access(root, os.W_OK):
+        yield {}
+        return
+    remove_stale_folders(root)
+    folder = Path(tempfile.mkdtemp(prefix=OWN, dir=root))
+    handle, line, silent = lock_folder(folder), ["/bin/sh", "-c", JANITOR, "sh", str(folder)], subprocess.DEVNULL
+    (folder / WORDS).mkdir()  # once no other job's start can sweep it away
+    os.mkfifo(folder / WORDS / ALIVE)
+    alive = os.open(folder / WORDS / ALIVE, os.O_RDWR)
+    janitor = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True)
+    try:
+        yield {SEGMENTS: str(folder)}
+    finally:
+        os.close(alive)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+        janitor.communicate(b"done\n")
+
+
+def lock_folder(folder: Path) -> int:
+    """Keep a folder, made if absent, from `remove_stale_folders` while the returned handle or this process lives."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError):  # swept in between
+            handle, is_locked = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), False
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH)
+                is_locked = os.path.samestat(os.fstat(handle), folder.stat())
+            finally:
+                if not is_locked:
+                    os.close(handle)
+            if is_locked:
+                return handle
+
+
+def remove_stale_folders(root: Path) -> None:
+    """Remove folders of `shared_memory_folder` that no process holds any more."""
+    for folder in root.glob(OWN + "*"):
+        with suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            with suppress(BlockingIOError):
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(handle)
+
+
+def marks_folder(setting: Mapping[str, str]) -> Path:
+    """The folder of this host's marks, by the setting of `shared_memory_folder`."""
+    return Path(setting.get(SEGMENTS, os.devnull)) / WORDS
 
 
 def mark(name: str) -> None:
-    """Leave a file of this name in the folder of `shared_memory_folder`."""
+    """Leave a mark, if this job has a folder on this host."""
     folder = Path(os.environ.get(SEGMENTS, ""))
     if folder.name.startswith(OWN):
-        with suppress(OSError):  # on another host, gone, or full: then there is no file
+        with suppress(OSError):  # on another host, gone, or full: then there is none
             (folder / WORDS / name).touch()
 
 
@@ -66,68 +115,14 @@ def end_with_supervisor() -> None:
             os._exit(128 + signal.SIGKILL)
 
 
-@contextmanager
-def shared_memory_folder(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
-    """Yield Open MPI's setting of a job's own folder in shared memory.
+def remove_leftovers_first(line: Sequence[str]) -> list[str]:
+    """The line in a shell that first removes a killed launcher's folder.
 
-    The folder is removed even if this process is killed. Open MPI leaves 16 MiB a rank behind if its launcher is
-    killed, and at times when the launcher kills ranks. Files that others have left go here, too.
+    A launcher refuses to start if one with the same process id has left its temporary folder. The line gets the process
+    id of the shell that is run here.
     """
-    if SEGMENTS in os.environ or not os.access(root, os.W_OK):
-        yield {}
-        return
-    remove_stale_folders(root)
-    folder = Path(tempfile.mkdtemp(prefix=OWN, dir=root))
-    handle, line, silent = lock_folder(folder), ["/bin/sh", "-c", AFTER_ME, "sh", str(folder)], subprocess.DEVNULL
-    (folder / WORDS).mkdir()  # once no other job's start can sweep it away
-    os.mkfifo(folder / WORDS / ALIVE)
-    alive = os.open(folder / WORDS / ALIVE, os.O_RDWR)
-    janitor = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True)
-    try:
-        yield {SEGMENTS: str(folder)}
-    finally:
-        os.close(alive)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(handle)
-        janitor.communicate(b"done\n")
-
-
-def marks_folder(setting: Mapping[str, str]) -> Path:
-    """The folder of this host's marks, by the setting of `shared_memory_folder`."""
-    return Path(setting.get(SEGMENTS, os.devnull)) / WORDS
-
-
-def lock_folder(folder: Path) -> int:
-    """Keep a folder from `remove_stale_folders` while the returned handle is open.
-
-    The folder is made if absent. The handle is also closed when the process ends.
-    """
-    while True:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        with suppress(FileNotFoundError):  # swept in between
-            handle, is_held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), False
-            try:
-                fcntl.flock(handle, fcntl.LOCK_SH)
-                is_held = os.path.samestat(os.fstat(handle), folder.stat())
-            finally:
-                if not is_held:
-                    os.close(handle)
-            if is_held:
-                return handle
-
-
-def remove_stale_folders(root: Path) -> None:
-    """Remove folders of `shared_memory_folder` that no process holds any more."""
-    for folder in root.glob(OWN + "*"):
-        with suppress(OSError):
-            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            with suppress(BlockingIOError):
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            os.close(handle)
-
-
-# ---------------------------------------------------------------- processes
+    folder = shlex.quote(f"{tempfile.gettempdir()}/ompi.")
+    return ["/bin/sh", "-c", f'rm -rf {folder}$$; exec "$@"', "sh", *line]
 
 
 def pid_space() -> int:

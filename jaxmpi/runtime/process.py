@@ -85,8 +85,8 @@ def prepare() -> None:
         lines.append(use_main_arena())
         # Ranks compile at the same time: what one finds half written by another it compiles for itself.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry", UserWarning)
-        tune_mpi(launch)
-        lines.append(idle_cores(len(core_mask()), os.cpu_count() or 1, launch.local_size))
+        _tune_mpi(launch)
+        lines.append(_idle_cores(len(core_mask()), os.cpu_count() or 1, launch.local_size))
         pin_cores(launch.local_rank, launch.local_size)
         pin_gpu(launch.local_rank, launch.local_size)
     lines.append(use_compilation_cache())
@@ -95,7 +95,7 @@ def prepare() -> None:
         print(f"jaxmpi: {line}", file=sys.stderr, flush=True)
 
 
-def tune_mpi(launch: Launch) -> None:
+def _tune_mpi(launch: Launch) -> None:
     """Set Open MPI's defaults before it starts; the user's settings stay."""
     if launch.local_size < launch.size:  # else ranks of other hosts abort, and are blamed, before a death is reported
         os.environ.setdefault("OMPI_MCA_opal_abort_delay", "1")  # seconds
@@ -149,7 +149,7 @@ def pin_cores(local_rank: int, local_size: int) -> None:
     """Bind this rank to its share of the host's cores; one that was given a part of the cores keeps that part."""
     mask = core_mask()
     if len(mask) == (os.cpu_count() or 1) and local_rank < local_size:
-        bind_to_share(mask, local_rank, local_size)
+        _bind_to_share(mask, local_rank, local_size)
 
 
 def divide_mask(masks: Sequence[Sequence[int]], local_rank: int) -> None:
@@ -157,10 +157,10 @@ def divide_mask(masks: Sequence[Sequence[int]], local_rank: int) -> None:
     mask = masks[local_rank]
     sharing = [rank for rank, other in enumerate(masks) if other == mask]
     if mask and len(sharing) > 1:
-        bind_to_share(mask, sharing.index(local_rank), len(sharing))
+        _bind_to_share(mask, sharing.index(local_rank), len(sharing))
 
 
-def bind_to_share(mask: Sequence[int], rank: int, size: int) -> None:
+def _bind_to_share(mask: Sequence[int], rank: int, size: int) -> None:
     """Bind to one of `size` shares of these cores; to all of them if neither number divides the other."""
     _before_sharing.update(mask)
     if len(mask) % size == 0:
@@ -183,7 +183,7 @@ def unbind() -> None:
             os.sched_setaffinity(int(thread), _before_sharing)
 
 
-def idle_cores(allowed: int, all_cores: int, local_size: int) -> str:
+def _idle_cores(allowed: int, all_cores: int, local_size: int) -> str:
     """Advice if ranks of one core each leave cores idle, as Open MPI binds one or two ranks of a host; else empty."""
     if allowed != 1 or all_cores <= local_size:
         return ""

@@ -10,7 +10,7 @@ import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TextIO
 
@@ -111,6 +111,7 @@ class Span(NamedTuple):
 
 _spans: deque[Span] = deque(maxlen=MOST)
 _running: dict[int, Span] = {}  # by thread
+_readers: list[Callable[[], tuple[list[Span], list[Span]]]] = []  # of code that calls no Python: spans ended, running
 
 
 def record_span(track: str, name: str, begin_s: float, end_s: float) -> None:
@@ -134,18 +135,34 @@ def span(track: str, name: str) -> Iterator[None]:
         record_span(track, name, begin_s, time.perf_counter())
 
 
+def add_reader(read: Callable[[], tuple[list[Span], list[Span]]]) -> None:
+    """Take spans from code that calls no Python: those that ended since the last call, and those under way."""
+    _readers.append(read)
+
+
+def _read() -> list[Span]:
+    running = []
+    for read in _readers:
+        ended, under_way = read()
+        _spans.extend(ended)
+        running += under_way
+    return running
+
+
 def open_spans() -> list[Span]:
-    """Spans under way, by thread; their ends are not known yet."""
-    return list(_running.values())
+    """Spans under way; their ends are not known yet."""
+    return [*_running.values(), *_read()]
 
 
 def is_crowded() -> bool:
     """Return True if the oldest spans will soon be dropped."""
+    _read()
     return len(_spans) > MOST // 2
 
 
 def drain() -> list[Span]:
     """Return and forget all spans since the last call."""
+    _read()
     return [_spans.popleft() for _ in range(len(_spans))]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 
 Batch = dict[str, Any]
@@ -55,13 +55,15 @@ class Task:
     weight: Callable[[Batch], Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check(isinstance(self.name, str) and bool(self.name), f"a task's name: got {self.name!r}; expected text")
+        if not isinstance(self.name, str) or not self.name:
+            raise UsageError(f"a task's name: got {self.name!r}; expected text")
         for part in ("init", "loss", "metrics", "predict", "weight"):
             value = getattr(self, part)
             is_left_out = value is None and part in ("predict", "weight")
-            check(is_left_out or callable(value), f"task {self.name}: {part}: got {value!r}; expected a function")
-        is_names = isinstance(self.maximize, tuple) and all(isinstance(name, str) for name in self.maximize)
-        check(is_names, f"task {self.name}: maximize: got {self.maximize!r}; expected a tuple of names of metrics")
+            if not is_left_out and not callable(value):
+                raise UsageError(f"task {self.name}: {part}: got {value!r}; expected a function")
+        if not isinstance(self.maximize, tuple) or not all(isinstance(name, str) for name in self.maximize):
+            raise UsageError(f"task {self.name}: maximize: got {self.maximize!r}; expected a tuple of names of metrics")
 
     def mode_of(self, figure: str) -> str:
         """`max` or `min`: which value of a figure such as `eval_top1` is the best."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.tasks.base import Batch, Ratios, Task
 from jaxmpi.tasks.supervised import Supervised, example_count, per_example, weighted_mean, weighted_sum
 
@@ -15,11 +15,11 @@ TOP = ("top1", "top5")
 
 def cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
     """Softmax cross-entropy of logits f32[..., classes] and labels i32[...]: f32[...], in nats."""
-    check(
-        labels.shape == outputs.shape[:-1],
-        f"got labels {list(labels.shape)} for outputs {list(outputs.shape)}; expected one class number an example, or "
-        "one a token: of one-hot labels np.argmax, or give the experiment a `loss` of its own",
-    )
+    if labels.shape != outputs.shape[:-1]:
+        raise UsageError(
+            f"got labels {list(labels.shape)} for outputs {list(outputs.shape)}; expected one class number an example, "
+            "or one a token: of one-hot labels np.argmax, or give the experiment a `loss`"
+        )
     return optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
 
 

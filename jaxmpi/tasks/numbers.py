@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.tasks.base import Batch, Ratios, Task
 from jaxmpi.tasks.supervised import Supervised, per_example
 
@@ -15,12 +15,11 @@ def targets(outputs: jax.Array, labels: jax.Array) -> jax.Array:
     Raises:
         UsageError: they are not as many.
     """
-    fits = labels.shape == outputs.shape or (*labels.shape, 1) == outputs.shape
-    check(
-        fits,
-        f"got labels {list(labels.shape)} for outputs {list(outputs.shape)}; expected as many numbers an example as "
-        "the model's `classes`",
-    )
+    if outputs.shape not in (labels.shape, (*labels.shape, 1)):
+        raise UsageError(
+            f"got labels {list(labels.shape)} for outputs {list(outputs.shape)}; expected as many numbers an example "
+            "as the model's `classes`"
+        )
     return labels.astype(jnp.float32).reshape(outputs.shape)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxmpi.config.schema import Experiment
-from jaxmpi.core.errors import check, lookup
+from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.model.contract import Model
 from jaxmpi.tasks import classes, numbers
 from jaxmpi.tasks.base import Task
@@ -50,13 +50,16 @@ def find_spec(experiment: Experiment) -> TaskSpec | None:
     """
     task, model = experiment.task, experiment.model
     if isinstance(task, Task):
-        way_out = "a task of your own has its model in it: leave `model` and `loss` out"
-        check(model is None and experiment.loss is None, f"task: got task {task.name} and a model or a loss; {way_out}")
+        if model is not None or experiment.loss is not None:
+            way_out = "a task of your own has its model in it: leave `model` and `loss` out"
+            raise UsageError(f"task: got task {task.name} and a model or a loss; {way_out}")
         return None
-    check(isinstance(task, str), f"task: got {task!r}; expected auto, a jaxmpi.Task or one of {', '.join(TASKS)}")
+    if not isinstance(task, str):
+        raise UsageError(f"task: got {task!r}; expected auto, a jaxmpi.Task or one of {', '.join(TASKS)}")
     if task != "auto":
         lookup(TASKS, task, "task")
-    check(model is not None, "the experiment has no model; give one, or a task of its own: task=jaxmpi.Task(...)")
+    if model is None:
+        raise UsageError("the experiment has no model; give one, or a task of its own: task=jaxmpi.Task(...)")
     is_text = isinstance(model, Model) and model.takes_tokens and bool(model.label_shape)
     kind = ("language-model" if is_text else "classification") if task == "auto" else task
     return lookup(TASKS, kind, "task")

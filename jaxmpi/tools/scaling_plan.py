@@ -18,7 +18,7 @@ from jaxmpi.allreduce.prices import Link, Net, wire_format
 from jaxmpi.allreduce.probes import Probe
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.config import experiment_file
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.observe import plots
 from jaxmpi.runtime import process
 
@@ -146,12 +146,14 @@ def layouts(question: Question) -> list[Net]:
     """
     powers = [1 << power for power in range(MOST.bit_length())]
     most_hosts = MOST if question.net.hosts > 1 else 1
-    made = {}  # each once
+    shapes = []
     for slots in question.slots:
-        shapes = [(1, ranks) for ranks in powers if ranks < slots] + [(hosts, slots) for hosts in powers]
-        made |= {shape: None for shape in shapes if shape[0] <= most_hosts and 2 <= shape[0] * shape[1] <= MOST}
-    check(bool(made), f"--slots: got {question.slots}; on one host there is nothing to predict for one rank")
-    return [question.net._replace(hosts=hosts, slots=slots, even=True) for hosts, slots in made]
+        shapes += [(1, ranks) for ranks in powers if ranks < slots]
+        shapes += [(hosts, slots) for hosts in powers if hosts <= most_hosts]
+    shapes = [(hosts, slots) for hosts, slots in shapes if 2 <= hosts * slots <= MOST]
+    if not shapes:
+        raise UsageError(f"--slots: got {question.slots}; on one host there is nothing to predict for one rank")
+    return [question.net._replace(hosts=hosts, slots=slots, even=True) for hosts, slots in dict.fromkeys(shapes)]
 
 
 def estimate(question: Question, net: Net) -> ScalingEstimate:
@@ -203,8 +205,8 @@ def panels(question: Question, estimates: Sequence[ScalingEstimate]) -> list[plo
     """Seconds by strategy for the last number of slots, efficiency for all."""
     slots = question.slots[-1]
     last = with_slots(estimates, slots)
-    names = dict.fromkeys(name for a in last for name in a.others)
-    lines = {n: [(float(a.net.workers), a.others[n]) for a in last if a.others.get(n, 0) > 0] for n in names}
+    names = dict.fromkeys(name for each in last for name in each.others)
+    lines = {n: [(float(e.net.workers), e.others[n]) for e in last if e.others.get(n, 0) > 0] for n in names}
     workers = plots.Quantity("workers", base=2)
     return [
         plots.Lines(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmpi.checkpoint import run_folder
+from jaxmpi.checkpoint import run_directory
 from jaxmpi.comm.job import processes
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
@@ -55,8 +55,8 @@ class Trainer:
         process.take_devices(experiment.devices)
         folder = experiment.run_dir
         if not folder:
-            with run_folder.usable():
-                folder = control.bcast_object(str(run_folder.fresh(name)) if control.rank == 0 else "")
+            with run_directory.usable():
+                folder = control.bcast_object(str(run_directory.fresh(name)) if control.rank == 0 else "")
         self.experiment, self.name = dataclasses.replace(experiment, run_dir=folder), name
         self.started = workers if workers and control.size == 1 else 1  # processes, by `fit`
         self.run_dir = Path(folder)

@@ -6,62 +6,46 @@ Every tau steps it exchanges with the center, or after some steps it pushes its 
 of all. Worker 0 also leads: it logs, evaluates and saves by the examples of all workers.
 
 A checkpoint has two phases, since workers do not meet. Worker 0 orders it, and each worker writes its part when it next
-reports. When all have written, worker 0 adds the center and completes the checkpoint. Evaluations are shared, because a
-worker that evaluated alone would fall behind the others. Worker 0 posts the center and its own model state at server 0;
-each worker evaluates its batches at its next report and posts the sums, which worker 0 adds up.
+reports. When all have written, worker 0 adds the center and completes the checkpoint. Evaluations are ordered likewise
+(`shared_evaluation`).
 """
 
 import contextlib
 import dataclasses
-import itertools
 import threading
 import time
 from collections.abc import Generator, Sequence
-from functools import partial
 from operator import and_, gt, or_
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
-from jaxmpi.checkpoint.manager import refuge, warn, written
-from jaxmpi.checkpoint.write import Retention, UncoordinatedCheckpoint
+from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint, refuge, warn, written
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import to_device
 from jaxmpi.config.durations import step_range
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import Batch, TrainState
-from jaxmpi.data.sources.grain_datasets import StreamSource
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.step_timing import StepTimer, summary_asynchronous
 from jaxmpi.observe.trace import UncoordinatedTrace
 from jaxmpi.optim import optimizers
 from jaxmpi.recover import decisions
 from jaxmpi.rules.asynchronous.center import LEAVE, AllWorkers, Counters, Order, Status
-from jaxmpi.rules.asynchronous.coordinator import HeartbeatMonitor, Part, start_limit_s, take_part
+from jaxmpi.rules.asynchronous.coordinator import HeartbeatMonitor, start_limit_s, take_part
 from jaxmpi.rules.asynchronous.start import AsyncStart, on_device
 from jaxmpi.rules.asynchronous.worker import AsyncWorker
 from jaxmpi.runtime import failures
 from jaxmpi.runtime.progress import drain, phase
 from jaxmpi.trainer import callbacks
-from jaxmpi.trainer.evaluate import (
-    Evaluation,
-    Subject,
-    concluded,
-    flat,
-    judged,
-    like,
-    means_of,
-    rate_factor,
-    score,
-    subject_of,
-    sums_of,
-)
+from jaxmpi.trainer.evaluate import rate_factor, score
 from jaxmpi.trainer.loop import Position, RunProgress, run_steps
 from jaxmpi.trainer.progress import SUMS, Done
 from jaxmpi.trainer.resume import extra_of, note_whole
 from jaxmpi.trainer.run import Run
+from jaxmpi.trainer.shared_evaluation import SharedEvaluation
 from jaxmpi.trainer.step import Metrics
 from jaxmpi.trainer.timetable import DueEvents
 
@@ -84,25 +68,20 @@ def run_asynchronously(run: Run, start: AsyncStart, hosts: Sequence[str]) -> dic
     trace = UncoordinatedTrace(step_range(config.trace, "trace"), run.workers.processes, run.folder / "trace.json")
     wire = run.functions.strategy.partition(":")[2]  # all that these rules take of a strategy
     target = run.plan.examples(run.plan.clock.total_steps)
-    part = take_part(run.workers, config.rule, rule, wire, start, target)
     monitor = HeartbeatMonitor(config.stall_timeout_s, config.on_stall, hosts, lambda: run.notice.given)
-    if part.worker is None:
-        serve(part, monitor)
-        if part.server and part.server.is_left:
+    worker, serve = take_part(run.workers, config.rule, rule, wire, start, target, monitor)
+    if worker is None:
+        if serve and serve():
             raise decisions.Preempted
         return {}
-    thread = threading.Thread(target=serve, args=(part, monitor), name="jaxmpi center", daemon=True)
-    thread.start()  # before anything is compiled: it names who is late
-    coordinator = AsyncCoordinator if part.worker.number else AsyncLeader
+    thread = None
+    if serve:
+        thread = threading.Thread(target=serve, name="jaxmpi center", daemon=True)
+        thread.start()  # before anything is compiled: it names who is late
+    coordinator = AsyncCoordinator if worker.number else AsyncLeader
     with contextlib.closing(run.profiler):
         position = Position(int(start.state.step), start.state)
-        return run_steps(coordinator(run, start, part.worker, trace, thread), run.callbacks, position)
-
-
-def serve(part: Part, monitor: HeartbeatMonitor) -> None:
-    """Keep this rank's shard of the center, if it has one, to the end."""
-    if part.server and part.responder:
-        part.responder.run(part.server.is_over, partial(monitor.look, part.server, part.responder))
+        return run_steps(coordinator(run, start, worker, trace, thread), run.callbacks, position)
 
 
 class StderrRecorder(Recorder):
@@ -120,13 +99,14 @@ class AsyncCoordinator:
     is_stopped = False
 
     def __init__(
-        self, run: Run, start: AsyncStart, worker: AsyncWorker, trace: UncoordinatedTrace, server: threading.Thread
+        self,
+        run: Run,
+        start: AsyncStart,
+        worker: AsyncWorker,
+        trace: UncoordinatedTrace,
+        server: threading.Thread | None = None,
     ) -> None:
-        """Take up what the run starts with.
-
-        Args:
-            server: thread that keeps a shard of the center on this rank; it ends at once if there is none.
-        """
+        """Take up what the run starts with; `server` keeps a shard of the center on this rank."""
         solo = run.workers._replace(processes=SoloProcesses())  # votes and evaluations are this rank's
         leaves = [path for path, _ in named_leaves(start.state.params)]
         votes = decisions.StepConsensus(solo.processes, run.notice, leaves)
@@ -262,7 +242,8 @@ class AsyncCoordinator:
             decisions.Preempted: the run is to be resumed later.
         """
         figures = self.complete_run(self.worker.end(state))
-        self.server.join()
+        if self.server:
+            self.server.join()
         if self.is_left:
             raise decisions.Preempted
         return figures
@@ -273,92 +254,6 @@ class AsyncCoordinator:
             time.sleep(LOOK_S)
             self._obey(state, status)
         return {}
-
-
-# ---------------------------------------------------------------- evaluations
-
-
-class SharedEvaluation:
-    """One worker's part in evaluations, and worker 0's in all of them.
-
-    Communicates K bytes from worker 0 to server 0 and from there to each worker, and each worker's sums.
-    """
-
-    def __init__(self, run: Run, worker: AsyncWorker) -> None:
-        """Divide the batches; a stream's, read from its beginning, are worker 0's.
-
-        Args:
-            run: whose control plane is this rank's alone.
-        """
-        feed = run.plan.validation
-        self.run, self.worker = run, worker
-        batches = feed.samplers[0].steps_per_epoch
-        bounds = [-(-batches * number // worker.workers) for number in range(worker.workers + 1)]
-        self.parts: list[tuple[int, int | None]] = [*itertools.pairwise(bounds)]
-        if isinstance(feed.source, StreamSource):
-            self.parts = [(0, None), *[(0, 0)] * (worker.workers - 1)]
-        # Worker 0's alone:
-        self.subject: Subject | None = None  # that of the evaluation that is open
-        self.order = Order()  # the last evaluation
-        self._sums = dict[str, np.ndarray]()
-
-    @property
-    def is_open(self) -> bool:
-        """Return True if parts are to come."""
-        return self.subject is not None
-
-    def compile(self, state: TrainState) -> None:
-        """Evaluate one batch, so that all is compiled that an evaluation takes."""
-        subject = subject_of(self.run, state)
-        self._like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), subject)
-        for metrics in judged(self.run, subject, 0, 0, 1):
-            jax.block_until_ready(metrics)
-
-    def begin(self, step: int, state: TrainState) -> None:
-        """Worker 0: post what is evaluated, order all parts, and evaluate its own."""
-        worker, self.subject = self.worker, subject_of(self.run, state)
-        self.order = worker.evaluate_order = Order(self.order.number + 1, step)
-        leaves = [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(self.subject)]
-        worker.client.post(np.concatenate(leaves or [np.empty(0, np.uint8)]))
-        worker.report()
-        self._sums = self._evaluate(self.subject, step, worker.number)
-        worker.evaluated = self.order.number
-
-    def evaluate_if_ordered(self, order: Order) -> None:
-        """Evaluate this worker's part, and post its sums."""
-        worker = self.worker
-        if order.number <= worker.evaluated:
-            return
-        if self.parts[worker.number] != (0, 0):
-            sums = self._evaluate(on_device(self._fetch_subject()), order.step, worker.number)
-            worker.client.post(np.append(float(order.number), flat(sums)).view(np.uint8))
-        worker.evaluated = order.number
-
-    def conclude_if_complete(self, workers: AllWorkers) -> Evaluation | None:
-        """Worker 0: the outcome, once all workers have posted their parts; that of a dead one is evaluated here."""
-        reports, number = workers.reports.values(), self.order.number
-        if self.subject is None or any(report.evaluated < number for report in reports):
-            return None
-        subject, totals, self.subject = self.subject, self._sums, None
-        for other in range(1, self.worker.workers if totals else 1):
-            values = self.worker.client.fetch(other, 8 * (1 + flat(totals).size)).view(np.float64)
-            is_posted = values[0] == number
-            sums = like(self._sums, values[1:]) if is_posted else self._evaluate(subject, self.order.step, other)
-            totals = {name: total + sums.get(name, 0) for name, total in totals.items()}
-        return concluded(self.run, subject, self.order.step, means_of(totals))
-
-    def _evaluate(self, subject: Subject, step: int, number: int) -> dict[str, np.ndarray]:
-        """Sums over the part of a worker."""
-        begin, end = self.parts[number]
-        return {} if begin == end else sums_of(judged(self.run, subject, step, begin, end), self.run.workers)
-
-    def _fetch_subject(self) -> Subject:
-        leaves, structure = jax.tree.flatten(self._like)
-        ends = np.cumsum([leaf.size * leaf.dtype.itemsize for leaf in leaves])
-        parts = np.split(self.worker.client.fetch(0, int(ends[-1]) if leaves else 0), ends[:-1])
-        return structure.unflatten(
-            part.view(leaf.dtype).reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)
-        )
 
 
 # ---------------------------------------------------------------- worker 0

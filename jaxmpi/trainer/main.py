@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmpi.allreduce import algorithms
-from jaxmpi.checkpoint import run_directory, run_folder
+from jaxmpi.checkpoint import run_directory
 from jaxmpi.checkpoint.manager import warn
 from jaxmpi.checkpoint.restore import Saved
 from jaxmpi.comm.control import MpiProcesses
@@ -146,12 +146,12 @@ def train_until(
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         with progress.phase("tracing the model to check it"):
             check_before_data(experiment)
-    with run_folder.usable():  # read on rank 0: what all must know of a run that is resumed
+    with run_directory.usable():  # read on rank 0: what all must know of a run that is resumed
         found = run_directory.stored(experiment, name) if workers.processes.rank == 0 else None
     row = workers.processes.bcast_object(found)
     kept = run_directory.StoredSettings(*row) if row else None
     if experiment.continue_from and kept is None and workers.processes.rank == 0:
-        with run_folder.usable():
+        with run_directory.usable():
             run_directory.check_source(experiment)
     experiment = run_directory.as_begun(experiment, kept, workers.size)
     begun = kept.scaled_for if kept else workers.size

@@ -19,7 +19,7 @@ from typing import Any
 
 import cloudpickle
 
-from jaxmpi.checkpoint import run_folder
+from jaxmpi.checkpoint import run_directory
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.files import write_whole
@@ -84,7 +84,7 @@ def fit(experiment: Experiment, workers: int) -> dict[str, float]:
         TrainingError: they ended with an error.
         decisions.Preempted: they were asked to leave, and have saved the run.
     """
-    with run_folder.usable():
+    with run_directory.usable():
         Path(experiment.run_dir).mkdir(parents=True, exist_ok=True)
         here = tempfile.TemporaryDirectory(
             prefix="from_python_", dir=experiment.run_dir

@@ -15,7 +15,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from jaxmpi.checkpoint import run_directory, run_folder
+from jaxmpi.checkpoint import run_directory
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.topology import gather_fault_tolerant, put
 from jaxmpi.core.errors import AgreedError, UsageError
@@ -217,7 +217,7 @@ def handed_over(run: Run, control: Processes, step: int, ends: contextlib.ExitSt
     if shrinking.recorder is None:
         hosts = [socket.gethostname()] * control.size
         with run_directory.still_usable():
-            run_folder.lock(run.saver.home, ends)
+            run_directory.lock(run.saver.home, ends)
             shrinking.recorder = open_recorder(
                 run.experiment, run.folder, run.recorder.elapsed_s(), hosts, run.plan.feed
             )

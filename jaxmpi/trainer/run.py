@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmpi.checkpoint.manager import Saver, check_disk, total_bytes
-from jaxmpi.checkpoint.write import Retention
+from jaxmpi.checkpoint.manager import Retention, Saver, check_disk, total_bytes
 from jaxmpi.comm.topology import Workers, local_rows
 from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment

@@ -77,8 +77,17 @@ class Setup(ctypes.Structure):
 class RecordStruct(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("steps", "parts")),
-        *((name, c_int64) for name in ("count", "scratch_bytes", "floats", "digest")),
+        *((name, c_int64) for name in ("count", "window", "scratch_bytes", "floats")),
+    )
+
+
+class PlanStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("key", "count", "tags")),
+        ("records", c_void_p),
+        *((name, c_int32) for name in ("is_closed", "engine")),
         ("comm", c_int),
+        ("next", c_void_p),
     )
 
 
@@ -89,6 +98,7 @@ def library() -> ctypes.CDLL:
     made.jaxmpi_sum_begin.restype = c_void_p
     assert made.jaxmpi_sum_setup_bytes() == ctypes.sizeof(Setup)
     assert made.jaxmpi_sum_record_bytes() == ctypes.sizeof(RecordStruct)
+    assert made.jaxmpi_sum_plan_bytes() == ctypes.sizeof(PlanStruct)
     return made
 
 
@@ -96,6 +106,7 @@ class Engine:
     """Sums of all ranks, which one thread carries on; a rank's number is its communicator's handle."""
 
     def __init__(self, library: ctypes.CDLL, seed: int = 0) -> None:
+        self.results, self.is_in_place = dict[int, np.ndarray](), bool(seed % 2)
         self.library, self.network, self.requests = library, Network(seed), dict[int, Request]()
         self._setup = Setup(Isend(self._isend), Isend(self._irecv), SomeAreComplete(self._testsome))
         library.jaxmpi_sum_setup(ctypes.byref(self._setup))
@@ -127,11 +138,13 @@ class Engine:
 
     def begin(self, rank: int, schedule: Schedule, x: np.ndarray) -> None:
         steps, parts = schedule.arrays()
-        facts = steps.ctypes.data, parts.ctypes.data, len(parts), -(-schedule.scratch_bytes // 64) * 64
-        record = RecordStruct(*facts, x.size, 0, rank)
-        self._kept += record, steps, parts, x
-        at, numbers = c_void_p(x.ctypes.data), (c_int64(5), c_int64(1 << 20))
-        self.sums[rank] = self.library.jaxmpi_sum_begin(ctypes.byref(record), at, *numbers)
+        facts = steps.ctypes.data, parts.ctypes.data, len(parts), 2 + 22 * self.is_in_place
+        record = RecordStruct(*facts, -(-schedule.scratch_bytes // 64) * 64, x.size)
+        plan, to = PlanStruct(tags=1 << 20, comm=rank), x if self.is_in_place else np.full_like(x, 0.5)
+        self._kept += record, plan, steps, parts, x
+        self.results[rank] = to
+        at = c_void_p(x.ctypes.data), c_void_p(to.ctypes.data), c_int64(5)
+        self.sums[rank] = self.library.jaxmpi_sum_begin(ctypes.byref(record), ctypes.byref(plan), *at)
 
     def go_on(self, most_s: float) -> None:
         """Carry them on until the first has ended; forget that one."""
@@ -150,14 +163,14 @@ def sums(library: ctypes.CDLL, strategy: str, rows: np.ndarray, hosts: tuple[int
     """f32[w, n] -> what each rank has after the sum or a half of it, and the bytes that each has sent."""
 
     def run() -> tuple[np.ndarray, collections.Counter[int]]:
-        results, engine = rows.copy(), Engine(library, seed=rows.shape[1])
+        given, engine = rows.copy(), Engine(library, seed=rows.shape[1])
         order = AxisComm("w", len(rows), hosts).order
-        for rank, x in enumerate(results):
+        for rank, x in enumerate(given):
             engine.begin(rank, parse(strategy).schedule(x.size, Group(rank, order, hosts), half), x)
         while engine.sums:
             engine.go_on(20)
         assert not any(queue for ends in engine.network.ends.values() for queue in ends)
-        return results, engine.network.sent_bytes
+        return np.stack([engine.results[rank] for rank in range(len(rows))]), engine.network.sent_bytes
 
     return in_thread(run)
 
@@ -192,11 +205,12 @@ def cases() -> Iterator[Any]:
 def test_the_engine_gives_the_bits_of_the_algorithms_in_jax(workers, wire, library, monkeypatch):
     """One packet and several; parts of which more wait than may be under way; zeros, tiny and huge numbers, NaN."""
     monkeypatch.setattr(color_trees, "PRICE", 256)
-    monkeypatch.setattr(schedules, "MESSAGE_BYTES", 4 * BLOCK + 300)
+    for name in ("MESSAGE_BYTES", "HOST_MESSAGE_BYTES"):
+        monkeypatch.setattr(schedules, name, 4 * BLOCK + 300)
     apart = tuple(np.random.default_rng(workers).permutation(workers).tolist())
     names = ["asa", "ring", "pipering", "color2", *(["tree"] if workers.bit_count() == 1 else [])]
     names += [f"color{workers}"] if workers > 2 else []
-    places = [(name, apart) for name in names]
+    places = [*((name, apart) for name in names), ("asa", (0,) * workers), ("ring", (0,) * workers)]
     if workers in (4, 6):
         hosts = tuple(i % 2 for i in range(workers))
         places += [(f"hier-{cross}", hosts) for cross in ("ring", "asa", "tree", "color2")]

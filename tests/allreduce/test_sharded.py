@@ -24,8 +24,8 @@ from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.allreduce.zero import Zero, make_zero
 from jaxmpi.allreduce.zero_vectors import TensorVectors, vectors_for
 from jaxmpi.checkpoint.export import model_of
+from jaxmpi.checkpoint.manager import Retention, files_of, save
 from jaxmpi.checkpoint.restore import Slicing, restore
-from jaxmpi.checkpoint.write import Retention, files_of, save
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.solo import SoloProcesses

@@ -76,7 +76,7 @@ def test_a_thread_may_ask_for_short_turns():
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_columns_are_whole_blocks_and_one_message(wire):
-    width = schedules.columns(WIRES[wire])
+    width = schedules.columns(WIRES[wire], schedules.Group(0, (0, 1), (0, 1)))
     assert width % BLOCK == 0
     size_bytes = host_wire(wire).size_bytes
     assert size_bytes(width) <= schedules.MESSAGE_BYTES < size_bytes(width + BLOCK)

@@ -14,14 +14,15 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxmpi.checkpoint import export, manifests
-from jaxmpi.checkpoint.write import Retention, UncoordinatedCheckpoint, files_of, save
+from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint, files_of, save
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core import pytrees
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.train_state import create
 from jaxmpi.optim import optimizers
-from jaxmpi.rules import base, easgd
+from jaxmpi.rules import base
+from jaxmpi.rules.synchronous import easgd_sync
 from jaxmpi.tools import cli
 from launching import run, small_disk
 
@@ -123,7 +124,7 @@ def test_of_a_rule_with_a_center_it_is_the_center_that_goes_out(tmp_path):
     """As in evaluation: of an asynchronous one, and of `easgd_sync`, where it is a part of the state."""
     center = jax.tree.map(lambda x: np.asarray(x + np.asarray(5, x.dtype)), PARAMS)
     exchange = base.Exchange(lambda tree: tree, lambda tree: tree)
-    rule = easgd.easgd_sync(optax.sgd(0.1), exchange, RuleConfig("easgd_sync", alpha=0.5))
+    rule = easgd_sync(optax.sgd(0.1), exchange, RuleConfig("easgd_sync", alpha=0.5))
     synchronous = create(PARAMS, {}, rule.init(center), seed=0, worker=0)
     save(
         *(tmp_path / "sync", files_of({0: synchronous}, False, same_params=False), SoloProcesses()),
@@ -152,7 +153,7 @@ def test_bare_params_of_another_program_leave_the_model_its_own_state(tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("place", ["below a file", "full"])
+@pytest.mark.parametrize("place", ["below a file", pytest.param("full", marks=pytest.mark.slow)])
 def test_an_export_that_cannot_be_written_ends_and_leaves_nothing(place, run_dir, tmp_path):
     """Below a file it waited for ever for a thread of Orbax."""
     with contextlib.ExitStack() as ends:

@@ -27,7 +27,7 @@ from jaxmpi.functions.commands import perform
 from jaxmpi.functions.groups import RankGroup
 from jaxmpi.functions.lifecycle import current_group
 from jaxmpi.functions.rows import select_rows, shard_bounds, worker_pieces
-from jaxmpi.functions.transport import OutOfStep, decode_message
+from jaxmpi.functions.transport import decode_message
 from jaxmpi.functions.worker import Command
 from jaxmpi.observe import report
 
@@ -138,7 +138,7 @@ def test_a_call_inside_of_a_call_is_refused():
 
 
 class FailingTransport:
-    """Rank 0 of three, whose messages to one rank fail, and whose reports never come together."""
+    """Rank 0 of three, whose messages to one rank fail."""
 
     rank, size = 0, 3
 
@@ -151,26 +151,9 @@ class FailingTransport:
         _, inputs, *_ = decode_message(message)
         self.sent.append((rank, [array.tolist() for array in decode_message(inputs)]))
 
-    def reports(self, mine):
-        raise jaxmpi.TrainingError("the reports did not come together")
 
-
-def failing_group(transport: FailingTransport, is_serial: bool, comm: Any = None) -> RankGroup:
-    return RankGroup(cast(Any, transport), comm or cast(Any, SoloComm()), "shm", is_serial)
-
-
-@pytest.mark.parametrize("fault", [None, ValueError("in the caller's arguments")])
-def test_workers_whose_reports_do_not_come_together_are_out_of_step(fault):
-    def prepare():
-        if fault:
-            raise fault
-        return Command("put", "put", {"ranks": [], "agreed": []})
-
-    group = failing_group(FailingTransport(), is_serial=False)
-    with pytest.raises(OutOfStep):
-        perform(group, "put", prepare)
-    with pytest.raises(jaxmpi.UsageError, match=r"no longer in step: .*the reports did not come together"):
-        group.check_usable()
+def failing_group(transport: FailingTransport) -> RankGroup:
+    return RankGroup(cast(Any, transport), cast(Any, SoloComm()), "shm", is_serial=True)
 
 
 class NoRoom:
@@ -188,7 +171,7 @@ def test_no_message_is_sent_before_all_are_made(is_pickled, monkeypatch):
     monkeypatch.setattr(shared_array, "_freed", ["freed"])
 
     transport = FailingTransport()
-    group = failing_group(transport, is_serial=True)
+    group = failing_group(transport)
     group.dropped.append(7)
     with pytest.raises(MemoryError):
         perform(group, "put", lambda: Command("put", "put", {}, inputs))
@@ -198,7 +181,7 @@ def test_no_message_is_sent_before_all_are_made(is_pickled, monkeypatch):
 
 def test_a_command_that_not_all_workers_have_received_is_the_last():
     transport = FailingTransport(cannot_send=2)
-    group = failing_group(transport, is_serial=True)
+    group = failing_group(transport)
     with pytest.raises(ValueError, match="cannot send to worker 2"):
         perform(group, "put", lambda: Command("put", "put", {}, lambda rank: [np.full(2, rank)]))
     assert transport.sent == [(1, [[1, 1]])]

@@ -48,6 +48,8 @@ PARSED = [
     ("--resume --seed 1 -n 2 a.py", Options(2, "mpirun", (), ("a.py", "--resume", "--seed", "1"))),
     ("-n8 a.py", Options(8, "mpirun", (), ("a.py",))),
     ("--launcher srun -n 2 a.py", Options(2, "srun", (), ("a.py",))),
+    ("--elastic 4:8 --restarts 3 a.py", Options(8, "mpirun", (), ("a.py",), 3, 4)),
+    ("-n 6 --elastic 4:8 --restarts 3 a.py", Options(6, "mpirun", (), ("a.py",), 3, 4)),
     (
         "--launcher-args '--hostfile \"my hosts\"' -n 2 a.py",
         Options(2, "mpirun", ("--hostfile", "my hosts"), ("a.py",)),
@@ -94,6 +96,9 @@ def test_inside_a_slurm_job_of_several_hosts_srun_is_the_default(nodes, launcher
         ("a.py -n 8", "-n comes before the experiment"),
         ("-n ² a.py", "-n: got '²'"),
         ("--restarts " + "9" * 5000 + " a.py", "--restarts: got '9"),
+        ("--elastic 8:4 --restarts 1 a.py", "expected MIN:MAX workers"),
+        ("--elastic 4:8 a.py", "give --restarts, too"),
+        ("-n 9 --elastic 4:8 --restarts 1 a.py", "-n: got 9; expected 4 to 8"),
     ],
 )
 def test_wrong_options(text, message):

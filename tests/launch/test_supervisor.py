@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from jaxmpi.config import experiment_file
-from jaxmpi.core.errors import UsageError
 from jaxmpi.launch import command, supervisor
 from jaxmpi.launch.experiment_facts import facts_of
-from jaxmpi.launch.options import Options, parse
+from jaxmpi.launch.options import Options
 from jaxmpi.launch.postmortem import Culprit, culprit
 from jaxmpi.launch.supervisor import SupervisedJob
 from jaxmpi.runtime import failures, interrupts, job_folder, process
@@ -78,32 +77,6 @@ ENDINGS = {
 def test_who_ended_a_job(case):
     text, expected = ENDINGS[case]
     assert culprit("something before\n" + text) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("--elastic 4:8 --restarts 3 a.py", (8, 4, 3)),
-        ("-n 6 --elastic 4:8 --restarts 3 a.py", (6, 4, 3)),
-        ("-n 6 --restarts 3 a.py", (6, 0, 3)),
-    ],
-)
-def test_options(text, expected):
-    options = parse(text.split(), {})
-    assert (options.workers, options.least, options.restarts) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("--elastic 8:4 --restarts 1 a.py", "expected MIN:MAX workers"),
-        ("--elastic 4:8 a.py", "give --restarts, too"),
-        ("-n 9 --elastic 4:8 --restarts 1 a.py", "-n: got 9; expected 4 to 8"),
-    ],
-)
-def test_wrong_options(text, message):
-    with pytest.raises(UsageError, match=message):
-        parse(text.split(), {})
 
 
 def test_what_the_next_start_is_given(tmp_path):

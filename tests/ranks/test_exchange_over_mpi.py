@@ -3,6 +3,7 @@
 """
 
 import copy
+import time
 from collections import OrderedDict
 from typing import Any
 
@@ -15,6 +16,7 @@ import jaxmpi
 from jaxmpi.comm.base import ring_order
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.runtime import progress
 from references import sum_over_workers
 from tolerances import bound
 
@@ -177,19 +179,32 @@ def test_the_derivative_of_an_exchange_goes_through_loops_and_branches(around):
 
 
 def test_a_bucket_that_mpi_cannot_count_is_refused_before_it_is_there():
-    """Traced only: it would have 8 GiB. Shared memory has no such limit."""
+    """Traced only: it would have 8 GiB. Neither shared memory nor messages of C have such a limit."""
     if SIZE == 1:
         pytest.skip("nothing travels from one rank")
     half, whole = (jax.ShapeDtypeStruct((n,), jnp.float32) for n in (2**30, 2**31))
     cases: list[tuple[Any, dict[str, Any]]] = [
-        ([half, half], {"bucket_bytes": None}),
-        (whole, {"strategy": "ring16"}),
+        ([half, half], {"strategy": "ar", "bucket_bytes": None}),
+        (whole, {"strategy": "root:16"}),
     ]
     for tree, options in cases:
         with pytest.raises(jaxmpi.UsageError, match=r"got a bucket of 2,147,483,648 floats; expected fewer than 2\^31"):
             jax.eval_shape(lambda x, options=options: jaxmpi.exchange(x, **options), tree)
     assert jax.eval_shape(lambda x: jaxmpi.exchange(x, "shm"), whole).shape == (2**31,)
     assert jax.eval_shape(jaxmpi.exchange, [half, half])[1].shape == (2**30,)
+
+
+def test_the_wait_for_a_sum_is_measured_in_the_program():
+    if SIZE == 1 or jax.default_backend() != "cpu":
+        pytest.skip("C sums between processes on CPUs")
+    program = jax.jit(lambda x: jaxmpi.exchange(x, "asa32"))
+    program(jnp.ones(1000)).block_until_ready()
+    progress.drain()
+    begin_s = time.perf_counter()
+    program(jnp.ones(1000)).block_until_ready()
+    [wait] = progress.drain()
+    assert wait.track == "wait"
+    assert begin_s < wait.begin_s < wait.end_s < time.perf_counter()
 
 
 def test_permute_with_idle_ranks():

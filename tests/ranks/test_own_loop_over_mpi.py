@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 
 import jaxmpi
-from jaxmpi.checkpoint import write
+from jaxmpi.checkpoint import manager
 from jaxmpi.comm import diagnosis
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.job import processes
@@ -566,7 +566,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_refused_on_all_alike(tmp_pat
 
     with monkeypatch.context() as patch:
         if RANK == last:
-            patch.setattr(write, "write_leaves", full)
+            patch.setattr(manager, "write_leaves", full)
         with pytest.raises(jaxmpi.TrainingError, match=rf"rank {last}: the checkpoint of step 2 cannot .* No space"):
             kept.save(2, {"w": jnp.zeros(2)})
     saved = kept.restore({"w": jnp.zeros(2)})

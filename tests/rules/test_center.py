@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.wires import BLOCK, WIRES
+from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint
 from jaxmpi.checkpoint.manifests import found
-from jaxmpi.checkpoint.write import Retention, UncoordinatedCheckpoint
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.config.optim import Optim
@@ -106,7 +106,6 @@ class World:
         self.base = {worker: start.copy() for worker in range(case.workers)}
         self.learnt = np.zeros_like(start)
         self.running = {worker: self.work(worker) for worker in range(case.workers)}
-        self.over: set[int] = set()
 
     def exchange(self, worker: int, *args: Any, **options: Any) -> Iterator[Any]:
         exchange = Exchange(self.layout, *args, **options)

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from jaxmpi.allreduce.wires import BLOCK
+from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint
 from jaxmpi.checkpoint.manifests import found
-from jaxmpi.checkpoint.write import Retention, UncoordinatedCheckpoint
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.rule_config import RuleConfig

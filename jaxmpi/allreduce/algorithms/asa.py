@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import jax
 
@@ -32,8 +33,8 @@ def allgathered(mine: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     return wire.decode(allgather(wire.encode(mine), comm)).reshape(-1)
 
 
-def scatter_by_rotation(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
-    """ASA's first half, its all-to-all as rotations: one partner at a time."""
+def schedule_scatter(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
+    """ASA's first half: inside a host with all ranks at once, else as rotations, with one partner at a time."""
     size, place, order, numbers = group.size, group.place, group.order, group.numbers
     mine = rows[numbers[place]]
     with schedule.scratch():
@@ -41,21 +42,30 @@ def scatter_by_rotation(rows: Sequence[Span], group: Group, schedule: Schedule) 
         for step in range(1, size):
             to, source = (place + step) % size, (place - step) % size
             parts[numbers[source]] = received = schedule.message(mine.floats)
-            with schedule.scratch():
+            with nullcontext() if group.is_one_host else schedule.scratch():
                 schedule.receive(received, order[source])
                 schedule.send(schedule.encode(rows[numbers[to]]), order[to])
-                schedule.wait()
-        total = schedule.floats(mine.floats)
-        for number in range(size):
-            with schedule.scratch():
-                schedule.add(total, [*[total][:number], schedule.decode(parts[number])])
-        schedule.add(mine, [total])
+                if not group.is_one_host:
+                    schedule.wait()
+        schedule.wait()
+        schedule.add(mine, [parts[number] for number in range(size)])
 
 
-def gather_by_ring(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
-    """ASA's second half, round a ring."""
+def schedule_gather(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
+    """ASA's second half: inside a host from each to all at once, else round a ring, which loads each link once."""
     around = [rows[group.numbers[(group.place - back) % group.size]] for back in range(group.size)]
-    gather_round_ring(around, group, schedule)
+    if not group.is_one_host:
+        return gather_round_ring(around, group, schedule)
+    with schedule.scratch():
+        sent = schedule.encode(around[0])
+        schedule.decode(sent, around[0])
+        landings = [schedule.landing(row) for row in around[1:]]
+        for back, landing in enumerate(landings, 1):
+            schedule.receive(landing, group.order[(group.place - back) % group.size])
+            schedule.send(sent, group.order[(group.place + back) % group.size])
+        schedule.wait()
+        for landing, row in zip(landings, around[1:], strict=True):
+            schedule.decode(landing, row)
 
 
 def asa_seconds(net: Net, n: float, wire: str) -> float:
@@ -74,8 +84,8 @@ ASA = StrategySpec(
     alltoall_sum_allgather,
     ALL,
     crosses=True,
-    parts=functools.partial(in_columns, sum=both_halves(scatter_by_rotation, gather_by_ring)),
+    parts=functools.partial(in_columns, sum=both_halves(schedule_scatter, schedule_gather)),
     seconds=asa_seconds,
-    halves=Halves(summed_slice, allgathered, own_chunks, scatter_part=scatter_by_rotation, gather_part=gather_by_ring),
+    halves=Halves(summed_slice, allgathered, own_chunks, scatter_part=schedule_scatter, gather_part=schedule_gather),
     arrays_at_work=3,
 )

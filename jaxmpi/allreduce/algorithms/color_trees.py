@@ -85,7 +85,7 @@ def coloured_parts(n: int, group: Group, wire: Wire, colours: int) -> Iterator[P
     k, part = coloured_cut(padded, group.size, colours)
     packets = packets_of(padded, k, forest.height)
     length = packet_length(part, packets)
-    width = message_of(length, columns(wire))
+    width = message_of(length, columns(wire, group))
     climbs = [functools.partial(up_and_down, forest=forest, tree=c) for c in range(k)]
     for packet in range(0, part, length):
         for start in range(packet, min(part, packet + length), width):
@@ -106,7 +106,7 @@ def up_and_down(rows: Sequence[Span], group: Group, schedule: Schedule, forest: 
                 schedule.receive(message, child)
             schedule.wait()
             total = schedule.floats(mine.floats)
-            schedule.add(total, [schedule.decode(message) for message in received], from_zero=True)  # so no sum is -0
+            schedule.add(total, received, from_zero=True)  # so no sum is -0
             schedule.add(mine, [mine, total])
         sent = schedule.encode(mine)
         if above >= 0:

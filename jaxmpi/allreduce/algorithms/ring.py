@@ -52,7 +52,7 @@ def scatter_round_ring(rows: Sequence[Span], group: Group, schedule: Schedule) -
         with schedule.scratch():
             received = schedule.message(mine.floats)
             schedule.pass_on(schedule.encode(rows[(place - hop + 1) % size]), received, group)
-            schedule.add(mine, [schedule.decode(received), mine])
+            schedule.add(mine, [received, mine])
 
 
 def gather_next_chunks(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:

@@ -79,9 +79,9 @@ class Strategy(NamedTuple):
             assert sum
             parts = functools.partial(in_columns, sum=sum)
         assert parts
-        schedule = Schedule(self.wire)
+        schedule = Schedule(self.wire, group.message_bytes)
         for part in parts(n, group, self.wire):
-            schedule.add_part(part, group)
+            schedule.add_part(part, group, is_whole=half != "scatter")
         return schedule
 
 

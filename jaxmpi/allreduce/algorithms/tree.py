@@ -70,8 +70,7 @@ def schedule_pairwise(rows: Sequence[Span], group: Group, schedule: Schedule) ->
                 schedule.send(schedule.encode(rows[i]), partner)
             schedule.wait()
             for i, theirs in zip(mine, received, strict=True):
-                with schedule.scratch():
-                    schedule.add(rows[i], [schedule.decode(theirs), rows[i]])
+                schedule.add(rows[i], [theirs, rows[i]])
     with schedule.scratch():
         results = {mine[0]: schedule.encode(rows[mine[0]])}
         schedule.decode(results[mine[0]], rows[mine[0]])

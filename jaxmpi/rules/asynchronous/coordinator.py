@@ -4,7 +4,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,22 +23,22 @@ from jaxmpi.runtime import failures
 STALLED = 1  # exit code of a job that `on_stall` ends: to start again may help
 
 
-class Part(NamedTuple):
-    """What this rank does in a run: it trains, keeps a shard of the center, or both."""
-
-    worker: AsyncWorker | None
-    server: CenterServer | None
-    responder: Responder | None  # of the server
-
-
 def take_part(
-    workers: Workers, config: RuleConfig, rule: Asynchronous, wire: str, start: AsyncStart, target: float
-) -> Part:
-    """Open this rank's communicators, channels and shard; all ranks call it together.
+    workers: Workers,
+    config: RuleConfig,
+    rule: Asynchronous,
+    wire: str,
+    start: AsyncStart,
+    target: float,
+    monitor: "HeartbeatMonitor",
+) -> tuple[AsyncWorker | None, Callable[[], bool] | None]:
+    """This rank's worker, and what keeps its shard of the center, if it has them; all ranks call it together.
 
     Args:
         wire: of the strategy that was asked for.
         target: examples of all workers after which they stop.
+
+    Returns: the second serves to the end, and returns True if the run is to be resumed.
 
     Raises:
         UsageError: MPI allows one thread at a time only.
@@ -56,19 +55,25 @@ def take_part(
     first = size if config.servers else 0  # rank of server 0
     # At the end of gossip each worker adds alpha w and alpha to zeros, in 32 bits whatever the wire.
     layout = CenterLayout(n + 1, 1, "32") if rule.is_gossip else CenterLayout(n, servers, wire)
-    worker = server = responder = None
+    worker = serve = None
     if 0 <= rank - first < servers:
         progress = GlobalProgress(size, target, config.staleness, start.counters) if rank == first else None
         begin, end = layout.shard(rank - first)
         shard = np.zeros(end - begin, np.float32) if rule.is_gossip else start.center[begin:end].copy()
         server = CenterServer(layout, rank - first, shard, rule.apply, size, progress)
         responder = Responder(to_center, server, range(size), MESSAGE_BYTES)
+
+        def keep_shard() -> bool:
+            responder.run(server.is_over, lambda: monitor.look(server, responder))
+            return server.is_left
+
+        serve = keep_shard
     if rank < size:
         client = CenterClient(to_center, layout, range(first, first + servers), 0 if rank else size)
         body_bytes = CenterLayout(n, 1, wire).host_wire().size_bytes(n)
         thread = GossipThread(between_workers, rank, size, body_bytes) if rule.is_gossip else None
         worker = AsyncWorker(rank, size, rule, start, client, tau=config.tau, wire=wire, gossip_thread=thread)
-    return Part(worker, server, responder)
+    return worker, serve
 
 
 def start_limit_s(stall_timeout_s: float) -> float:

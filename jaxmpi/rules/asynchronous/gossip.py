@@ -16,19 +16,11 @@ import numpy as np
 from jaxmpi.core import scheduling
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.rules.asynchronous import transport
-from jaxmpi.rules.asynchronous.transport import (
-    HEADER_BYTES,
-    MESSAGE_BYTES,
-    NOTHING,
-    Backoff,
-    RankLost,
-    Request,
-    Responder,
-    carry_out,
-)
+from jaxmpi.rules.asynchronous.transport import NOTHING, Backoff, RankLost, Request, Responder, carry_out
 from jaxmpi.runtime import failures
 
 SHARE, PIECE, ENDED = range(3)  # kinds of requests
+PIECE_BYTES = transport.MESSAGE_BYTES - transport.HEADER_BYTES
 MOST = 2  # pushes to one worker that it has yet to take
 
 
@@ -92,7 +84,7 @@ class GossipThread:
             self._incoming[rank] = Push(float(body[:8].view(np.float64)[0]), np.empty(self.body_bytes, np.uint8))
         elif kind == PIECE:
             push = self._incoming[rank]
-            piece = push.body[number : number + MESSAGE_BYTES - HEADER_BYTES]
+            piece = push.body[number : number + PIECE_BYTES]
             piece[:] = body[: piece.size]
             if number + piece.size == self.body_bytes:
                 self._complete[rank] = self._incoming.pop(rank)
@@ -141,6 +133,5 @@ class GossipThread:
 def push_requests(share: float, body: np.ndarray) -> Iterator[Request]:
     """The requests of a push."""
     yield Request(SHARE, 0, np.array([share]).view(np.uint8))
-    width = MESSAGE_BYTES - HEADER_BYTES
-    for begin in range(0, body.size, width):
-        yield Request(PIECE, begin, body[begin : begin + width])
+    for begin in range(0, body.size, PIECE_BYTES):
+        yield Request(PIECE, begin, body[begin : begin + PIECE_BYTES])

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.allreduce.wires import host_wire
-from jaxmpi.checkpoint.manager import written
-from jaxmpi.checkpoint.write import UncoordinatedCheckpoint
+from jaxmpi.checkpoint.manager import UncoordinatedCheckpoint, written
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.pytrees import PyTree, named_leaves
@@ -167,19 +166,9 @@ class AsyncWorker:
         self.client.end(is_left)
 
     def _next_report(self, leave: bool = False, closing: int = 0) -> Report:
-        report = Report(
-            clock=self.clock,
-            new=self.new,
-            saved=self.saved,
-            evaluated=self.evaluated,
-            is_done=self.is_done,
-            leave=leave,
-            save=self.save_order,
-            evaluate=self.evaluate_order,
-            closing=closing,
-        )
-        self.new = Counters()
-        return report
+        new, self.new = self.new, Counters()
+        work = Report(self.clock, new, self.saved, self.evaluated, self.is_done)
+        return work._replace(leave=leave, save=self.save_order, evaluate=self.evaluate_order, closing=closing)
 
     def _to_params(self, w: np.ndarray, state: TrainState) -> PyTree:
         return self.rule.from_center(on_device(self.flat.tree(w)), state.rule_state)
