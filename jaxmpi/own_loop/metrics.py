@@ -102,7 +102,7 @@ def _over_ranks(what: str, metrics: PyTree, count: Any, is_mean: bool) -> PyTree
         dtype = np.float64 if is_mean or is_float else np.int64
         total = totals[0] if x.ndim == 0 else np.array(totals, dtype).reshape(x.shape)
         if original.dtype.kind == "c":
-            total = total.view(np.complex128)[..., 0]
+            total = np.asarray(total).view(np.complex128)[..., 0]
             total = total.item() if original.ndim == 0 else total
         out.append(total)
     return jax.tree.unflatten(jax.tree.structure(metrics), out)
@@ -184,7 +184,7 @@ def _sum_floats(halves: np.ndarray, counts: np.ndarray, is_mean: bool) -> list[f
     with np.errstate(over="ignore", invalid="ignore"):  # such are summed as fractions
         products = halves * counts[:, None]
     is_short = bool((counts % 1 == 0).all() and (counts < COUNTS).all())
-    is_exact = np.isfinite(products).all(axis=(1, 2)) & is_short
+    is_exact = np.asarray(np.isfinite(products).all(axis=(1, 2)) & is_short)
     out = []
     for row, each, exact in zip(halves, products, is_exact, strict=True):
         try:
