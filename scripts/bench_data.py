@@ -140,7 +140,8 @@ def jaxmpi_loader(source: str, folder: Path, kind: str) -> Any:
     from jaxmpi.data import ArraySource, Loader, Sampler, open_source
     from jaxmpi.data.memory_source import MemorySource
 
-    data = Data(dir=str(folder), loader=kind, loaders=1, prefetch=2, crop=PX, crop_area=AREA, mirror=True)
+    options: dict[str, Any] = {"loader": kind, "crop": PX, "crop_area": AREA, "mirror": True}
+    data = Data(dir=str(folder), loaders=1, prefetch=2, **options)
     place = folder / FOLDERS.get(source, "")
     if source == "array":
         files = open_source(Data("batchfiles", str(place)), "train")

@@ -39,7 +39,8 @@ from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.models.gpt import EPS, gpt, gpt_tiny
 from jaxmpi.runtime import failures
 from jaxmpi.trainer import build
-from jaxmpi.trainer.training_plan import Job, job_of
+from jaxmpi.trainer.plan import Plan, make_plan
+from jaxmpi.trainer.state import initial_states
 
 DECAY = 0.1
 HELD_OUT = 4  # batches of an evaluation
@@ -112,10 +113,10 @@ class Trainee(NamedTuple):
     loss: Callable[[list[dict[str, Any]]], float]  # held out, of this rank's part, the mean over its bytes
 
 
-def ours(job: Job) -> Trainee:
+def ours(plan: Plan) -> Trainee:
     """The trainer's own step and evaluation."""
-    functions = build.build_functions(job)
-    state = put(build.initial_states(job, functions.rule), job.workers)
+    functions = build.build_functions(plan)
+    state = put(initial_states(plan, functions.rule), plan.workers)
 
     def step(batch: dict[str, Any]) -> None:
         nonlocal state
@@ -130,7 +131,7 @@ def ours(job: Job) -> Trainee:
     return Trainee(step, loss)
 
 
-def ddp(job: Job, hook: str) -> Trainee:
+def ddp(plan: Plan, hook: str) -> Trainee:
     """The same model, params, AdamW and rates under PyTorch's DDP over gloo."""
     import torch  # pyright: ignore[reportMissingImports] # not installed by default
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # pyright: ignore[reportMissingImports]
@@ -138,8 +139,8 @@ def ddp(job: Job, hook: str) -> Trainee:
 
     torch.set_num_threads(1)
     connect_torch(harness.control())
-    config, functions = job.experiment, build.build_functions(job)
-    start = build.initial_states(job, functions.rule)[job.workers.mine[0]].params
+    config, functions = plan.experiment, build.build_functions(plan)
+    start = initial_states(plan, functions.rule)[plan.workers.mine[0]].params
     net = torch_gpt(start, heads=2 if "tiny" in config.model.name else 6)
     # The hook of PowerSGD takes two buckets in no fixed order, so gloo's ranks would mismatch: it gets one.
     model = DistributedDataParallel(net, bucket_cap_mb=1000 if hook == "powersgd" else None)
@@ -159,7 +160,7 @@ def ddp(job: Job, hook: str) -> Trainee:
     def step(batch: dict[str, Any]) -> None:
         nonlocal done
         for group in optimizer.param_groups:
-            group["lr"] = np.asarray(job.plan.lr(done)).item()
+            group["lr"] = np.asarray(plan.lr(done)).item()
         optimizer.zero_grad()
         loss_of(model, batch).backward()
         optimizer.step()
@@ -223,10 +224,10 @@ def train(name: str, fields: dict[str, Any], seed: int, steps: int, goal: float 
     seconds: list[float] = []
     losses: dict[int, float] = {}
     with failures.at_work():
-        job = job_of(config, workers)
-        made = ddp(job, contender.hook) if contender.hook else ours(job)
-        held_out = list(job.plan.validation.batches(0, HELD_OUT)) if goal is not None else []
-        batches = iter(job.plan.feed.batches(0, steps))
+        plan = make_plan(config, workers)
+        made = ddp(plan, contender.hook) if contender.hook else ours(plan)
+        held_out = list(plan.validation.batches(0, HELD_OUT)) if goal is not None else []
+        batches = iter(plan.feed.batches(0, steps))
         for k in range(steps + 1):
             if goal is not None and (k % sizes.every == 0 or k == steps):
                 # Each rank computes its share of the same windows for all contenders.

@@ -51,8 +51,8 @@ from jaxmpi.core.train_state import Batch
 from jaxmpi.models import MODELS
 from jaxmpi.optim.optimizers import MOMENTUM
 from jaxmpi.runtime import failures, process, provenance
-from jaxmpi.trainer import build
-from jaxmpi.trainer.training_plan import job_of
+from jaxmpi.trainer import build, step
+from jaxmpi.trainer.plan import make_plan
 
 TWINNED = [name for name, make in MODELS.items() if not (name.startswith("digits") or make().takes_tokens)]
 NO_GPU = 77  # exit code that test suites take for "skipped"
@@ -77,7 +77,7 @@ FORMS = {  # forms of a step between ranks, by name
 
 def host_batches(config: Experiment, workers: Workers = ALONE) -> list[Batch]:
     """The first batches of the trainer's loader."""
-    return list(itertools.islice(job_of(config, workers).plan.feed.batches(), BATCHES))
+    return list(itertools.islice(make_plan(config, workers).feed.batches(), BATCHES))
 
 
 # ---------------------------------------------------------------- the two sides
@@ -87,11 +87,11 @@ class Jaxmpi:
     """The trainer's step and its parts."""
 
     def __init__(self, config: Experiment, dry: bool, torch_mode: str, workers: Workers = ALONE) -> None:
-        job, functions, self.state = harness.build_training(config, workers)
-        self.config, self.train_step = job.experiment, functions.train_step
+        plan, functions, self.state = harness.build_training(config, workers)
+        self.config, self.train_step = plan.experiment, functions.train_step
         batches = host_batches(config, workers)
         self.batches, batch = itertools.cycle(batches), jax.device_put(batches[0])
-        local_gradients, *_ = build.local_functions(job)
+        local_gradients = step.local_gradients(build.forward_of(plan), plan.micro_batch)
 
         def loss_alone(*args: Any) -> tuple[Any, jax.Array]:
             _, model_state, metrics = local_gradients(*args)

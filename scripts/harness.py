@@ -164,14 +164,15 @@ def control() -> "MpiProcesses":
 
 
 def build_training(config: "Experiment", workers: "Workers") -> tuple[Any, Any, Any]:
-    """The trainer's (job, functions, initial state) of an experiment."""
+    """The trainer's (plan, functions, initial state) of an experiment."""
     from jaxmpi.comm.topology import put
-    from jaxmpi.trainer import build
-    from jaxmpi.trainer.training_plan import job_of
+    from jaxmpi.trainer.build import build_functions
+    from jaxmpi.trainer.plan import make_plan
+    from jaxmpi.trainer.state import initial_states
 
-    job = job_of(config, workers)
-    functions = build.build_functions(job)
-    return job, functions, put(build.initial_states(job, functions.rule), workers)
+    plan = make_plan(config, workers)
+    functions = build_functions(plan)
+    return plan, functions, put(initial_states(plan, functions.rule), workers)
 
 
 # ---------------------------------------------------------------- figures

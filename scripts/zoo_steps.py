@@ -35,7 +35,7 @@ from jaxmpi.models import MODELS
 from jaxmpi.models.googlenet import googlenet_loss
 from jaxmpi.runtime import failures, process
 from jaxmpi.trainer import build
-from jaxmpi.trainer.training_plan import job_of
+from jaxmpi.trainer.plan import make_plan
 
 FULL = [name for name in MODELS if not name.endswith("_tiny")]
 ALONE = Workers(SoloComm(), SoloProcesses(), (0,), None)
@@ -82,9 +82,9 @@ def steps_of(name: str, local_batch: int, steps: int, workers: Workers) -> dict[
         UsageError: the params of ranks differ.
     """
     config = recipe(name, local_batch=local_batch, train_for=f"{steps}st")
-    job, functions, state = harness.build_training(config, workers)
+    plan, functions, state = harness.build_training(config, workers)
     digests, losses, seconds = [tree_digest(state.params)], [], []
-    for batch in job.plan.feed.batches(0, steps):
+    for batch in plan.feed.batches(0, steps):
         begin = time.perf_counter()
         state, metrics = functions.train_step(state, batch)
         jax.block_until_ready(state)
@@ -117,13 +117,13 @@ class StepMemory(NamedTuple):
 
 def step_memory(config: Experiment) -> StepMemory:
     """XLA's memory plan for one worker's step; compiles, but allocates nothing."""
-    job = job_of(config, ALONE)
-    config, functions = job.experiment, build.build_functions(job)
+    plan = make_plan(config, ALONE)
+    config, functions = plan.experiment, build.build_functions(plan)
     params, model_state = jax.eval_shape(config.model.init, jax.random.key(0), config.model.example())
     rule_state = jax.eval_shape(functions.rule.init, params)
     state = create(params, model_state, rule_state, seed=0, worker=0)
     step: Any = functions.train_step
-    planned = step.lower(state, next(job.plan.feed.batches())).compile().memory_analysis()
+    planned = step.lower(state, next(plan.feed.batches())).compile().memory_analysis()
     made = planned.output_size_in_bytes - planned.alias_size_in_bytes  # outputs that take no argument's place
     return StepMemory(
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)),

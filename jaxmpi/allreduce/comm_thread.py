@@ -231,7 +231,7 @@ def same_calls(mpi: Any, control: MpiProcesses, what: str) -> Iterator[Requests]
     text = what.encode()
     mine = hashlib.sha256(text).digest() + text[-WHAT_BYTES:].ljust(WHAT_BYTES)  # the innermost lines come last
     rows = np.empty((control.size, len(mine)), np.uint8)
-    with control.roll.waiting(BESIDE, what):
+    with control.waits.waiting(BESIDE, what):
         yield [mpi.Iallgather(np.frombuffer(mine, np.uint8), rows)]
     if (rows != rows[0]).any():
         whats = [row[-WHAT_BYTES:].tobytes().decode(errors="replace").rstrip() for row in rows]

@@ -230,7 +230,7 @@ def late_error(control: MpiProcesses, what: str, waited_s: float, waiting: MpiPr
     late = control.in_job(control.late())
     return TrainingError(
         f"{what} has waited {waited_s:.0f} s for rank {late}; all ranks must exchange as often "
-        f"(JAXMPI_EXCHANGE_TIMEOUT_S sets the time){waiting.roll.where(late)}"
+        f"(JAXMPI_EXCHANGE_TIMEOUT_S sets the time){waiting.waits.where(late)}"
     )
 
 

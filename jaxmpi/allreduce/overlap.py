@@ -30,8 +30,8 @@ from jaxmpi.allreduce.call_order import callers
 from jaxmpi.allreduce.comm_thread_programs import all_reduce_on_comm_thread, unavailable_reason
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of
-from jaxmpi.config.exchange_config import OVERLAPS, check_bucket_bytes
-from jaxmpi.core.errors import check, lookup
+from jaxmpi.config.exchange_config import check_bucket_bytes
+from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.runtime import host_callbacks
 
@@ -44,13 +44,12 @@ def chosen_in_memory(asked: str, unfit: str) -> tuple[bool, str]:
     """Choose whether shared-memory sums run beside the backward pass, with the reason.
 
     Args:
-        asked: a word of `OVERLAPS`; auto is on, since gradients then do not exist together.
+        asked: auto, on or off; auto is on, since gradients then do not exist together.
         unfit: why they cannot; empty if they can.
 
     Raises:
         UsageError: on, if it cannot be; or an unknown value.
     """
-    lookup(OVERLAPS, asked, "exchange.overlap")
     check(not (asked == "on" and unfit), UNFIT.format(asked=asked, reason=unfit))
     reason = "as set" if asked == "off" else unfit
     on = "as asked" if asked == "on" else "gradients do not exist together so"
@@ -61,14 +60,13 @@ def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool
     """Choose whether the exchange runs beside the backward pass, with the reason.
 
     Args:
-        asked: a word of `OVERLAPS`. auto is on if ranks are on several hosts: inside one, an exchange is work for
+        asked: auto, on or off. auto is on if ranks are on several hosts: inside one, an exchange is work for
             memory and cores, of which the backward pass leaves none. On GPUs it is off: nobody has measured it there.
         unfit: why the step cannot hide an exchange; empty if it can.
 
     Raises:
         UsageError: on, if it cannot be; or an unknown value.
     """
-    lookup(OVERLAPS, asked, "exchange.overlap")
     if asked == "off":
         return False, "overlap off: as set"
     is_on_one_host = isinstance(comm, MpiComm) and comm.size > 1 and len(set(comm.hosts)) == 1

@@ -86,7 +86,7 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     results: Any = c_handlers.shaped(sent[-1]) if has_result else ()
     operands, effect = sent[: int(has_sent)], call.comm.effect
     # Beside a program that waits in MPI nothing else could call an MPI below THREAD_MULTIPLE.
-    if is_logged() or SOURCE.unavailable_reason() or not call.comm.processes.roll.may_watch:
+    if is_logged() or SOURCE.unavailable_reason() or not call.comm.processes.waits.may_watch:
         came = host_callbacks.call(MESSAGE, operands, results, effect=effect, call=number)
     else:
         words = number, sent[0].dtype.itemsize, sent[-1].dtype.itemsize
@@ -251,7 +251,7 @@ def open_message(call: MpiCall, what: str, x: Any, place: Any = None) -> int:
 
     sent = x if call.sends else None
     received = (x if place is None else place) if call.receives else None
-    comm, roll, number = call.comm, call.comm.processes.roll, next(_numbers)
+    comm, waits, number = call.comm, call.comm.processes.waits, next(_numbers)
     if number >= MOST_CALLS:
         raise UsageError(f"{what}: got {MOST_CALLS} messages that were compiled before; compile fewer programs")
     source = MPI.ANY_SOURCE if call.source is None else call.source
@@ -268,11 +268,11 @@ def open_message(call: MpiCall, what: str, x: Any, place: Any = None) -> int:
     header = HEADER.pack(size_bytes, comm.rank, call.sendtag, INLINE, pack_type(sent_type), place_text)
     expected = pack_type("" if received is None else type_of(received)).ljust(TYPE_BYTES, b"\0")
     is_waited_for = sent is not None and (received is None or HEADER.size + size_bytes > EAGER_BYTES)
-    sources = set() if received is None else set(roll.others) if call.source is None else {call.source}
+    sources = set() if received is None else set(waits.others) if call.source is None else {call.source}
     partners = (sources | ({call.dest} if is_waited_for else set())) - {comm.rank} or {comm.rank}
     sent_size = 0 if sent is None else sent.size
     _opened[number] = Opened(comm, call, what, sent_size, received, tuple(sorted(partners)))
-    roll.notes = notes_for(comm).found
+    waits.notes = notes_for(comm).found
     communicators = map(MPI._handleof, (comm.headers, comm.arrays))
     status = MPI._addressof(_statuses[call.status]) if call.status else None
     packed = (c_int32 * len(numbers))(*numbers)
@@ -350,7 +350,7 @@ def lost_message(number: int) -> TrainingError:
     """The error of a message not received or sent in time."""
     opened = _opened[number]
     processes = opened.comm.processes
-    return message_lost(opened.what, processes.roll.where(processes.in_job(opened.partners)))
+    return message_lost(opened.what, processes.waits.where(processes.in_job(opened.partners)))
 
 
 @contextlib.contextmanager
@@ -405,12 +405,12 @@ def _check_all_received() -> None:
     unreceived, limit_s = SOURCE.library().jaxmpi_unreceived, min(TIMEOUT_S, failures.EXIT_TIMEOUT_S)
     while (number := unreceived(-1)) >= 0:
         comm, what, dest = _opened[number].comm, _opened[number].what, _opened[number].call.dest
-        with comm.processes.roll.waiting(PARTNER, what, limit_s, dest):
+        with comm.processes.waits.waiting(PARTNER, what, limit_s, dest):
             if wait(lambda number=number: unreceived(number) != number, limit_s):
                 continue
         rank, partner = comm.processes.in_job([comm.rank, dest])
         expected = "nobody has received it; expected a recv of that rank, source and tag"
-        where = comm.processes.roll.where([partner])
+        where = comm.processes.waits.where([partner])
         failures.fail(TrainingError(f"rank {rank}: {what}: {expected}{where}"), None)
 
 

@@ -59,15 +59,15 @@ class MpiProcesses:
         self.library = MPI.Get_library_version().split(",")[0].strip()
         check_launcher(launched(), MPI.COMM_WORLD.size, self.library)
         self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
-        self._own: list[Any] = []  # communicators, which `revoke` ends
+        self._comms: list[Any] = []  # communicators, which `revoke` ends
         self._made: list[Any] = []  # those that were made for `world`, which `free` frees
         self._others: dict[int, int] = {}  # after `outlive`: handles of the others' processes
         self._sent: list[Any] = []  # requests of messages that nobody waits for, kept until the end
-        self._rolls: list[WaitRegistry] = []
+        self._registries: list[WaitRegistry] = []
         self._votes = self.clone(MPI.COMM_WORLD)
         self._number, self.numbers = self._votes.rank, tuple(range(self._votes.size))  # the launcher's, of all ranks
         self._make_communicators()
-        self.roll = self._new_roll()
+        self.waits = self._new_registry()
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         # MPI_Finalize deletes this before it does anything else; then other ranks and threads must be done with MPI.
         MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: failures.run_hooks()), True)
@@ -92,7 +92,7 @@ class MpiProcesses:
         self.local_rank, self.local_size = self._local.rank, self._local.size
 
     def _keep(self, made: Any) -> Any:
-        self._own.append(made)
+        self._comms.append(made)
         self._made.append(made)
         return made
 
@@ -101,25 +101,25 @@ class MpiProcesses:
 
         return self._keep(self.world.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank))
 
-    def clone(self, of: Any = None) -> Any:
+    def clone(self, comm: Any = None) -> Any:
         """Clone a communicator for one thread alone, on all ranks together."""
-        return self._keep((of or self.world).Clone())
+        return self._keep((comm or self.world).Clone())
 
     def split(self, color: int, key: int) -> Any:
         """Split the communicator for one thread alone, on all ranks together."""
         return self._keep(self.world.Split(color, key))
 
-    def _new_roll(self) -> WaitRegistry:
+    def _new_registry(self) -> WaitRegistry:
         """Make the record of this communicator's waits, on all its ranks together."""
         may_watch = self.may_overlap and not survives_losses()
-        self._rolls.append(WaitRegistry(self.clone(), self.numbers, may_watch))
-        return self._rolls[-1]
+        self._registries.append(WaitRegistry(self.clone(), self.numbers, may_watch))
+        return self._registries[-1]
 
     def on_own_communicator(self) -> "MpiProcesses":
         """A copy with its own communicator for another thread; a collective call."""
         other = copy.copy(self)
         other.world = self.clone()
-        other.roll = other._new_roll()
+        other.waits = other._new_registry()
         return other
 
     def over(self, world: Any, is_ours: bool = False) -> "MpiProcesses":
@@ -139,14 +139,14 @@ class MpiProcesses:
             raise UsageError(f"communicator: got {world.size} ranks, of which {strangers} are not of this job")
         self._meet_on(world, ranks)
         other = copy.copy(self)
-        other._made, other._rolls = [], []
+        other._made, other._registries = [], []
         other.world = other._keep(world) if is_ours else other.clone(world)
         other.rank, other.size = world.rank, world.size
         other.numbers = tuple(self.numbers[rank] for rank in ranks)
         other.hosts = tuple(self.hosts[rank] for rank in ranks)
         other._local = other.world if len(set(other.hosts)) == 1 else other._split_host()
         other.local_rank, other.local_size = other._local.rank, other._local.size
-        other.roll = other._new_roll()
+        other.waits = other._new_registry()
         return other
 
     def _meet_on(self, world: Any, ranks: Sequence[int]) -> None:
@@ -157,16 +157,16 @@ class MpiProcesses:
         """
         self._let_exchanges_end()
         what = f"the first call on a communicator of {world.size} ranks"
-        with self.roll.waiting(MEETING, what, AGREE_TIMEOUT_S, ranks=ranks) as meeting:
+        with self.waits.waiting(MEETING, what, AGREE_TIMEOUT_S, ranks=ranks) as meeting:
             if wait(world.Ibarrier().Test, AGREE_TIMEOUT_S):
                 return
-            absent = self.roll.absent(meeting)
-        one_of = "" if self.roll.may_watch else "one of "  # else they do not say who is here
+            absent = self.waits.absent(meeting)
+        one_of = "" if self.waits.may_watch else "one of "  # else they do not say who is here
         late = f"{one_of}rank {absent}" if absent else "the others, which wait in a first call on another communicator"
         raise TrainingError(
             f"{what} has waited {AGREE_TIMEOUT_S:g} s for {late}; all its ranks must make their first "
             f"call on it together, also those that a message does not concern (JAXMPI_AGREE_TIMEOUT_S sets the time)"
-            f"{self.roll.where(absent)}"
+            f"{self.waits.where(absent)}"
         )
 
     def free(self) -> None:
@@ -176,12 +176,12 @@ class MpiProcesses:
         one, which would then receive it. They send synchronously, so a rank knows when its own messages have arrived,
         and a barrier says that all ranks know (Hoefler et al. 2010, NBX).
         """
-        for roll in self._rolls:
-            watch().remove(roll)
+        for registry in self._registries:
+            watch().remove(registry)
         barrier: list[Any] = []
 
         def is_done() -> bool:
-            are_drained = all([roll.drain() for roll in self._rolls])
+            are_drained = all([registry.drain() for registry in self._registries])
             if are_drained and not barrier:
                 barrier.append(self.world.Ibarrier())
             return are_drained and bool(barrier) and barrier[0].Test()
@@ -189,7 +189,7 @@ class MpiProcesses:
         if not wait(is_done, AGREE_TIMEOUT_S):
             raise TrainingError(f"free: the other ranks did not come within {AGREE_TIMEOUT_S:g} s; all must call it")
         for comm in reversed(self._made):
-            self._own.remove(comm)
+            self._comms.remove(comm)
             comm.Free()
         self._made = []
 
@@ -367,13 +367,13 @@ class MpiProcesses:
             TrainingError: who did not come within AGREE_TIMEOUT_S.
         """
         limit_s = timeout_s or AGREE_TIMEOUT_S
-        with self.roll.waiting(CONTROL, what, limit_s):
+        with self.waits.waiting(CONTROL, what, limit_s):
             if wait(request.Test, limit_s, self.is_asked):
                 return
             late = self.late()
         if not (failures.kill_ranks(late) and wait(request.Test, 4 * LATE_S)):
             absent = self.in_job(late)
-            where = self.roll.where(absent)
+            where = self.waits.where(absent)
             raise TrainingError(f"{what}: rank {absent} did not answer in time; all ranks must call it{where}")
 
     def late(self) -> list[int]:
@@ -437,7 +437,7 @@ class MpiProcesses:
         if not survives_losses():
             abort(code)
         self._kill(range(self.size))
-        for comm in self._own:
+        for comm in self._comms:
             comm.Revoke()
         os._exit(code)
 
@@ -450,7 +450,7 @@ class MpiProcesses:
         if not (survives_losses() and isinstance(error, MPI.Exception) and error.Get_error_class() in classes):
             return None
         # The rank that ends the job speaks first, then revokes, then is gone.
-        has_spoken = wait(lambda: any(comm.Is_revoked() for comm in self._own), ECHO_S)
+        has_spoken = wait(lambda: any(comm.Is_revoked() for comm in self._comms), ECHO_S)
         return "" if has_spoken else "ends, since a rank that it needs is gone"
 
     # ------------------------------------------------------------ going on without ranks that die
@@ -503,7 +503,7 @@ class MpiProcesses:
 
     def revoke(self) -> None:
         """Make all messages fail, so that nobody waits for a lost rank."""
-        for comm in list(self._own):
+        for comm in list(self._comms):
             if not comm.Is_revoked():
                 comm.Revoke()
 
@@ -527,7 +527,7 @@ class MpiProcesses:
         before, is_agreed = self.numbers, False
         while not is_agreed:
             self._votes = self._votes.Shrink()
-            self._own, self._made, has_met = [self._votes], [], False
+            self._comms, self._made, has_met = [self._votes], [], False
             try:
                 self._make_communicators()
                 rows = np.empty((self.size, 2), np.int64)

@@ -60,7 +60,7 @@ class CallComparison:
         is_world = comm.processes.numbers == tuple(range(launched_workers()))
         self._where = "the job" if is_world else f"a communicator of {comm.size} ranks"
         self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks
-        self._messages = comm.processes.roll.comm  # numbers have tag 0, the monitor's messages have others
+        self._messages = comm.processes.waits.comm  # numbers have tag 0, the monitor's messages have others
         reasons, used = zip(*comm.processes.allgather_object([_why_python(), _indices[-1]]), strict=True)
         _indices.append(max(used) + 1)
         self._calls = (
@@ -73,7 +73,7 @@ class CallComparison:
             c_handlers.say_once("compare and call MPI", reasons[comm.rank])
         self._named: list[Any] = []  # communicators of mpi4py whose errors it names
         self.name_errors_of(comm.mpi)
-        comm.processes.roll.comparison = self
+        comm.processes.waits.comparison = self
         _comparisons.append(self)
         _wait_at_exit()
 
@@ -114,7 +114,7 @@ class CallComparison:
         """MPI's operations that end with the comparison; None without C."""
         return NumberedCalls(self._calls, number) if isinstance(self._calls, CompiledCalls) else None
 
-    def held(self) -> "CallId | None":
+    def current(self) -> "CallId | None":
         """The exchange of this process's programs that has the turn."""
         number, count = self._calls.held()
         return CallId(number, count) if number else None
@@ -167,16 +167,16 @@ class CallComparison:
         """End the job if MPI's error is that exchanges differ; called before mpi4jax ends it."""
         from mpi4py import MPI
 
-        kind, held = MPI.Get_error_class(code), self.held()
-        if kind not in (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS) or not held:  # of one message, or of one among several
+        kind, call = MPI.Get_error_class(code), self.current()
+        if kind not in (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS) or not call:  # of one message, or of one among several
             return
         others = set(range(self._comm.size)) - {self._comm.rank}
-        theirs = {rank: number for rank in others if (number := self._sent_number(rank, held.count))}
-        if set(theirs.values()) - {held.number}:
-            self.differs(held.number, theirs)
+        theirs = {rank: number for rank in others if (number := self._sent_number(rank, call.count))}
+        if set(theirs.values()) - {call.number}:
+            self.differs(call.number, theirs)
         if kind == MPI.ERR_TRUNCATE:
             error = UsageError(
-                f"{self.text(held.number)} got a longer message than it expects, so another rank has come to another "
+                f"{self.text(call.number)} got a longer message than it expects, so another rank has come to another "
                 "exchange; all must make the same calls in the same order"
             )
             failures.fail(error, None)
@@ -363,8 +363,8 @@ class WaitRegistry:
         self.waiting_ranks: dict[tuple[int, int], CallId] = {}  # by way and rank, where it last said that it waits
         self._counts: Counter[tuple[int, int]] = Counter()  # calls begun, by way and by the ranks that meet
         self._waits: set[Wait] = set()  # of Python threads
-        self._held: Wait | None = None  # of a program's exchange
-        self._exchanged: dict[int, Wait] = {}  # messages of programs, by number
+        self._exchange_wait: Wait | None = None  # of a program's exchange
+        self._message_waits: dict[int, Wait] = {}  # messages of programs, by number
         self._places: dict[int, str] = {}  # by rank, where it said that it is
         self._ended: set[int] = set()  # ranks whose scripts have ended
         self._to_tell: set[int] = set()  # ranks that wait, and hear if this one's script ends
@@ -410,12 +410,12 @@ class WaitRegistry:
 
     def where(self, numbers: Sequence[int]) -> str:
         """Say where ranks are, by job number; empty if not yet asked."""
-        told = {self.numbers[rank]: place for rank, place in self._places.items()}
-        return "".join(f"; rank {number} {told[number]}" for number in numbers[:NAMED] if number in told)
+        places = {self.numbers[rank]: place for rank, place in self._places.items()}
+        return "".join(f"; rank {number} {places[number]}" for number in numbers[:NAMED] if number in places)
 
     def all_waits(self) -> list[Wait]:
         """All waits of this process, programs' as of the last look."""
-        return [*self._waits, *([self._held] if self._held else []), *self._exchanged.values()]
+        return [*self._waits, *([self._exchange_wait] if self._exchange_wait else []), *self._message_waits.values()]
 
     # ------------------------------------------------------------ called by the monitor
 
@@ -430,7 +430,7 @@ class WaitRegistry:
         if has_ended:
             for rank in self._to_tell:
                 self._send(rank, ENDED, np.zeros(1, np.uint8))
-            self._to_tell, self._held, self._exchanged = set(), None, {}
+            self._to_tell, self._exchange_wait, self._message_waits = set(), None, {}
             return
         self._find_program_waits()
         for wait in self.all_waits():
@@ -470,19 +470,19 @@ class WaitRegistry:
 
     def _find_program_waits(self) -> None:
         """Update the waits of this process's programs; one that lasts stays the same object."""
-        call = self.comparison.held() if self.comparison else None
+        call = self.comparison.current() if self.comparison else None
         if call is None or self.comparison is None:
-            self._held = None
-        elif self._held is None or self._held.call != call:
+            self._exchange_wait = None
+        elif self._exchange_wait is None or self._exchange_wait.call != call:
             what = self.comparison.text(call.number)
-            self._held = Wait(way=COMPARED, call=call, what=what, partners=self.others, is_in_program=True)
-        before, self._exchanged = self._exchanged, {}
+            self._exchange_wait = Wait(way=COMPARED, call=call, what=what, partners=self.others, is_in_program=True)
+        before, self._message_waits = self._message_waits, {}
         notes = self.notes() if self.notes else []
         for note in sorted(notes, key=lambda note: note.is_known):  # if two threads are in one call the older counts
             known = before.get(note.number) if note.is_known else None
             self._counts[PARTNER, 0] += known is None
             call = CallId(0, self._counts[PARTNER, 0])
-            self._exchanged[note.number] = known or Wait(
+            self._message_waits[note.number] = known or Wait(
                 way=PARTNER, call=call, what=note.what, partners=note.partners, is_in_program=True
             )
 
@@ -535,8 +535,8 @@ class WaitRegistry:
                 f"rank {self.numbers[self.rank]} waited {waited_s:.0f} s in {wait.what} for rank {absent}; all ranks "
                 f"must come to it as often ({EXCHANGE_TIMEOUT} sets the time){where}"
             )
-        is_held_up = wait.way == COMPARED and self.comparison and waited_s > SAID_AFTER_S + wait.limit_s
-        if is_held_up and self.comparison and (number := self.comparison.waits()):
+        is_blocked = wait.way == COMPARED and self.comparison and waited_s > SAID_AFTER_S + wait.limit_s
+        if is_blocked and self.comparison and (number := self.comparison.waits()):
             # All ranks may be in it: XLA leaves out the call that ends an exchange if another part of a program fails.
             raise TrainingError(
                 f"{self.comparison.text(number)} waits for {wait.what}, which has begun in this process and not "
@@ -550,22 +550,22 @@ class WaitMonitor:
 
     def __init__(self) -> None:
         self.has_ended = False  # the script
-        self._rolls: list[WaitRegistry] = []
+        self._registries: list[WaitRegistry] = []
         self._looks = threading.Lock()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxmpi absent ranks", daemon=True)
 
-    def add(self, roll: WaitRegistry) -> None:
+    def add(self, registry: WaitRegistry) -> None:
         """Look at this communicator, too."""
-        self._rolls.append(roll)
+        self._registries.append(registry)
         if self._thread.ident is None:
             self._thread.start()
 
-    def remove(self, roll: WaitRegistry) -> None:
+    def remove(self, registry: WaitRegistry) -> None:
         """Look at it no more; on return no look is under way."""
         with self._looks:
-            if roll in self._rolls:
-                self._rolls.remove(roll)
+            if registry in self._registries:
+                self._registries.remove(registry)
 
     def stop(self) -> None:
         """End the thread, before MPI ends."""
@@ -575,7 +575,7 @@ class WaitMonitor:
 
     def place(self) -> str:
         """This rank's place in its script, for messages of other ranks."""
-        waits = [wait for roll in self._rolls for wait in roll.all_waits() if wait.clock is not None]
+        waits = [wait for registry in self._registries for wait in registry.all_waits() if wait.clock is not None]
         if waits:
             return f"waits in {waits[0].text()}"
         main = threading.main_thread().ident
@@ -587,8 +587,8 @@ class WaitMonitor:
         while not self._is_over.wait(LOOK_S):
             try:
                 with self._looks:
-                    for roll in list(self._rolls):
-                        roll.look(self.has_ended)
+                    for registry in list(self._registries):
+                        registry.look(self.has_ended)
             except (UsageError, TrainingError) as error:
                 failures.fail(error, None)
 

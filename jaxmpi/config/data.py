@@ -11,21 +11,15 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import tyro
 
 from jaxmpi.config import durations
-from jaxmpi.config.choices import Choices, check_choices, use_python_numbers
-from jaxmpi.config.refusals import incompatible, refuse_incompatible
-from jaxmpi.core.errors import check
+from jaxmpi.config.validate import check_ranges, check_words, incompatible, refuse_incompatible, use_python_numbers
+from jaxmpi.core.errors import UsageError
 
 InPython = tyro.conf.Suppress  # a field that an experiment file sets and no flag can
-# Where examples are while they are read.
-MEMORY = {
-    "none": "in files, or wherever the source has them",
-    "partition": "in the memory of the workers: each group of them holds one full copy",
-}
 _PERIOD = re.compile(r"\d+(\.\d+)?(ep|st|ex)")
 MOST_LOADERS = 1024  # per worker; each is a thread or a process
 REFUSALS = incompatible(
@@ -60,16 +54,17 @@ class Data:
     window: int = 128  # text, stdlib: tokens that an example predicts
     # text, stdlib: JSON file of tokenizers; in Python also an object that encodes, or a function; empty: bytes
     tokenizer: Any = ""
-    on_error: Annotated[str, Choices("stop", "skip")] = "stop"  # action at a corrupt image
+    on_error: Literal["stop", "skip"] = "stop"  # action at a corrupt image
     max_skipped: float = 0.01  # largest share of the examples that a run may skip in an epoch, of each epoch begun
     # kind of loaders that make batches; auto: processes to decode images
-    loader: Annotated[str, Choices("auto", "processes", "threads", "spawn")] = "auto"
+    loader: Literal["auto", "processes", "threads", "spawn"] = "auto"
     loaders: int = 2  # number of loaders per worker
     prefetch: int = 2  # batches made ahead, per worker
     stall_timeout_s: float = 300.0  # seconds that a loader may be at one example before the run ends
     # unit that is put in a new order each epoch; auto: see docs/data.md
-    shuffle_by: Annotated[str, Choices("auto", "examples", "files", "files-mixed")] = "auto"
-    memory: Annotated[str, Choices(*MEMORY)] = "none"  # keep compressed examples in the memory of the workers
+    shuffle_by: Literal["auto", "examples", "files", "files-mixed"] = "auto"
+    # partition: compressed examples are kept in the memory of the workers, each group of which holds one full copy
+    memory: Literal["none", "partition"] = "none"
     # partition: workers that hold one full copy together; 0 = all workers; auto: the fewest whose hosts have the memory
     group_size: int | str = 0
     # partition: epochs between two shuffles over a group, or steps, as in 500st; 0 = after the first none
@@ -82,55 +77,52 @@ class Data:
 
     def __post_init__(self) -> None:
         use_python_numbers(self)
-        check_choices(self, "data.")
-        check(0 <= self.max_skipped <= 1, f"data.max_skipped: got {self.max_skipped}; expected a share in [0, 1]")
-        for name in ("resize", "crop"):
-            check(
-                getattr(self, name) >= 0,
-                f"data.{name}: got {getattr(self, name)} px; expected >= 0",
-            )
-        for name in ("channels", "loaders", "prefetch", "synthetic_examples", "window"):
-            check(getattr(self, name) >= 1, f"data.{name}: got {getattr(self, name)}; expected >= 1")
-        check(self.loaders <= MOST_LOADERS, f"data.loaders: got {self.loaders}; expected at most {MOST_LOADERS}")
+        check_words(self, "data.")
+        check_ranges(
+            self,
+            "data.",
+            max_skipped="[0, 1], a share",
+            resize=">= 0 px",
+            crop=">= 0 px",
+            channels=">= 1",
+            prefetch=">= 1",
+            loaders=f"[1, {MOST_LOADERS}]",
+            synthetic_examples=">= 1",
+            window=">= 1",
+            stall_timeout_s="> 0 seconds",
+        )
         refuse_incompatible(REFUSALS, self, "data.")
-        check(self.stall_timeout_s > 0, f"data.stall_timeout_s: got {self.stall_timeout_s}; expected seconds > 0")
         for name in ("mean", "std"):
             got = len(getattr(self, name))
-            check(
-                got in (0, 1, self.channels),
-                f"data.{name}: got {got} numbers; expected {self.channels}, one a channel, or 1 for all",
+            if got not in (0, 1, self.channels):
+                raise UsageError(
+                    f"data.{name}: got {got} numbers; expected {self.channels}, one a channel, or 1 for all"
+                )
+        if not all(map(math.isfinite, self.mean)):
+            raise UsageError(f"data.mean: got {self.mean}; every entry must be finite")
+        if not all(s > 0 for s in self.std):
+            raise UsageError(f"data.std: got {self.std}; every entry must be > 0")
+        if self.mean and self.mean_image:
+            raise UsageError("data.mean and data.mean_image: give one of the two")
+        if len(set(self.columns)) != len(self.columns):
+            raise UsageError(f"data.columns: got {', '.join(self.columns)}; expected each name once")
+        if self.group_size != "auto" and not (isinstance(self.group_size, int) and self.group_size >= 0):
+            raise UsageError(
+                f"data.group_size: got {self.group_size!r}; expected a number of workers, 0 for all of them, or auto"
             )
-        check(all(math.isfinite(m) for m in self.mean), f"data.mean: got {self.mean}; every entry must be finite")
-        check(all(s > 0 for s in self.std), f"data.std: got {self.std}; every entry must be > 0")
-        check(
-            not (self.mean and self.mean_image),
-            "data.mean and data.mean_image: give one of the two",
-        )
-        check(
-            len(set(self.columns)) == len(self.columns),
-            f"data.columns: got {', '.join(self.columns)}; expected each name once",
-        )
-        is_size = isinstance(self.group_size, int) and self.group_size >= 0
-        check(
-            is_size or self.group_size == "auto",
-            f"data.group_size: got {self.group_size!r}; expected a number of workers, 0 for all of them, or auto",
-        )
         shuffle_schedule(self.shuffle_period, 1, 1)  # says what is wrong with it
-        self._check_crop_area()
-
-    def _check_crop_area(self) -> None:
         area, (narrow, wide) = self.crop_area, self.crop_aspect
-        check(
-            not area or (len(area) == 2 and 0 < area[0] <= area[1] <= 1),
-            f"data.crop_area: got {area}; expected two shares with 0 < smallest <= largest <= 1",
-        )
-        check(0 < narrow <= wide, f"data.crop_aspect: got {self.crop_aspect}; expected 0 < narrowest <= widest")
-        check(not area or self.crop > 0, "data.crop_area: data.crop is 0; expected the px that crops are scaled to")
-        check(
-            not (area and self.mean_image),
-            "data.crop_area scales pixels, data.mean_image wants them in place; use data.mean, one number a channel, "
-            "or crops of one size: --data.crop-area without numbers",
-        )
+        if area and not (len(area) == 2 and 0 < area[0] <= area[1] <= 1):
+            raise UsageError(f"data.crop_area: got {area}; expected two shares with 0 < smallest <= largest <= 1")
+        if not 0 < narrow <= wide:
+            raise UsageError(f"data.crop_aspect: got {self.crop_aspect}; expected 0 < narrowest <= widest")
+        if area and self.crop == 0:
+            raise UsageError("data.crop_area: data.crop is 0; expected the px that crops are scaled to")
+        if area and self.mean_image:
+            raise UsageError(
+                "data.crop_area scales pixels, data.mean_image wants them in place; use data.mean, one number a "
+                "channel, or crops of one size: --data.crop-area without numbers"
+            )
 
 
 class ShuffleSchedule(NamedTuple):
@@ -148,10 +140,12 @@ def shuffle_schedule(period: int | str, steps_per_epoch: int, effective_batch: i
     """
     said = f"data.shuffle_period: got {period!r}; expected epochs, such as 2, or a duration, as 500st"
     if isinstance(period, int):
-        check(period >= 0, f"{said}; 0 for no shuffle after the first")
+        if not period >= 0:
+            raise UsageError(f"{said}; 0 for no shuffle after the first")
         return ShuffleSchedule(period)
     match = _PERIOD.fullmatch(period)
-    check(match is not None, said)
+    if match is None:
+        raise UsageError(said)
     steps = durations.duration_steps(period, steps_per_epoch, effective_batch)
     if 0 < steps < steps_per_epoch:
         return ShuffleSchedule(1, steps)

@@ -2,7 +2,7 @@
 
 import re
 
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ep|st|ex|%)")
 
@@ -20,11 +20,11 @@ def duration_steps(duration: str, steps_per_epoch: int, effective_batch: int, to
         UsageError: the text is no duration.
     """
     match = _DURATION.fullmatch(duration.replace(" ", ""))
-    check(
-        match is not None,
-        f"got duration {duration!r}; expected a number and a unit: 90ep (epochs), 125st (steps), "
-        "20000ex (examples) or 10% (of the run)",
-    )
+    if match is None:
+        raise UsageError(
+            f"got duration {duration!r}; expected a number and a unit: 90ep (epochs), 125st (steps), "
+            "20000ex (examples) or 10% (of the run)"
+        )
     assert match is not None
     number, unit = float(match[1]), match[2]
     per_unit = {
@@ -46,7 +46,8 @@ def step_range(text: str, name: str) -> tuple[int, int]:
         return 0, 0
     first, _, last = text.partition(":")
     is_one = first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)
-    check(is_one, f"{name}: got {text!r}; expected the first and the last step, as 10:20")
+    if not is_one:
+        raise UsageError(f"{name}: got {text!r}; expected the first and the last step, as 10:20")
     return int(first), int(last)
 
 
@@ -54,7 +55,5 @@ def check_divides(what: str, total: int, parts: int, parts_name: str) -> None:
     """Raise `UsageError`, with the nearest totals that divide, unless `parts` divides `total`."""
     below = total // parts * parts
     close = f"{below} or {below + parts}" if below else f"{parts}"
-    check(
-        total % parts == 0,
-        f"{what} {total} is not divisible by {parts} {parts_name}; nearest that are: {close}",
-    )
+    if total % parts != 0:
+        raise UsageError(f"{what} {total} is not divisible by {parts} {parts_name}; nearest that are: {close}")

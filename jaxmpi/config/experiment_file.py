@@ -37,9 +37,6 @@ def parse(argv: list[str], tables: Mapping[str, Mapping[str, Any]] | None = None
     Args:
         argv: the experiment, and flags.
         tables: those that a flag names a row of, by flag, for --help.
-
-    Raises:
-        UsageError: no such file, no `experiment` in it, or a field out of range.
     """
     argv = file_first([hyphens(arg) for arg in argv])
     given = argv[0] if argv else ""
@@ -84,29 +81,23 @@ def refuse_early(argv: Sequence[str], *, file_is_here: bool = True) -> None:
     Args:
         argv: arguments of the trainer.
         file_is_here: its ranks, which read the file, are on this host.
-
-    Raises:
-        UsageError: no such experiment file, or an unknown flag.
-        SystemExit: a value of another type, after it has been said.
     """
     argv = refuse_unknown(argv)
     if not {"-h", "--help"}.isdisjoint(argv):
         return
     name, *fields = file_first(argv) or [""]
-    errors.check(bool(name) and not name.startswith("-"), NO_FILE)
+    if not (bool(name) and not name.startswith("-")):
+        raise errors.UsageError(NO_FILE)
     if file_is_here:
         check_file(locate(name))
     if not any(field.startswith("rule.") for field in flags.flag_names(fields)):  # a user's may be of other types
-        say_on_first_rank(lambda: flags.parse_value(Experiment(), fields, {}, PROG, ""))
+        say_on_first_rank(lambda: flags.parse_values(Experiment(), fields, {}, PROG, ""))
 
 
 def refuse_unknown(argv: Sequence[str]) -> list[str]:
     """The arguments with hyphens in their flags, if all are an experiment's.
 
     A rule of the user's own may have settings of its own, so `--rule.field` waits for the file.
-
-    Raises:
-        UsageError: the flag, and the nearest.
     """
     known, argv = Experiment(), [hyphens(arg) for arg in argv]
     for name in flags.unknown_flags(argv, known):
@@ -180,10 +171,6 @@ def say_on_first_rank(parse: Callable[[], T]) -> T:
     """Return what `parse` does.
 
     Rank 0 prints what it says of a mistake; another rank prints it only if rank 0 does not.
-
-    Raises:
-        UsageError: a mistake, on ranks other than 0.
-        SystemExit: a mistake, or --help, once it is printed.
     """
     said, is_first = io.StringIO(), process.my_rank() == 0
     with contextlib.ExitStack() as stack:
@@ -219,11 +206,7 @@ def hyphens(arg: str) -> str:
 
 
 def check_file(path: Path) -> None:
-    """Refuse what is no Python file.
-
-    Raises:
-        UsageError: got, and the nearest.
-    """
+    """Refuse what is no Python file."""
     if path.is_dir():
         raise UsageError(f"{str(path)!r} is a folder; in it: {', '.join(sorted(p.name for p in path.glob('*.py')))}")
     if not path.is_file():
@@ -231,7 +214,8 @@ def check_file(path: Path) -> None:
         nearest = [f"in {path.parent}: {errors.nearest(path.name, here)}"] * bool(here)
         nearest.append(f"with jaxmpi come: {errors.nearest(str(path).removesuffix('.py'), find_shipped())}")
         raise UsageError(f"no experiment file {str(path)!r}; {'; '.join(nearest)}")
-    errors.check(path.suffix == ".py", f"{str(path)!r}: expected a Python file, such as experiments/digits.py")
+    if path.suffix != ".py":
+        raise errors.UsageError(f"{str(path)!r}: expected a Python file, such as experiments/digits.py")
 
 
 def load(path: Path) -> Experiment:

@@ -1,10 +1,9 @@
 """Command-line flags made from the fields of dataclasses, in groups.
 
 Every setting needs a flag with help text, without a second list that repeats the fields. The flags therefore come from
-the dataclass fields, and the help texts from the comments beside them. Tyro parses the command line, and lists flags by
-part of a dataclass. It is given a dataclass made for it, whose parts are the groups of `GROUPS`. Building a parser of
-all flags is slow, so the first attempt knows only the flags that are named. Only `--help` or a mistake builds the full
-parser.
+the dataclass fields, and the help texts from the comments at them. Tyro parses the command line; it is given a
+dataclass made for it, whose parts are the groups of `GROUPS`. Building a parser of all flags takes as long as many an
+import, so the first attempt knows only the flags that are named. Only `--help` or a mistake builds the full parser.
 """
 
 import ast
@@ -15,14 +14,14 @@ import inspect
 import io
 import textwrap
 import tokenize
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 import tyro
 
-from jaxmpi.config.choices import Choices
 from jaxmpi.config.schema import WORDS, Experiment
+from jaxmpi.config.validate import literal_words
 
 # Headings of --help, and the flags below each. Those that stand in none are listed by their part.
 GROUPS = {
@@ -30,7 +29,7 @@ GROUPS = {
         *("train-for", "local-batch", "effective-batch", "optim.lr", "rule.name", "exchange.strategy", "data.dir"),
         *("run-dir", "resume", "checkpoint-every", "eval-every", "devices", "seed"),
     ),
-    "step": ("micro-batch", "compute-dtype", "batch-statistics", "step-mode", "comm"),
+    "step": ("micro-batch", "compute-dtype", "batch-statistics", "comm"),
     "record": ("log-every", "quiet", "sinks", "trace", "profile"),
     "checkpoint": (
         *("keep-checkpoints", "keep-best", "monitor", "monitor-mode", "from-start", "continue-from", "params"),
@@ -47,6 +46,7 @@ ABOUT = {
     "checkpoint": "What is kept, and what a run begins with.",
     "failure": "What happens when a step, a worker or a machine fails.",
 }
+Tables = Mapping[str, Mapping[str, Any]]  # by flag: the table that it names a row of, for --help
 
 
 class Flag(NamedTuple):
@@ -68,19 +68,18 @@ class Flag(NamedTuple):
         return tuple(each for each in self.value if not isinstance(each, str)) if is_mixed else ()
 
     @property
+    def shown(self) -> Any:
+        """The value, or the name of an object set in Python; objects among words are left out."""
+        value = self.value
+        if self.objects:
+            return tuple(each for each in value if isinstance(each, str))
+        plain = value is None or isinstance(value, (bool, int, float, str, tuple, list))
+        return value if plain else getattr(value, "name", type(value).__name__)
+
+    @property
     def help(self) -> str:
         """The text of the comment at the field."""
         return comments(type(self.part)).get(self.name, "")
-
-    def metavar(self, rows: Mapping[str, Any]) -> str | None:
-        """The words that it takes, as `{abort,warn}`; None if it takes any.
-
-        Args:
-            rows: the table that the field names a row of; empty if it names none.
-        """
-        closed = (each.words for each in getattr(self.hint, "__metadata__", ()) if isinstance(each, Choices))
-        words = next(closed, tuple(rows))
-        return f"{{{','.join(words)}}}" if words else None
 
 
 def flags(part: Any, prefix: str = "") -> dict[str, Flag]:
@@ -125,111 +124,81 @@ def comments(part: type) -> dict[str, str]:
     return found
 
 
-def parse_flags(
-    base: Experiment, argv: Sequence[str], tables: Mapping[str, Mapping[str, Any]], prog: str, description: str
-) -> Experiment:
+# ---------------------------------------------------------------- parsed
+
+
+def parse_flags(base: Experiment, argv: Sequence[str], tables: Tables, prog: str, description: str) -> Experiment:
     """The experiment with the fields of the command line.
 
     Raises:
         UsageError: a field out of range.
-        SystemExit: as `parse_value`.
+        SystemExit: as `parse_values`.
     """
-    given = parse_value(base, argv, tables, prog, description)
-    kept = {name: (*given[name], *flag.objects) for name, flag in flags(base).items() if name in given and flag.objects}
-    return replace_fields(base, given | kept)
+    values = parse_values(base, argv, tables, prog, description)
+    for name, flag in flags(base).items():
+        if name in values and flag.objects:  # the objects of an experiment file stay
+            values[name] = (*values[name], *flag.objects)
+    return replace_fields(base, values)
 
 
-def parse_value(
-    base: Experiment, argv: Sequence[str], tables: Mapping[str, Mapping[str, Any]], prog: str, description: str
-) -> dict[str, Any]:
-    """Values of the command line by flag, which tyro parses.
-
-    It is given the flags that are named, without their help: to build a parser of all takes as long as many an import.
-    For --help, and if there is a mistake that it has to explain, it is given all, with help.
-
-    Args:
-        tables: those that a flag names a row of, by flag, for --help.
+def parse_values(base: Experiment, argv: Sequence[str], tables: Tables, prog: str, description: str) -> dict[str, Any]:
+    """Values of the command line by flag, of those that change.
 
     Raises:
         SystemExit: a value of another type, after tyro has said so; or --help.
     """
     known = flags(base)
-    shown = {name: shown_value(flag) for name, flag in known.items()}
     named = {name for word in flag_names(argv) for name in (word, strip_no_prefix(word))}
-    few = {name: flag for name, flag in known.items() if name in named}
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            values = split_values(few, shown, tables, argv, with_help=False, prog=prog)
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            parser = make_parser({name: flag for name, flag in known.items() if name in named}, tables, with_help=False)
+            got: Any = tyro.cli(parser, args=argv, prog=prog)
     except SystemExit:  # it says so again, in full
-        values = split_values(known, shown, tables, argv, with_help=True, prog=prog, description=description)
-    return {name: new for name, new in values.items() if new is not shown[name] and new != shown[name]}
+        got = tyro.cli(make_parser(known, tables, with_help=True), args=argv, prog=prog, description=description)
+    values = {}
+    for group in dataclasses.fields(got):
+        for f in dataclasses.fields(getattr(got, group.name)):
+            name = f.metadata["flag"]
+            value, before = getattr(getattr(got, group.name), f.name), known[name].shown
+            if value is not before and value != before:
+                values[name] = value
+    return values
 
 
-def split_values(
-    known: Mapping[str, Flag],
-    shown: Mapping[str, Any],
-    tables: Mapping[str, Mapping[str, Any]],
-    argv: Sequence[str],
-    *,
-    with_help: bool,
-    prog: str,
-    description: str = "",
-) -> dict[str, Any]:
-    """Values of these flags by the command line.
-
-    Args:
-        known: flags that it may have.
-        shown: their values without it.
-        tables: as in `parse_flags`.
-        with_help: with the texts of --help.
-        prog: the program's line, for messages.
-        description: what it does, for --help.
-
-    Raises:
-        SystemExit: a mistake, or --help.
-    """
-    groups = {group: names for group, names in group_flags(known).items() if names}
+def make_parser(known: Mapping[str, Flag], tables: Tables, *, with_help: bool) -> type:
+    """A dataclass of the groups that have flags among those known, each with its flags, for tyro."""
+    groups: dict[str, list[str]] = {group: [name for name in names if name in known] for group, names in GROUPS.items()}
+    listed = {name for names in GROUPS.values() for name in names}
+    for name in known:
+        if name not in listed:
+            groups.setdefault(name.rpartition(".")[0] or "other", []).append(name)
     parts = []
     for group, names in groups.items():
-        part = group_class(group, names, known, shown, tables, with_help)
-        parts.append((identifier(group), part, dataclasses.field(default_factory=part)))
-    got: Any = tyro.cli(dataclasses.make_dataclass("Flags", parts), args=argv, prog=prog, description=description)
-    return {
-        name: getattr(getattr(got, identifier(group)), identifier(name))
-        for group, names in groups.items()
-        for name in names
-    }
+        if names:
+            part = make_group(group, names, known, tables, with_help)
+            parts.append((identifier(group), part, dataclasses.field(default_factory=part)))
+    return dataclasses.make_dataclass("Flags", parts)
 
 
-def group_flags(known: Mapping[str, Flag]) -> dict[str, list[str]]:
-    """Names of flags by heading, in the order of --help."""
-    heading = {name: group for group, names in GROUPS.items() for name in names}
-    groups: dict[str, list[str]] = {group: [name for name in names if name in known] for group, names in GROUPS.items()}
-    for name in known:
-        if name not in heading:
-            groups.setdefault(name.rpartition(".")[0] or "other", []).append(name)
-    return groups
-
-
-def group_class(
-    group: str,
-    names: Sequence[str],
-    known: Mapping[str, Flag],
-    shown: Mapping[str, Any],
-    tables: Mapping[str, Mapping[str, Any]],
-    with_help: bool,
-) -> type:
-    """A dataclass with one heading's fields, spelled as in their parts."""
+def make_group(group: str, names: Iterable[str], known: Mapping[str, Flag], tables: Tables, with_help: bool) -> type:
+    """A dataclass of one heading's flags, spelled as in their parts."""
     fields = []
     for name in names:
         flag = known[name]
-        text = flag.help if with_help else ""  # read from the source
-        arg = tyro.conf.arg(name=name, prefix_name=False, help=text, metavar=flag.metavar(tables.get(name, {})))
-        hint = str if flag.hint is Any else flag.hint
-        default = dataclasses.field(default_factory=functools.partial(shown.__getitem__, name))
+        words = literal_words(flag.hint)
+        shown = words or tuple(tables.get(name, ()))
+        arg = tyro.conf.arg(
+            name=name,
+            prefix_name=False,
+            help=flag.help if with_help else "",  # read from the source
+            metavar=f"{{{','.join(shown)}}}" if shown else None,
+        )
+        # The words of a `Literal` are checked by the experiment, with a better message than the parser's.
+        hint = str if flag.hint is Any or words else flag.hint
+        default = dataclasses.field(default_factory=functools.partial(getattr, flag, "shown"), metadata={"flag": name})
         fields.append((identifier(name), Annotated[hint, arg], default))
-    about = ABOUT.get(group) or inspect.getdoc(type(known[names[0]].part)) or ""
+    about = ABOUT.get(group) or inspect.getdoc(type(flag.part)) or ""
     return dataclasses.make_dataclass(group, fields, namespace={"__doc__": about.partition("\n")[0]})
 
 
@@ -245,18 +214,6 @@ def identifier(name: str) -> str:
     return name.replace("-", "_").replace(".", "__")
 
 
-def shown_value(flag: Flag) -> Any:
-    """A field's value, or the name of an object set in Python.
-
-    Objects among words are left out.
-    """
-    value = flag.value
-    if flag.objects:
-        return tuple(each for each in value if isinstance(each, str))
-    plain = value is None or isinstance(value, (bool, int, float, str, tuple, list))
-    return value if plain else getattr(value, "name", type(value).__name__)
-
-
 def replace_fields(part: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     """A dataclass with the values of these flags; other fields keep theirs."""
     new = {}
@@ -267,6 +224,9 @@ def replace_fields(part: Any, values: Mapping[str, Any], prefix: str = "") -> An
         elif any(other.startswith(f"{name}.") for other in values):
             new[f.name] = replace_fields(getattr(part, f.name), values, f"{name}.")
     return dataclasses.replace(part, **new) if new else part
+
+
+# ---------------------------------------------------------------- names on a command line
 
 
 def unknown_flags(argv: Sequence[str], experiment: Experiment) -> list[str]:
@@ -282,8 +242,7 @@ def flag_names(argv: Sequence[str]) -> list[str]:
 
 def takes_value(arg: str) -> bool:
     """Return True for a flag whose value is the next argument."""
-    name = arg[2:].replace("_", "-")
-    flag = flags(Experiment()).get(strip_no_prefix(name))
+    flag = flags(Experiment()).get(strip_no_prefix(arg[2:].replace("_", "-")))
     return arg.startswith("--") and "=" not in arg and not (flag and flag.hint is bool)
 
 

@@ -1,13 +1,12 @@
 """Settings of the optimizer and its schedule."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Any, Literal
 
-from jaxmpi.config.choices import Choices, check_choices, use_python_numbers
 from jaxmpi.config.data import InPython
-from jaxmpi.core.errors import check
+from jaxmpi.config.validate import check_ranges, check_words, use_python_numbers
+from jaxmpi.core.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,7 @@ class Optim:
     lr: float = 0.01  # learning rate of each worker, before `lr_for_batch` and `lr_scaling`
     lr_for_batch: int = 0  # local batch that lr is for: with b examples it is b / this times lr; 0 = with any
     # growth of lr with the number of workers; rule = the rule's own default
-    lr_scaling: Annotated[str, Choices("rule", "none", "linear", "sqrt")] = "rule"
+    lr_scaling: Literal["rule", "none", "linear", "sqrt"] = "rule"
     momentum: float | None = None  # mu, in [0, 1), if the optimizer has one; None: its own
     rate_in_velocity: bool = False  # momentum, nesterov: v <- mu v - eta g; else w <- w - eta v
     b1: float | None = None  # decay of the mean of gradients, if the optimizer has one; None: its own
@@ -36,34 +35,33 @@ class Optim:
 
     def __post_init__(self) -> None:
         use_python_numbers(self)
-        check(
-            isinstance(self.name, str),
-            f"optim.name: got a {type(self.name).__name__}; expected a name, such as adamw; an optimizer of Optax has "
-            'a field of its own: Optim("mine", transform=...)',
+        if not isinstance(self.name, str):
+            raise UsageError(
+                f"optim.name: got a {type(self.name).__name__}; expected a name, such as adamw; an optimizer of Optax "
+                'has a field of its own: Optim("mine", transform=...)'
+            )
+        check_words(self, "optim.")
+        check_ranges(
+            self,
+            "optim.",
+            lr="(0, inf)",
+            lr_for_batch=">= 0 examples",
+            weight_decay=">= 0",
+            ema="[0, 1), such as 0.999",
+            clip_norm=">= 0",
+            bias_lr_factor="> 0",
+            momentum="[0, 1)",
+            b1="[0, 1)",
+            b2="[0, 1)",
+            eps="> 0",
         )
-        check_choices(self, "optim.")
-        check(self.lr > 0 and math.isfinite(self.lr), f"optim.lr: got {self.lr}; expected > 0")
-        check(self.lr_for_batch >= 0, f"optim.lr_for_batch: got {self.lr_for_batch}; expected examples >= 0")
-        check(self.weight_decay >= 0, f"optim.weight_decay: got {self.weight_decay}; expected >= 0")
-        check(0 <= self.ema < 1, f"optim.ema: got {self.ema}; expected [0, 1), such as 0.999")
-        check(self.clip_norm >= 0, f"optim.clip_norm: got {self.clip_norm}; expected >= 0")
-        check(
-            self.bias_lr_factor > 0,
-            f"optim.bias_lr_factor: got {self.bias_lr_factor}; expected > 0",
-        )
-        check(
-            self.shard_by in ("", "element", "tensor") and (self.transform is not None or not self.shard_by),
-            f"optim.shard_by: got {self.shard_by!r}; expected element or tensor, beside optim.transform: optimizers by "
-            "name know theirs",
-        )
-        for name in ("momentum", "b1", "b2"):
-            value = getattr(self, name)
-            check(value is None or 0 <= value < 1, f"optim.{name}: got {value}; expected [0, 1)")
-        check(self.eps is None or self.eps > 0, f"optim.eps: got {self.eps}; expected > 0")
-        check(
-            self.decay_mask is None or self.decay_bias,
-            "got optim.decay_mask and optim.decay_bias False; give one of them",
-        )
+        if self.shard_by not in ("", "element", "tensor") or (self.shard_by and self.transform is None):
+            raise UsageError(
+                f"optim.shard_by: got {self.shard_by!r}; expected element or tensor, beside optim.transform: "
+                "optimizers by name know theirs"
+            )
+        if self.decay_mask is not None and not self.decay_bias:
+            raise UsageError("got optim.decay_mask and optim.decay_bias False; give one of them")
 
 
 @dataclass(frozen=True)
@@ -84,20 +82,15 @@ class Schedule:
     def __post_init__(self) -> None:
         use_python_numbers(self)
         given = [f.name for f in fields(self) if f.name != "rate" and getattr(self, f.name) != f.default]
-        check(self.rate is None or not given, f"got schedule.rate and schedule.{', '.join(given)}; give one of them")
-        check(
-            self.rate is None or callable(self.rate),
-            f"schedule.rate: got a {type(self.rate).__name__}; expected a function of the step that gives the rate, "
-            "such as an Optax schedule; a constant rate is optim.lr",
-        )
-        check(self.factor > 0, f"schedule.factor: got {self.factor}; expected > 0")
-        check(self.warmup_lr >= 0, f"schedule.warmup_lr: got {self.warmup_lr}; expected >= 0")
-        check(
-            not (self.warmup_lr and self.warmup_from),
-            f"got schedule.warmup_lr {self.warmup_lr} and schedule.warmup_from {self.warmup_from}; give one of them",
-        )
-        check(self.power > 0, f"schedule.power: got {self.power}; expected > 0")
-        check(
-            0 <= self.warmup_from <= 1,
-            f"schedule.warmup_from: got {self.warmup_from}; expected a share in [0, 1]",
-        )
+        if self.rate is not None and given:
+            raise UsageError(f"got schedule.rate and schedule.{', '.join(given)}; give one of them")
+        if self.rate is not None and not callable(self.rate):
+            raise UsageError(
+                f"schedule.rate: got a {type(self.rate).__name__}; expected a function of the step that gives the "
+                "rate, such as an Optax schedule; a constant rate is optim.lr"
+            )
+        check_ranges(self, "schedule.", factor="> 0", warmup_lr=">= 0", power="> 0", warmup_from="[0, 1], a share")
+        if self.warmup_lr and self.warmup_from:
+            raise UsageError(
+                f"got schedule.warmup_lr {self.warmup_lr} and schedule.warmup_from {self.warmup_from}; give one of them"
+            )

@@ -1,10 +1,10 @@
 """Settings of the rule: how workers combine what they learn."""
 
-import math
 from dataclasses import dataclass
 
-from jaxmpi.config.choices import use_python_numbers
-from jaxmpi.core.errors import check
+from jaxmpi.config.validate import check_ranges, use_python_numbers
+
+FAR = "beyond 1 a worker would end on the far side of the center, at 0 they would never meet"
 
 
 @dataclass(frozen=True)
@@ -28,30 +28,17 @@ class RuleConfig:
 
     def __post_init__(self) -> None:
         use_python_numbers(self)
-        shares = {"alpha": (0, 1), "p": (0, 1)} | ({"server_alpha": (0, 1)} if self.server_alpha else {})
-        far = "beyond 1 a worker would end on the far side of the center, at 0 they would never meet"
-        for name in shares:
-            value = getattr(self, name)
-            is_open = name != "p"
-            check(
-                0 <= value <= 1 and not (is_open and value == 0),
-                f"rule.{name}: got {value}; expected "
-                + (f"(0, 1]: {far}" if is_open else "[0, 1]: it is a probability"),
-            )
-        check(0 <= self.momentum < 1, f"rule.momentum: got {self.momentum}; expected [0, 1): at 1 it never forgets")
-        for name, least, why in (
-            ("tau", 1, "it counts steps from one exchange to the next"),
-            ("local_steps", 1, "it counts steps from one exchange to the next"),
-            ("staleness", 0, "nobody can be ahead of the slowest by less; 0 is no bound"),
-            ("servers", 0, "with 0 a thread of rank 0 keeps the center"),
-        ):
-            got = getattr(self, name)
-            check(got >= least, f"rule.{name}: got {got}; expected >= {least}: {why}")
-        check(
-            self.outer_lr > 0 and math.isfinite(self.outer_lr),
-            f"rule.outer_lr: got {self.outer_lr}; expected > 0: at 0 nothing that workers learn would stay",
-        )
-        check(
-            0 <= self.outer_momentum < 1,
-            f"rule.outer_momentum: got {self.outer_momentum}; expected [0, 1): at 1 it never forgets",
+        check_ranges(
+            self,
+            "rule.",
+            alpha=f"(0, 1]: {FAR}",
+            server_alpha=f"[0, 1]: {FAR}; 0 is alpha",
+            p="[0, 1]: it is a probability",
+            momentum="[0, 1): at 1 it never forgets",
+            tau=">= 1: it counts steps from one exchange to the next",
+            local_steps=">= 1: it counts steps from one exchange to the next",
+            staleness=">= 0: nobody can be ahead of the slowest by less; 0 is no bound",
+            servers=">= 0: with 0 a thread of rank 0 keeps the center",
+            outer_lr="(0, inf): at 0 nothing that workers learn would stay",
+            outer_momentum="[0, 1): at 1 it never forgets",
         )

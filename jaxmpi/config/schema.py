@@ -9,48 +9,33 @@ sets them. The table `REFUSALS` lists settings that exclude each other.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from jaxmpi.config.choices import Choices, check_choices, use_python_numbers
 from jaxmpi.config.data import Data, InPython
 from jaxmpi.config.durations import check_divides, duration_steps, step_range
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim, Schedule
-from jaxmpi.config.refusals import GIVE_ONE, PAIR, incompatible, refuse_incompatible
 from jaxmpi.config.rule_config import RuleConfig
-from jaxmpi.core.errors import check
+from jaxmpi.config.validate import (
+    GIVE_ONE,
+    PAIR,
+    check_ranges,
+    check_words,
+    incompatible,
+    refuse_incompatible,
+    use_python_numbers,
+)
+from jaxmpi.core.errors import UsageError
 
 WORDS = "words"  # marks a tuple of words and objects: flags name its words, and an experiment file both
 if TYPE_CHECKING:
     Sinks = tuple[str | Callable[[dict[str, Any]], None], ...]
 else:  # as the command line's parser is to see it
     Sinks = Annotated[tuple[str, ...], WORDS]
-# Actions of a job that gets no further.
+# What a job does once late ranks are named.
 ON_STALL = {"abort": "ends, with a code other than 0", "warn": "says so and goes on"}
-# Outcomes of a step whose gradients or loss are not finite.
-RECOVERIES = {
-    "stop": "the run stops",
-    "skip": "the step changes nothing; params that differ between workers stop the run",
-    "rollback": "back to the newest checkpoint; a step that fails twice is left out",
-}
-# Outcomes for the other workers if one dies.
-LOSSES = {
-    "end": "the job ends; jaxmpi train --restarts starts it again",
-    "shrink": "they do the step again without it and go on, on one host under mpirun --with-ft ulfm; experimental",
-}
-# How batch norm's statistics cross workers: what training normalises with, what evaluation does.
-BATCH_STATISTICS = {
-    "local": "a worker's own batch; a worker's own running ones",
-    "averaged": "a worker's own batch; the mean of all workers' running ones",
-    "synchronised": "all workers' batches, exchanged at every layer; the same",
-}
-# Transports of what workers exchange.
-COMMS = {
-    "mpi": "MPI, one process a worker",
-    "xla": "XLA's collectives over a jax.distributed job that MPI sets up: NCCL between GPUs, gloo between CPUs",
-}
 # The parts of an experiment, and how each is spelled: objects of other libraries, such as Optax's, are none of them.
 PARTS: dict[str, tuple[type, str]] = {
     "data": (Data, 'Data("array", train=..., validation=...) takes examples of your own'),
@@ -69,11 +54,6 @@ REFUSALS = (
     ),
     *incompatible(lambda x: x.from_start, "from_start", ("resume", "any", GIVE_ONE), form=PAIR),
     *incompatible(lambda x: x.params, "params", ("continue_from", "any", GIVE_ONE), form=PAIR),
-    *incompatible(
-        lambda x: x.comm == "xla",
-        "comm xla",
-        ("step_mode", "split", "all workers share one jit there: use auto or fused"),
-    ),
 )
 
 
@@ -103,7 +83,7 @@ class Experiment:
     keep_checkpoints: int = 2  # newest checkpoints kept
     keep_best: int = 1  # beside them, the best by `monitor`, of steps that were evaluated and saved
     monitor: str = "eval_loss"  # figure of the evaluation by which checkpoints are the best, such as eval_top1
-    monitor_mode: Annotated[str, Choices("auto", "min", "max")] = "auto"  # its best value; auto: as its metric says
+    monitor_mode: Literal["auto", "min", "max"] = "auto"  # its best value; auto: as its metric says
     log_every: int = 10  # steps between lines of the record; the first step always has one
     quiet: bool = False  # nothing on the terminal but errors; the record is written all the same
     trace: str = ""  # first and last step, as 10:20: what all ranks do when, as trace.json in the run directory
@@ -111,62 +91,68 @@ class Experiment:
     sinks: Sinks = ()  # csv, mlflow, tensorboard, wandb: get every line of the record; functions may, too
     callbacks: InPython[tuple[Any, ...]] = ()  # jaxmpi.Callback objects: EarlyStop(), ReduceOnPlateau(), your own
     stall_timeout_s: float = 600.0  # seconds without progress after which late ranks are named, with stacks; 0 = never
-    on_stall: Annotated[str, Choices(*ON_STALL)] = "abort"  # action once late ranks are named
+    on_stall: Literal["abort", "warn"] = "abort"  # action once late ranks are named
     run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
     resume: bool = False  # go on from the newest checkpoint in run_dir
     from_start: bool = False  # begin again at step 0 in run_dir; the record and checkpoints in it are set aside
     # run directory whose newest checkpoint a new run goes on from, with another effective batch
     continue_from: str = ""
     params: str = ""  # Orbax folder or .safetensors file of params and model state that the run begins with
-    # action at steps that are not finite, or params that differ
-    on_nonfinite: Annotated[str, Choices(*RECOVERIES)] = "stop"
+    # at a loss or gradients that are not finite: stop; skip the step, which then changes nothing; or rollback to the
+    # newest checkpoint, where a step that fails twice is left out
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     recover_limit: int = 10  # times that a run may skip or roll back before it stops
     replica_check_every: str = "100st"  # duration between comparisons of all workers' params; 0st: when saving only
-    # if a worker dies the job ends, or the others go on without it (experimental)
-    on_rank_loss: Annotated[str, Choices(*LOSSES)] = "end"
+    # if a worker dies the job ends (--restarts starts it again), or the others repeat the step without it and continue:
+    # on one host, under mpirun --with-ft ulfm (experimental)
+    on_rank_loss: Literal["end", "shrink"] = "end"
     inject: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # kind:key=value,...: a fault on order; repeatable
     seed: int = 0  # seed of initialisation, order, augmentation and dropout
-    # statistics of batch norm, see docs/models.md
-    batch_statistics: Annotated[str, Choices(*BATCH_STATISTICS)] = "averaged"
+    # batch norm normalises by a worker's own batch and evaluates with its own running statistics (local) or their mean
+    # over workers (averaged), or normalises by the batches of all workers, exchanged at every layer (synchronised)
+    batch_statistics: Literal["local", "averaged", "synchronised"] = "averaged"
     # dtype of forward and backward; params stay float32
-    compute_dtype: Annotated[str, Choices("float32", "bfloat16")] = "float32"
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
     # local devices of each process, a worker each; over MPI they add theirs up before processes exchange
     devices: int = 1
-    # transport of what workers exchange; xla: NCCL between GPUs, gloo between CPUs
-    comm: Annotated[str, Choices(*COMMS)] = "mpi"
-    # one jit for the step, or gradients, exchange and update apart
-    step_mode: Annotated[str, Choices("auto", "fused", "split")] = "auto"
+    # transport of what workers exchange; xla: XLA's collectives, which are NCCL between GPUs and gloo between CPUs
+    comm: Literal["mpi", "xla"] = "mpi"
 
     def __post_init__(self) -> None:
         use_python_numbers(self)
         for name, (part, way_out) in PARTS.items():
             got = getattr(self, name)
             kind = f"{type(got).__module__.partition('.')[0]}.{type(got).__name__}"
-            check(isinstance(got, part), f"{name}: got a {kind}; expected jaxmpi.config.{part.__name__}: {way_out}")
-        check(
-            not self.run_dir.startswith("-"), f"run_dir: got {self.run_dir!r}; expected a path: write ./{self.run_dir}"
+            if not isinstance(got, part):
+                raise UsageError(f"{name}: got a {kind}; expected jaxmpi.config.{part.__name__}: {way_out}")
+        if self.run_dir.startswith("-"):
+            raise UsageError(f"run_dir: got {self.run_dir!r}; expected a path: write ./{self.run_dir}")
+        check_ranges(
+            self,
+            local_batch=">= 0",
+            effective_batch=">= 0",
+            micro_batch=">= 0",
+            keep_best=">= 0",
+            recover_limit=">= 0",
+            seed=f"[0, {2**32 - 1}]",
+            log_every=">= 1",
+            keep_checkpoints=">= 1",
+            devices=">= 1",
+            stall_timeout_s=">= 0",
         )
-        for name in ("local_batch", "effective_batch", "micro_batch", "keep_best", "recover_limit"):
-            check(getattr(self, name) >= 0, f"{name}: got {getattr(self, name)}; expected >= 0")
-        check(0 <= self.seed < 2**32, f"seed: got {self.seed}; expected 0 to 2^32 - 1")
-        for name in ("log_every", "keep_checkpoints", "devices"):
-            check(getattr(self, name) >= 1, f"{name}: got {getattr(self, name)}; expected >= 1")
-        check_choices(self)
-        check(isinstance(self.sinks, (tuple, list)), f"sinks: got {self.sinks!r}; expected a tuple, as ('csv',)")
+        check_words(self)
+        if not isinstance(self.sinks, (tuple, list)):
+            raise UsageError(f"sinks: got {self.sinks!r}; expected a tuple, as ('csv',)")
         for sink in self.sinks:
-            check(
-                isinstance(sink, str) or callable(sink), f"sinks: got {sink!r}; expected a word or a function of a dict"
-            )
-        check(self.stall_timeout_s >= 0, f"stall_timeout_s: got {self.stall_timeout_s}; expected >= 0")
+            if not (isinstance(sink, str) or callable(sink)):
+                raise UsageError(f"sinks: got {sink!r}; expected a word or a function of a dict")
         for name in ("trace", "profile"):
             step_range(getattr(self, name), name)
         refuse_incompatible(REFUSALS, self)
         for name in ("train_for", "eval_every", "checkpoint_every", "replica_check_every"):
             duration_steps(getattr(self, name), 1, 1, 1)
-        check(
-            "%" not in self.train_for and float(re.sub(r"[^\d.]", "", self.train_for)) > 0,
-            f"train_for: got {self.train_for}; expected a duration > 0 in ep, st or ex",
-        )
+        if not ("%" not in self.train_for and float(re.sub(r"[^\d.]", "", self.train_for)) > 0):
+            raise UsageError(f"train_for: got {self.train_for}; expected a duration > 0 in ep, st or ex")
 
 
 def local_batch(experiment: Experiment, workers: int, uneven: bool = False) -> int:

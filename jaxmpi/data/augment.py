@@ -1,8 +1,7 @@
-"""Augmentation: the way of one image into a batch.
+"""Augmentation of one image, by choices that are a function of (seed, epoch, index) alone.
 
-Random choices are a function of (seed, epoch, index): the same on any number of workers, threads
-or resumed runs. Mean and standard deviation per channel are left to the device, so that a batch
-is sent as u8; a mean image is subtracted here, because it must be cropped as the image is.
+Mean and standard deviation per channel are left to the device, so that a batch is sent as u8; a mean image is
+subtracted here, because it must be cropped as the image is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.data import decode
 from jaxmpi.data.sampler import random_bits
 from jaxmpi.data.sources.base import to_array
@@ -30,13 +29,8 @@ MEAN = Expected(
 class Augment:
     """Image preparation of one split: shorter side, mean image, crop, mirror.
 
-    With `crop_area`, a training crop is cut from the image as it comes, not from the resized one.
-
-    Args:
-        config: `resize`, `crop`, `crop_area`, `crop_aspect`, `mirror`, `channels` are used here.
-        train: random crop and mirror; otherwise the centre crop and no mirror.
-        seed: of the random choices.
-        mean_image: f32[height, width, channels] in [0, 255], or None.
+    With `crop_area`, a training crop is cut from the image as it comes, not from the resized one. `mean_image` is
+    f32[height, width, channels] in [0, 255].
     """
 
     config: Data
@@ -45,24 +39,21 @@ class Augment:
     mean_image: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        check(0 <= self.seed < 2**64, f"seed: got {self.seed}; expected 0 to 2^64 - 1")
+        if not 0 <= self.seed < 2**64:
+            raise UsageError(f"seed: got {self.seed}; expected 0 to 2^64 - 1")
 
     def __call__(self, image: np.ndarray, epoch: int, index: int, where: str) -> np.ndarray:
-        """The image for a batch, crop x crop if `data.crop` is set.
+        """The image for a batch, crop x crop if `data.crop` is set; may be a view. Errors name `where`.
 
-        u8 stays u8. With a mean image the result is f32, (x - mean) / 255 / std. An array that is
-        not u8 is taken to be prepared by its owner: it may be of any shape and only crop and
-        mirror touch it. The result may be a view.
-
-        Raises:
-            UsageError: the image is smaller than the crop or the mean image, or too large once resized;
-                `where` names it.
+        u8 stays u8; with a mean image the result is f32, (x - mean) / 255 / std. An array that is not u8 is taken to be
+        prepared by its owner: it may be of any shape, and only crop and mirror touch it.
         """
         config, mean = self.config, None
         if image.dtype == np.uint8:
             image = decode.with_channels(image, config.channels, where)
         if self.train and config.crop_area:
-            check(image.ndim == 3, f"{where}: got shape {image.shape}; a crop needs 3 axes")
+            if image.ndim != 3:
+                raise UsageError(f"{where}: got shape {image.shape}; a crop needs 3 axes")
             (top, left, height, width), is_mirrored = self._scaled_choices(image.shape[:2], epoch, index)
             scaled = decode.stretched(image[top : top + height, left : left + width], config.crop)
             return decode.mirrored(scaled) if is_mirrored else scaled
@@ -100,34 +91,33 @@ class Augment:
         bits = np.random.Philox(key=key, counter=np.array([0, 0, index, STREAM], np.uint64))
         copies = {field: np.array(value) for field, value in example.items()}
         got = function(np.random.Generator(bits), copies)
-        words = f"a dict of {', '.join(map(str, got))}" if isinstance(got, dict) else type(got).__name__
-        check(
-            isinstance(got, dict) and got.keys() == example.keys(),
-            f"{where}: data.augment returned {words}; expected the fields that it got, {', '.join(example)}",
-        )
+        if not isinstance(got, dict) or got.keys() != example.keys():
+            words = f"a dict of {', '.join(map(str, got))}" if isinstance(got, dict) else type(got).__name__
+            raise UsageError(
+                f"{where}: data.augment returned {words}; expected the fields that it got, {', '.join(example)}"
+            )
         return {field: to_array(got[field], f"{where}: {field} of data.augment") for field in example}
 
     def check_unused(self, where: str) -> None:
         """Raise `UsageError` if a setting is on that only images know."""
         on = [name for name in ("resize", "crop", "mirror", "mean_image") if getattr(self.config, name)]
-        check(
-            not on,
-            f"data.{'/'.join(on)}: got {where}, a dict of other fields than image and label; these settings are for "
-            "(image, label): leave them out, and prepare examples in the source",
-        )
+        if on:
+            raise UsageError(
+                f"data.{'/'.join(on)}: got {where}, a dict of other fields than image and label; these settings are "
+                "for (image, label): leave them out, and prepare examples in the source"
+            )
 
     def _choices(self, epoch: int, index: int, image: np.ndarray, where: str) -> tuple[int, int, bool]:
         """Row and column of the window, and True to mirror it."""
         config = self.config
         if not (config.crop or (self.train and config.mirror)):
             return 0, 0, False
-        check(image.ndim == 3, f"{where}: got shape {image.shape}; crop and mirror need 3 axes")
+        if image.ndim != 3 or min(image.shape[:2]) < config.crop:
+            raise UsageError(
+                f"{where}: got an image of shape {image.shape}; expected 3 axes, and at least data.crop = "
+                f"{config.crop} px; set data.resize >= {config.crop}"
+            )
         high, wide = (side - config.crop if config.crop else 0 for side in image.shape[:2])
-        check(
-            min(high, wide) >= 0,
-            f"{where}: got an image of {_size(image)} px; expected at least data.crop = "
-            f"{config.crop} px; set data.resize >= {config.crop}",
-        )
         if not self.train:
             return high // 2, wide // 2, False
         bits = random_bits(3, self.seed, epoch, stream=1, index=index).tolist()
@@ -144,16 +134,10 @@ class Augment:
 def random_window(
     size: tuple[int, int], area: tuple[float, ...], aspect: tuple[float, float], shares: Iterable[Sequence[float]]
 ) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of a window drawn from `shares`.
+    """(top, left, height, width) of a window: area uniform, aspect log-uniform, place uniform (Szegedy et al. 2015).
 
-    The area is uniform, the aspect log-uniform and the place uniform (Szegedy et al. 2015).
-
-    Args:
-        size: height and width of the image, px.
-        area: smallest and largest share of it.
-        aspect: smallest and largest width / height.
-        shares: [tries][4] in [0, 1]: area, aspect, top, left of every try. The first window that fits is taken;
-            if none does, the largest in the centre whose aspect is allowed.
+    `shares` are f[tries][4] in [0, 1]: area, aspect, top, left of every try. The first window that fits is taken; if
+    none does, the largest in the centre whose aspect is allowed.
     """
     high, wide = size
     for area_share, aspect_share, top_share, left_share in shares:
@@ -173,16 +157,12 @@ def _place(share: float, spare: int) -> int:
 
 def _centre(image: np.ndarray, mean: np.ndarray, where: str) -> np.ndarray:
     top, left = (got - want for got, want in zip(image.shape[:2], mean.shape[:2], strict=True))
-    check(
-        min(top, left) >= 0,
-        f"{where}: got an image of {_size(image)} px; expected at least the {_size(mean)} px "
-        "of data.mean_image; set data.resize",
-    )
+    if min(top, left) < 0:
+        raise UsageError(
+            f"{where}: got an image of shape {image.shape}; expected at least the {mean.shape} of data.mean_image; set "
+            "data.resize"
+        )
     return image[top // 2 : top // 2 + mean.shape[0], left // 2 : left // 2 + mean.shape[1]]
-
-
-def _size(image: np.ndarray) -> str:
-    return f"{image.shape[0]} x {image.shape[1]}"
 
 
 def load_mean_image(config: Data) -> np.ndarray | None:
@@ -191,8 +171,6 @@ def load_mean_image(config: Data) -> np.ndarray | None:
     if not path:
         return None
     mean = decode.with_channels(load_array(path, MEAN), config.channels, f"data.mean_image {path}")
-    check(
-        min(mean.shape[:2]) >= config.crop,
-        f"data.mean_image {path}: got {_size(mean)} px; expected at least data.crop = {config.crop}",
-    )
+    if min(mean.shape[:2]) < config.crop:
+        raise UsageError(f"data.mean_image {path}: got {mean.shape}; expected at least data.crop = {config.crop} px")
     return mean.astype(np.float32)

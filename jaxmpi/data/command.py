@@ -12,9 +12,9 @@ from rich import progress
 from rich.console import Console
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.errors import UsageError, check, lookup
+from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.data.decode import CorruptExample
-from jaxmpi.data.packing import PackingOptions, Progress, damaged, pack, splits_in
+from jaxmpi.data.packing import PackingOptions, Progress, find_damage, pack, splits_in
 from jaxmpi.data.sources.packed import PackedSource
 from jaxmpi.data.sources.registry import SOURCES, open_source
 from jaxmpi.data.sources.text import write_words
@@ -57,6 +57,11 @@ def _add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
 
 
+def _check_threads(options: argparse.Namespace) -> None:
+    if options.threads < 1:
+        raise UsageError(f"--threads: got {options.threads}; expected >= 1")
+
+
 def pack_main(argv: list[str]) -> None:
     """`jaxmpi data pack SRC DST`."""
     parser = _parser(
@@ -77,8 +82,9 @@ def pack_main(argv: list[str]) -> None:
     add("--verify", default=default.verify, help="decode | header: of images that keep their bytes (default: decode)")
     _add_threads(parser)
     options = parser.parse_args(argv)
-    check(options.threads >= 1, f"--threads: got {options.threads}; expected >= 1")
-    check(0 < options.shard_mb < math.inf, f"--shard-mb: got {options.shard_mb}; expected MiB > 0")
+    _check_threads(options)
+    if not 0 < options.shard_mb < math.inf:
+        raise UsageError(f"--shard-mb: got {options.shard_mb}; expected MiB > 0")
     needs_none = options.source is None and options.src in NEED_NO_FOLDER
     data = Data(
         source=options.src if needs_none else options.source or "imagefolder",
@@ -116,16 +122,17 @@ def check_main(argv: list[str]) -> None:
     parser.add_argument("--decode", action="store_true", help="decode the images too")
     _add_threads(parser)
     options = parser.parse_args(argv)
-    check(options.threads >= 1, f"--threads: got {options.threads}; expected >= 1")
-    is_whole = True
+    _check_threads(options)
+    damaged = 0
     for folder in splits_in(options.dst):
         packed = PackedSource(folder)
         with _progress_bar(folder.name, len(packed)) as progress:
-            wrong = damaged(packed, options.threads, progress, options.decode)
-        print("".join(f"{text}\n" for text in wrong[:SHOWN]), end="")
-        print(f"{folder}: {len(wrong)} of {len(packed)} records are damaged" if wrong else f"{folder}: all is well")
-        is_whole = is_whole and not wrong
-    if not is_whole:
+            damage = find_damage(packed, options.threads, progress, options.decode)
+        for text in damage[:SHOWN]:
+            print(text)
+        print(f"{folder}: {len(damage)} of {len(packed)} records are damaged" if damage else f"{folder}: all is well")
+        damaged += len(damage)
+    if damaged:
         sys.exit(1)
 
 

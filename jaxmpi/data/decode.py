@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.core.errors import TrainingError, check
+from jaxmpi.core.errors import TrainingError, UsageError
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's name for so many channels
 SPACES = {1: "GRAY", 3: "RGB", 4: "RGBA"}  # libjpeg-turbo's
@@ -28,11 +28,7 @@ MAX_SCANS = 500  # scans of a progressive JPEG at most; ten are usual. Each goes
 
 
 class CorruptExample(TrainingError):
-    """An example that cannot be decoded: its place, index and reason.
-
-    Attributes:
-        fault: the same in words, without a way out.
-    """
+    """An example that cannot be decoded: its place, index and reason; `fault` is that without a way out."""
 
     def __init__(self, where: str, index: int, reason: str) -> None:
         self.fault = f"{where} (example {index}) is corrupt: {reason}"
@@ -65,18 +61,11 @@ class Picture(NamedTuple):
 
 
 def opened(blob: Any, channels: int) -> Picture:
-    """A JPEG, PNG or what else Pillow knows.
+    """A JPEG, PNG or what else Pillow knows, as 1, 3 or 4 channels; raises whatever Pillow does on a damaged file.
 
-    Grey, palette and CMYK images are converted; of 16 bits a pixel the 8 highest are taken. An image of 32 bits a pixel
-    is refused, since its range is not known. Transparency is dropped, and an animation gives its first frame. An EXIF
-    orientation is ignored, as in the usual ImageNet pipelines. A file's name does not count.
-
-    Args:
-        blob: the file's bytes.
-        channels: 1, 3 or 4.
-
-    Raises:
-        Exception: whatever Pillow raises on a damaged file, here or from `pixels`.
+    Grey, palette and CMYK images are converted; of 16 bits a pixel the 8 highest are taken, and 32 bits are refused,
+    since their range is not known. Transparency is dropped, and an animation gives its first frame. An EXIF orientation
+    is ignored, as in the usual ImageNet pipelines. A file's name does not count.
     """
     import simplejpeg
 
@@ -91,17 +80,15 @@ def opened(blob: Any, channels: int) -> Picture:
 
 
 def _check_scans(blob: memoryview) -> None:
-    """Refuse a progressive JPEG of so many scans that decoding takes hours.
-
-    Any other JPEG has bits for each block in each scan, so a small file is fast.
-    """
+    """Refuse a progressive JPEG of so many scans that decoding takes hours; other scans have bits for each block."""
     at = 2
     while at + 4 <= len(blob) and blob[at] == 0xFF and blob[at + 1] in _SKIPPED:
         at += 2 + int.from_bytes(blob[at + 2 : at + 4], "big")
     is_sequential = at + 4 <= len(blob) and blob[at] == 0xFF and blob[at + 1] in (0xC0, 0xC1)
     if blob[:2] == b"\xff\xd8" and not is_sequential:
         scans = bytes(blob).count(b"\xff\xda")
-        check(scans <= MAX_SCANS, f"got a JPEG of {scans} scans; expected at most {MAX_SCANS}")
+        if scans > MAX_SCANS:
+            raise UsageError(f"got a JPEG of {scans} scans; expected at most {MAX_SCANS}")
 
 
 def _jpeg(blob: Any, channels: int, height: int, width: int, strict: bool = True) -> np.ndarray:
@@ -138,12 +125,13 @@ def _by_pillow(blob: Any, channels: int) -> np.ndarray:
 
 
 def _check_kind(image: Any) -> None:
-    check(image.format != "EPS", "an EPS file is a program, which Pillow has Ghostscript run; expected an image")
-    check(
-        image.mode in EIGHT_BIT_MODES or _is_16_bit(image),
-        f"got an image of Pillow's mode {image.mode} ({image.format}), whose range is not known; expected 8 or 16 bits "
-        "a pixel: scale its pixels to 0 to 255, and save them as uint8",
-    )
+    if image.format == "EPS":
+        raise UsageError("an EPS file is a program, which Pillow has Ghostscript run; expected an image")
+    if image.mode not in EIGHT_BIT_MODES and not _is_16_bit(image):
+        raise UsageError(
+            f"got an image of Pillow's mode {image.mode} ({image.format}), whose range is not known; expected 8 or 16 "
+            "bits a pixel: scale its pixels to 0 to 255, and save them as uint8"
+        )
 
 
 def _is_16_bit(image: Any) -> bool:
@@ -250,32 +238,27 @@ def _opencv() -> Any:
 def _shorter_side(height: int, width: int, px: int, where: str = "image") -> tuple[int, int]:
     scale = px / min(height, width)
     high, wide = max(px, round(height * scale)), max(px, round(width * scale))
-    check(
-        high * wide <= MAX_PIXELS,  # a line of pixels, which a small file holds, would become gigabytes
-        f"{where}: got {height} x {width} px, {high} x {wide} with a shorter side of {px}; "
-        f"expected at most {MAX_PIXELS} px in all: crop or drop it, or set a smaller resize",
-    )
+    if high * wide > MAX_PIXELS:  # a line of pixels, which a small file has, would become gigabytes
+        raise UsageError(
+            f"{where}: got {height} x {width} px, {high} x {wide} with a shorter side of {px}; expected at most "
+            f"{MAX_PIXELS} px in all: crop or drop it, or set a smaller resize"
+        )
     return high, wide
 
 
 def with_channels(image: np.ndarray, channels: int, where: str) -> np.ndarray:
     """An image as [height, width, channels]; grey is repeated, and other numbers of channels are refused."""
     image = image[..., None] if image.ndim == 2 else image
-    check(
-        image.ndim == 3 and image.shape[-1] in (1, channels),
-        f"{where}: got an image of shape {image.shape}; expected [height, width, {channels}] or "
-        "grey [height, width]; see data.channels",
-    )
+    if image.ndim != 3 or image.shape[-1] not in (1, channels):
+        raise UsageError(
+            f"{where}: got an image of shape {image.shape}; expected [height, width, {channels}] or grey [height, "
+            "width]; see data.channels"
+        )
     return np.broadcast_to(image, (*image.shape[:2], channels))
 
 
 def encoded_again(blob: bytes, px: int, quality: int) -> bytes:
-    """Resize an image file's shorter side to `px`, as JPEG or PNG; with 0, or of that size, it keeps its bytes.
-
-    Raises:
-        UsageError: the file is an EPS file, or of 32 bits a pixel.
-        Exception: whatever Pillow raises on a damaged header, or a decoder on damaged pixels that it had to decode.
-    """
+    """Resize an image file's shorter side to `px`, as JPEG or PNG; with 0, or of that size, it keeps its bytes."""
     from PIL import Image
 
     with Image.open(io.BytesIO(blob)) as image:
@@ -291,11 +274,10 @@ def encoded(image: np.ndarray, quality: int) -> bytes:
     from PIL import Image
 
     image = image[..., None] if image.ndim == 2 else image
-    check(
-        image.dtype == np.uint8 and image.ndim == 3 and image.shape[-1] in MODES,
-        f"got an image {image.dtype}{list(image.shape)}; expected u8[height, width, 1, 3 or 4]",
-    )
-    check(quality == 0 or image.shape[-1] != 4, "JPEG has no transparency; give quality 0, which makes PNG")
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] not in MODES:
+        raise UsageError(f"got an image {image.dtype}{list(image.shape)}; expected u8[height, width, 1, 3 or 4]")
+    if quality and image.shape[-1] == 4:
+        raise UsageError("JPEG has no transparency; give quality 0, which makes PNG")
     file = io.BytesIO()
     plain = Image.fromarray(image if image.shape[-1] > 1 else image[..., 0])
     plain.save(file, "JPEG", quality=quality) if quality else plain.save(file, "PNG")

@@ -1,10 +1,8 @@
 """One example as one row of a batch; errors name the example.
 
-Loaders run in threads or processes, and an error there helps only if it names the example. So `ExampleReader.row`
-alone reads, augments and checks examples. An image that cannot be decoded may be skipped. A file that cannot be read
-ends the run: to skip it would skip a failed file system whole. A batch is one flat dict of arrays. Dicts or tuples in
-an example become names such as `outer/inner` (`flat`, `nested`). Numbers become 32-bit ones, as devices have them;
-whole numbers that do not fit are refused.
+`ExampleReader.row` alone reads, augments and checks examples, since an error in a loader helps only if it names its
+example. An image that cannot be decoded may be skipped. A file that cannot be read ends the run: to skip it would skip
+a failed file system whole. A batch is one flat dict of arrays. Numbers become 32-bit ones, as devices have them.
 """
 
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmpi.core.errors import TrainingError, UsageError, check
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.host_arrays import check_holds
 from jaxmpi.core.json_tree import nest
 from jaxmpi.data.augment import Augment
@@ -20,7 +18,7 @@ from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.sources.base import Source, to_array, where
 
 MOST_CLASSES = 2**31 - 1  # labels are i32
-Example = dict[str, np.ndarray]  # one example as a batch holds it: `image` and `label`, or the fields of a dict
+Example = dict[str, np.ndarray]  # one example as a batch has it: `image` and `label`, or the fields of a dict
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,13 @@ class ExampleReader:
             example = self._read(epoch, index, name)
             if isinstance(example, dict):
                 example = self.augment.by_user(example, epoch, index, name)
-                return {field: plain(value, f"{name}: {field}") for field, value in example.items()}
+                return {field: to_32_bits(value, f"{name}: {field}") for field, value in example.items()}
             image, label = example
-            pair = {"image": image, "label": to_array(label, f"{name}: label")}
-            image, label = self.augment.by_user(pair, epoch, index, name).values()
+            fields = {"image": image, "label": to_array(label, f"{name}: label")}
+            image, label = self.augment.by_user(fields, epoch, index, name).values()
             if image.dtype.itemsize > 4:
-                image = plain(image, f"{name}: image")
-            return {"image": image, "label": self._checked(label, name)}
+                image = to_32_bits(image, f"{name}: image")
+            return {"image": image, "label": self._check_label(label, name)}
         except CorruptExample:
             raise
         except OSError as error:
@@ -75,75 +73,73 @@ class ExampleReader:
         example = self.source[number]
         if isinstance(example, dict):
             self.augment.check_unused(name)
-            return flat(example, name)
+            return flatten(example, name)
         image, label = example
         return self.augment(to_array(image, name), epoch, index, name), label
 
-    def _checked(self, label: np.ndarray, name: str) -> np.ndarray:
+    def _check_label(self, label: np.ndarray, name: str) -> np.ndarray:
         if self.labels == "numbers":
-            return plain(label, f"{name}: label")
+            return to_32_bits(label, f"{name}: label")
         is_whole, top = label.dtype.kind in "iu", self.source.classes or self.classes or MOST_CLASSES
         least = -1 if self.labels == "classes or none" else 0
-        if is_whole and (label.size == 0 or (label.min() >= least and label.max() < top)):
-            return label.astype(np.int32)
-        # Texts are made here only: making them takes longer than looking at the label.
-        check(is_whole, f"{name}: got label {label} of {label.dtype}; expected a whole number")
-        raise UsageError(f"{name}: got label {label}; expected {least} <= label < {top}")
+        if not is_whole:
+            raise UsageError(f"{name}: got label {label} of {label.dtype}; expected a whole number")
+        if label.size and (label.min() < least or label.max() >= top):
+            raise UsageError(f"{name}: got label {label}; expected {least} <= label < {top}")
+        return label.astype(np.int32)
 
 
-def flat(example: dict[str, Any], name: str) -> Example:
+def flatten(example: dict[str, Any], name: str) -> Example:
     """Flatten a dict: inner dicts to `outer/inner`, tuples to `outer/[0]`."""
     fields: Example = {}
     for key, value in example.items():
-        is_name = isinstance(key, str) and "/" not in key and key not in ("", "weight")
-        value = {f"[{i}]": each for i, each in enumerate(value)} if isinstance(value, tuple) else value
-        check(
-            is_name, f"{name}: got a field {key!r}; expected a name without /, and not weight, which the trainer adds"
-        )
-        if isinstance(value, dict):
-            fields |= {f"{key}/{inner}": each for inner, each in flat(value, name).items()}
+        if not isinstance(key, str) or "/" in key or key in ("", "weight"):
+            raise UsageError(
+                f"{name}: got a field {key!r}; expected a name without /, and not weight, which the trainer adds"
+            )
+        inner = {f"[{i}]": each for i, each in enumerate(value)} if isinstance(value, tuple) else value
+        if isinstance(inner, dict):
+            fields |= {f"{key}/{field}": each for field, each in flatten(inner, name).items()}
         else:
             fields[key] = to_array(value, f"{name}: {key}")
-    check(bool(fields), f"{name}: got an example without fields; expected a dict of arrays")
+    if not fields:
+        raise UsageError(f"{name}: got an example without fields; expected a dict of arrays")
     return fields
 
 
 def nested(fields: dict[str, Any]) -> dict[str, Any]:
-    """The dict of dicts and tuples whose `flat` this is."""
+    """The dict of dicts and tuples whose `flatten` this is."""
 
     def with_tuples(tree: Any) -> Any:
         if not isinstance(tree, dict):
             return tree
         parts = {key: with_tuples(value) for key, value in tree.items()}
-        is_tuple = parts.keys() == {f"[{i}]" for i in range(len(parts))}
-        return tuple(parts[f"[{i}]"] for i in range(len(parts))) if is_tuple else parts
+        names = [f"[{i}]" for i in range(len(parts))]
+        return tuple(parts[name] for name in names) if parts.keys() == {*names} else parts
 
     return with_tuples(nest(fields, lambda name: name.split("/"), "fields"))
 
 
-def plain(value: np.ndarray, name: str) -> np.ndarray:
-    """Return numbers, with 64-bit whole ones as i32; refuse all else, and whole ones that do not fit.
+def to_32_bits(value: np.ndarray, name: str) -> np.ndarray:
+    """Return numbers, with 64-bit whole ones as i32; refuse all else, and numbers that do not fit.
 
     Floats become f32 when they are copied into a batch.
     """
-    check(value.dtype.kind in "biuf", f"{name}: got {value.dtype}; expected numbers")
-    if value.dtype.kind == "f" and value.dtype.itemsize > 4:
+    if value.dtype.kind not in "biuf":
+        raise UsageError(f"{name}: got {value.dtype}; expected numbers")
+    if value.dtype.itemsize <= 4:
+        return value
+    if value.dtype.kind == "f":
         check_holds(name, value, np.float32)
-    if value.dtype.kind in "iu" and value.dtype.itemsize > 4:
-        limits = np.iinfo(np.int32)
-        fits = value.size == 0 or (value.min() >= limits.min and value.max() <= limits.max)
-        check(
-            fits, f"{name}: got {value.dtype} from {value.min(initial=0)} to {value.max(initial=0)}; expected 32 bits"
-        )
-        return value.astype(np.int32)
-    return value
+        return value
+    limits = np.iinfo(np.int32)
+    if value.size and (value.min() < limits.min or value.max() > limits.max):
+        raise UsageError(f"{name}: got {value.dtype} from {value.min()} to {value.max()}; expected 32 bits")
+    return value.astype(np.int32)
 
 
 def unreadable(name: str, index: int, error: OSError) -> TrainingError:
-    """Turn a file system's error into one that ends the run.
-
-    It is no `CorruptExample`: skipping those would skip a failed file system whole.
-    """
+    """A file system's error as one that ends the run; no `CorruptExample`, whose skipping would skip all files."""
     return TrainingError(
         f"{name} (example {index}) cannot be read: {error}; files must not change while a run reads them"
     )

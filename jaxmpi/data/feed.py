@@ -228,15 +228,12 @@ def open_feed(
 ) -> DeviceFeed:
     """The source of a split, checked against the model.
 
+    Training data of another number of classes makes the model again, if it knows how: `DeviceFeed.model`.
+
     Args:
         micro_batch: which divides each worker's batch, filled up; 0 if there is none.
         pool: of another feed, which this one shares if loaders of that kind suit it; else it has one of its own, of
             `data.loaders` loaders a worker.
-
-    Training data of another number of classes makes the model again, if it knows how: `DeviceFeed.model`.
-
-    Raises:
-        UsageError: the data is missing, or its classes are not the model's, which cannot be made with them.
     """
     data, is_train, multiple = experiment.data, split == "train", micro_batch or 1
     source = open_source(data, split)

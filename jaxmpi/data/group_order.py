@@ -22,19 +22,14 @@ SEGMENT_BYTES = 32 << 20  # a worker's part of what is sent at once
 
 @dataclass(frozen=True)
 class GroupSampler(Sampler):
-    """The order of examples that move between the workers of a group every `period` epochs.
+    """The order of examples that move between the workers of a group of `parts` every `period` epochs (0: once).
 
     At the first of these epochs the order is that of `Sampler`. In the others each member's records are permuted among
-    themselves, by (seed, epoch, member): it then depends on the group's size too. With period 1, and with
-    `piece_steps`, the order is that of `Sampler` always.
+    themselves, by (seed, epoch, member): it then depends on the group's size too.
 
-    With `piece_steps` members keep what they have read from files. Copies of the records that they read in the next
-    steps come in pieces. A turn is a piece, or an epoch whose records come at once; turns are numbered over all epochs.
-
-    Args:
-        parts: S, the group's size.
-        period: epochs between two shuffles, >= 1; 0: none after the first.
-        piece_steps: steps of an epoch whose records come at once; 0: all of them.
+    With `piece_steps` the order is that of `Sampler` always. Members keep what they have read from files, and copies of
+    the records that they read in the next steps come in pieces of so many. A turn is a piece, or an epoch whose records
+    come at once; turns are numbered over all epochs.
     """
 
     parts: int = 1
@@ -152,11 +147,9 @@ def plan_moves(
 
     Args:
         order: i64[n], the new epoch's.
-        before: i32[n], who has record i.
-        after: i32[n], who is to have place i of the order.
-        lengths: i64[n], bytes of record i, at most 2^30.
-        me: this part.
-        parts: of the data set, each in a process of its own.
+        before, after: i32[n], who has record i, and who is to have place i of the order.
+        lengths: i64[n], bytes of record i.
+        me, parts: this part, and how many, each in a process of its own.
         segment_bytes: of one part, about.
     """
     assert lengths.max(initial=0) <= MAX_RECORD_BYTES

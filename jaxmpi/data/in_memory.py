@@ -141,9 +141,6 @@ class InMemory:
         Returns: `image` and `label`, or the fields that `Data.augment` gives; and `weight`, f32[local_batch]. Rows of
             weight 0 only fill the last batch before all examples have been read. The mean over workers of
             sum(weight * loss) is the mean loss of the batch's examples.
-
-        Raises:
-            CorruptExample, TrainingError, UsageError: an example that cannot be decoded or read.
         """
         self._check_open("batch")
         if self._iterator is None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -65,9 +65,6 @@ class LoaderPool:
         kind: a row of `KINDS`.
         size: how many.
         stall_timeout_s: seconds that a loader may be at one example, or say nothing.
-
-    Raises:
-        UsageError: an unknown kind.
     """
 
     def __init__(self, kind: str, size: int, stall_timeout_s: float) -> None:
@@ -208,9 +205,6 @@ def kind_for(config: Data, source: Source) -> str:
     """`data.loader`; if that is auto, processes to decode images, and threads for all else.
 
     Threads also read sources that change meanwhile, and all of them if the system has no `memfd_create`.
-
-    Raises:
-        UsageError: processes for a source that changes while it is read.
     """
     in_process = bool(getattr(source, "in_process", False))
     if config.loader not in ("auto", "threads") and in_process:
@@ -219,9 +213,6 @@ def kind_for(config: Data, source: Source) -> str:
         return config.loader
     decodes = getattr(source, "encoded", None) is not None
     return "processes" if decodes and not in_process and hasattr(os, "memfd_create") else "threads"
-
-
-# ---------------------------------------------------------------- threads
 
 
 class Threads:
@@ -256,9 +247,9 @@ class Threads:
     def ended(self, number: int) -> str:
         return ""  # a thread does not end before `stop`
 
-    def stop(self) -> None:
+    def stop(self) -> None:  # queued requests are passed over, since the board says STOP
         for inbox in self.inboxes:
-            _end(inbox)
+            inbox.put(None)
         deadline = time.monotonic() + JOIN_S
         for thread in self.threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -273,24 +264,6 @@ def _work(board: np.ndarray, inbox: "queue.SimpleQueue[Any]", done: "queue.Simpl
         del message, answer  # else an idle thread keeps its last batch alive
 
 
-def _end(inbox: "queue.SimpleQueue[Any]") -> None:
-    """Drop what is queued, and have the reader end."""
-    with contextlib.suppress(queue.Empty):
-        while True:
-            inbox.get_nowait()
-    inbox.put(None)
-
-
-# ---------------------------------------------------------------- processes
-
-
-class LoaderProcess(NamedTuple):
-    """A loader process, and the pipe to it."""
-
-    process: subprocess.Popen[bytes]
-    pipe: Connection
-
-
 class LoaderProcesses:
     """Loaders that are processes, which end with this one, however it ends.
 
@@ -299,23 +272,22 @@ class LoaderProcesses:
 
     def __init__(self, size: int, board: Segment) -> None:
         self.board = board  # its address is valid while it lives
-        self.loaders = [start_process(number, board.address) for number in range(size)]
-        self.open_pipes = {loader.pipe: number for number, loader in enumerate(self.loaders)}
-        self.outboxes = [open_outbox(loader.pipe) for loader in self.loaders]
+        self.loaders = [LoaderProcess(number, board.address) for number in range(size)]
+        self.open_pipes = {loader.pipe for loader in self.loaders}
 
     def open(self, job: int, reader: ExampleReader) -> SharedPickle:
-        pickled, message = pickle_reader(job, reader)
-        for outbox in self.outboxes:
-            outbox.put(message)
+        pickled = pickle_reader(reader)
+        for number in range(len(self.loaders)):
+            self.send(number, Open(job, pickled))
         return pickled
 
     def send(self, number: int, message: Any) -> None:
-        self.outboxes[number].put(pickle.dumps(message))
+        self.loaders[number].outbox.put(pickle.dumps(message))
 
     def answers(self, timeout_s: float) -> list[Answer]:
         answers = []
         try:
-            ready = wait(list(self.open_pipes), timeout_s)
+            ready = wait([*self.open_pipes], timeout_s)
         except OSError:  # another thread has stopped the pool
             return answers
         for pipe in ready:
@@ -324,23 +296,20 @@ class LoaderProcesses:
                 while pipe.poll():
                     answers.append(answer_from_bytes(pipe.recv_bytes()))
             except (EOFError, OSError):  # it has ended; `ended` says how
-                del self.open_pipes[pipe]
+                self.open_pipes.discard(pipe)
         return answers
 
     def ended(self, number: int) -> str:
-        return how_ended(self.loaders[number].process)
+        return self.loaders[number].ended()
 
     def stop(self) -> None:
-        for outbox in self.outboxes:
-            _end(outbox)
         end_processes(self.loaders)
 
 
-def pickle_reader(job: int, reader: ExampleReader) -> tuple[SharedPickle, bytes]:
-    """A reader pickled for loader processes, to be kept until the job is closed, and the message with it."""
+def pickle_reader(reader: ExampleReader) -> SharedPickle:
+    """A reader pickled for loader processes, to be kept until its job is closed."""
     try:
-        pickled = SharedPickle(reader)
-        return pickled, pickle.dumps(Open(job, pickled))
+        return SharedPickle(reader)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{reader.source.name}{' or data.augment' * bool(reader.augment.config.augment)}: cannot be sent to a "
@@ -366,49 +335,47 @@ def python_line(module: str, *arguments: Any) -> list[str]:
     return [sys.executable, "-c", _START, json.dumps([home, sys.path, module, arguments])]
 
 
-def start_process(number: int, board: tuple[int, ...] | None) -> LoaderProcess:
-    """Start loader `number`, whose board has this address; it ends with this process (`loader_worker.main`)."""
-    if board is None:
-        raise UsageError("data.loader: got processes, which need Linux; use threads")
-    worker_end, loader_end = socket.socketpair()
-    in_main = threading.current_thread() is threading.main_thread()
-    with loader_end:
-        process = subprocess.Popen(
-            python_line("jaxmpi.data.loader_worker", loader_end.fileno(), os.getpid(), in_main, number, board),
-            stdin=subprocess.DEVNULL,
-            pass_fds=[loader_end.fileno()],
-            process_group=0,  # Ctrl-C in a terminal is the worker's to see
-            env=os.environ | ONE_THREAD,
-        )
-    return LoaderProcess(process, Connection(worker_end.detach()))
+class LoaderProcess:
+    """A process of loader `number`, whose board has this address; it ends with this one (`loader_worker.main`)."""
+
+    def __init__(self, number: int, board: tuple[int, ...] | None) -> None:
+        if board is None:
+            raise UsageError("data.loader: got processes, which need Linux; use threads")
+        worker_end, loader_end = socket.socketpair()
+        in_main = threading.current_thread() is threading.main_thread()
+        with loader_end:
+            self.process = subprocess.Popen(
+                python_line("jaxmpi.data.loader_worker", loader_end.fileno(), os.getpid(), in_main, number, board),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[loader_end.fileno()],
+                process_group=0,  # Ctrl-C in a terminal is the worker's to see
+                env=os.environ | ONE_THREAD,
+            )
+        self.pipe = Connection(worker_end.detach())
+        # A queue, since a finalizer may send while this thread is about to, and a pipe may block.
+        self.outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        threading.Thread(target=_send_all, args=(self.pipe, self.outbox), daemon=True, name="jaxmpi-outbox").start()
+
+    def ended(self) -> str:
+        """How the process ended; empty while it lives."""
+        code = self.process.poll()
+        if code is None:
+            return ""
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return f"(process {self.process.pid}) {how}"
 
 
-def open_outbox(pipe: Connection) -> "queue.SimpleQueue[bytes | None]":
-    """Queue of messages to a pipe that may block; None ends it."""
-    outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-
-    def send_all() -> None:
-        while (message := outbox.get()) is not None:
-            with contextlib.suppress(OSError, TypeError):  # it has died, or was closed: whoever waits will see that
-                pipe.send_bytes(message)
-
-    threading.Thread(target=send_all, daemon=True, name="jaxmpi-outbox").start()
-    return outbox
-
-
-def how_ended(process: subprocess.Popen[bytes]) -> str:
-    """How a process ended; empty while it lives."""
-    code = process.poll()
-    if code is None:
-        return ""
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    return f"(process {process.pid}) {how}"
+def _send_all(pipe: Connection, outbox: "queue.SimpleQueue[bytes | None]") -> None:
+    while (message := outbox.get()) is not None:
+        with contextlib.suppress(OSError, TypeError):  # it has died, or was closed: whoever waits will see that
+            pipe.send_bytes(message)
 
 
 def end_processes(loaders: Sequence[LoaderProcess]) -> None:
     """End loader processes, whatever they are at, by closing their pipes."""
     for loader in loaders:
         loader.pipe.close()
+        loader.outbox.put(None)
     deadline = time.monotonic() + END_S
     for loader in loaders:
         try:

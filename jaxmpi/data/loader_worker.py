@@ -36,20 +36,17 @@ NO_SLOT = -1
 COPY_FINISHED = b"copy_finished"  # Theano-MPI's message
 
 
-# ---------------------------------------------------------------- memory that a worker shares with its loaders
-
-
 class SharedPickle:
-    """An object for several loaders, pickled once, its arrays in shared memory."""
+    """An object for several loaders, pickled once into shared memory: text first, then its arrays."""
 
     def __init__(self, content: Any) -> None:
         buffers: list[pickle.PickleBuffer] = []
-        self.text = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
-        raws = [buffer.raw() for buffer in buffers]
-        self.sizes = [raw.nbytes for raw in raws]
+        text = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
+        parts = [np.frombuffer(part, np.uint8) for part in (text, *(buffer.raw() for buffer in buffers))]
+        self.sizes = [part.nbytes for part in parts]
         self.segment = Segment(sum(map(_round_up, self.sizes)))
-        for array, raw in zip(self._arrays(), raws, strict=True):
-            array[:] = np.frombuffer(raw, np.uint8)
+        for array, part in zip(self._arrays(), parts, strict=True):
+            array[:] = part
 
     def _arrays(self) -> list[np.ndarray]:
         begins = np.cumsum([0, *map(_round_up, self.sizes)])[:-1].tolist()
@@ -57,21 +54,17 @@ class SharedPickle:
 
     def open(self) -> Any:
         """The object; its arrays are read-only."""
-        arrays = self._arrays()
+        text, *arrays = self._arrays()
         for array in arrays:
             array.flags.writeable = False
-        return pickle.loads(self.text, buffers=arrays)
+        return pickle.loads(text.data, buffers=arrays)
 
 
 class Ring:
-    """Slots for batches; in a slot the rows of a field lie together, from the start of a page.
-
-    Args:
-        slots: number of batches.
-        batch: rows of a batch.
-        fields: by name, the shape and dtype of one row.
+    """Slots for batches of rows; in a slot the rows of a field lie together, from the start of a page.
 
     Attributes:
+        fields: by name, the shape and dtype of one row.
         closed: i64[1], set to have loaders drop queued work.
         largest: name of the field with the most bytes; the first of several.
     """
@@ -108,9 +101,6 @@ class Ring:
 
 def _round_up(size: int) -> int:
     return -(-size // PAGE) * PAGE
-
-
-# ---------------------------------------------------------------- messages
 
 
 class Open(NamedTuple):
@@ -158,9 +148,6 @@ class Answer(NamedTuple):
     ticket: int
     failures: list[RowFailure]
     row: Example | None = None
-
-
-# ---------------------------------------------------------------- work
 
 
 class LoaderWorker:
@@ -243,15 +230,18 @@ class LoaderWorker:
 def _write_row(row: Example, rows: dict[str, np.ndarray], position: int, source: Source, number: int) -> None:
     """Copy a row to rows[field][position]; refuse one that is not shaped as the first one was."""
     if row.keys() != rows.keys():
-        raise UsageError(f"{where(source, number)}: got the fields {sorted(row)}; expected {sorted(rows)} as before it")
+        got, expected = (", ".join(sorted(fields)) for fields in (row, rows))
+        raise UsageError(f"{where(source, number)}: got the fields {got}; expected {expected} as before it")
     for field, got in row.items():
         target = rows[field][position]
         fits = got.dtype == target.dtype or got.dtype.kind == target.dtype.kind == "f"
         if got.shape != target.shape or not fits:
             way_out = "set data.crop" if field == "image" else "pad it, and give the mask as a field"
+            what, pair = "type", (got.dtype, target.dtype)
+            if got.shape != target.shape:
+                what, pair = "shape", (got.shape, target.shape)
             raise UsageError(
-                f"{where(source, number)}: {field}: got {got.dtype} of shape {got.shape}; expected {target.dtype} of "
-                f"shape {target.shape} as before it; {way_out}"
+                f"{where(source, number)}: got {field} of {what} {pair[0]}; expected {pair[1]} as before it; {way_out}"
             )
         if isinstance(got, np.ndarray) and got.ndim == 3 and got.strides[2] == 0:
             for channel in range(got.shape[2]):  # a grey image broadcast to channels: five times as fast so
@@ -269,14 +259,10 @@ def _write_row(row: Example, rows: dict[str, np.ndarray], position: int, source:
 
 
 def main(fd: int, parent: int, dies_with_thread: bool, number: int, board: tuple[int, int, int, int]) -> None:
-    """Serve the worker behind socket `fd` until it ends or closes `fd`.
+    """Serve the worker behind socket `fd`, as loader `number`, until it ends or closes `fd`.
 
-    Args:
-        fd: of the socket.
-        parent: the process that has started this one.
-        dies_with_thread: whether the kernel is to end this process with the parent's thread that has started it.
-        number: of this loader.
-        board: address of the segment i64[loaders, BOARD_ROW].
+    With `dies_with_thread` the kernel ends this process with the parent's thread that has started it. `board` is the
+    address of i64[loaders, BOARD_ROW].
     """
     ignore_signals()
     # Have glibc keep the memory that an image frees for the next: fresh pages cost a tenth of the decoding.

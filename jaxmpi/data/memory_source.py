@@ -36,33 +36,24 @@ TEXT = "data.memory: got partition; {source} is text, which every worker holds i
 ENDLESS = "data.memory: got partition; examples of {source} change by epoch, so none can be kept: use none"
 
 
-# ---------------------------------------------------------------- room
-
-
 class NoRoom(UsageError):
     """Too little memory for parts of the data, on all ranks alike."""
 
 
 def need_and_left(part_bytes: float, loaded_bytes: float, copies: float = 1) -> np.ndarray:
-    """f64[2]: bytes that a process still needs for `copies` of its part, and its machine's free bytes.
-
-    A chunk is counted with each copy, as measured.
-    """
+    """f64[2]: bytes that a process still needs for its part and copies, a chunk with each; bytes its host has left."""
     need_bytes = copies * (part_bytes + min(part_bytes, CHUNK_BYTES)) - loaded_bytes
     return np.array([need_bytes, available_bytes()], np.float64)
 
 
 def check_room(rows: np.ndarray, hosts: Sequence[int]) -> None:
-    """Refuse parts that together need more memory than their host has left.
+    """Raise `NoRoom` for parts that together need more memory than their host has left.
 
     The system would grant the memory, and kill the process that uses it.
 
     Args:
         rows: f64[ranks, 2], `need_and_left` of each.
         hosts: of each.
-
-    Raises:
-        NoRoom: of which rank's machine.
     """
     for ranks, need_bytes, left_bytes in _by_host(rows, hosts):
         if need_bytes > left_bytes:
@@ -83,11 +74,6 @@ def _by_host(rows: np.ndarray, hosts: Sequence[int]) -> Iterator[tuple[list[int]
     for host in sorted(set(hosts)):
         ranks = [rank for rank, other in enumerate(hosts) if other == host]
         yield ranks, float(rows[ranks, 0].sum()), float(rows[ranks, 1].min())
-
-
-def _group_sizes(workers: int, each: int) -> list[int]:
-    """Sizes of groups that split `workers`, but no process of `each`; ascending."""
-    return [d for d in range(1, workers + 1) if workers % d == 0 and (d % each == 0 or each % d == 0)]
 
 
 def smallest_group(total_bytes: float, copies: float, left: np.ndarray, hosts: Sequence[int], each: int = 1) -> int:
@@ -113,7 +99,7 @@ def smallest_group(total_bytes: float, copies: float, left: np.ndarray, hosts: S
 
 
 def check_group(group: int, workers: int, each: int = 1) -> int:
-    """Check and return a group's size; 0 stands for all workers. Processes of `each` workers are not split."""
+    """Check and return a group's size; 0 stands for all workers."""
     size, fits = group or workers, _group_sizes(workers, each)
     if size not in fits:
         what = f"{workers} workers" + f", {each} a process" * (each > 1)
@@ -121,7 +107,9 @@ def check_group(group: int, workers: int, each: int = 1) -> int:
     return size
 
 
-# ---------------------------------------------------------------- records
+def _group_sizes(workers: int, each: int) -> list[int]:
+    """Sizes of groups that split `workers`, but no process of `each`; ascending."""
+    return [d for d in range(1, workers + 1) if workers % d == 0 and (d % each == 0 or each % d == 0)]
 
 
 class Arena:
@@ -201,18 +189,11 @@ class MemorySource:
     """Another source's records, kept in memory as compressed as they are, for several threads.
 
     A record that is on its way here is waited for. One that neither is here nor comes, such as what fills a short
-    batch, is read from the source.
-
-    Args:
-        inner: of the records.
-        data: `channels`, `resize`, `on_error` and `stall_timeout_s` are used here.
+    batch, is read from the source. Text, and a source whose examples change by epoch, are refused.
 
     Attributes:
         lengths, labels, is_corrupt: i64, i32 and bool[n]; of the records that have been loaded.
         read_again: how often a record was read from the source because it was not in memory.
-
-    Raises:
-        UsageError: the source is text, or its examples change by epoch.
     """
 
     in_process = True  # records come and go while it is read
@@ -245,11 +226,7 @@ class MemorySource:
         return where(self.inner, index)
 
     def record(self, index: int) -> tuple[Any, int]:
-        """Record `index`, compressed, and its label.
-
-        Raises:
-            CorruptExample: it could not be read when it was loaded.
-        """
+        """Record `index`, compressed, and its label; `CorruptExample` if it could not be read when it was loaded."""
         if self.is_corrupt[index]:
             raise CorruptExample(self.where(index), index, "it was so when it was loaded into memory")
         with self._changed:
@@ -285,8 +262,6 @@ class MemorySource:
             image, label = pair(self.inner, index)
             blob = array_to_bytes(image, self.where(index))
         return check_record(blob, label, self.classes, self.where(index))
-
-    # ------------------------------------------------------------ loading
 
     def mean_bytes(self) -> float:
         """Mean bytes of a record, by a sample that is not kept; raises as `load`."""
@@ -344,8 +319,6 @@ class MemorySource:
                 raise
             self.is_corrupt[index] = True
             return b""
-
-    # ------------------------------------------------------------ called by shuffles
 
     def promise(self) -> None:
         """Announce that records will come; `expect` says later which."""

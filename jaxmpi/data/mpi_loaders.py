@@ -27,17 +27,17 @@ from jaxmpi.comm.polling import POLL_S, WaitClock, wait
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.shared_memory import Segment
 from jaxmpi.data.example import ExampleReader
-from jaxmpi.data.loader_pool import (
-    JOIN_S,
-    KINDS,
-    end_processes,
-    how_ended,
-    open_outbox,
-    pickle_reader,
-    python_line,
-    start_process,
+from jaxmpi.data.loader_pool import JOIN_S, KINDS, LoaderProcess, end_processes, pickle_reader, python_line
+from jaxmpi.data.loader_worker import (
+    NO_SLOT,
+    Answer,
+    Close,
+    Make,
+    Open,
+    SharedPickle,
+    answer_from_bytes,
+    ignore_signals,
 )
-from jaxmpi.data.loader_worker import NO_SLOT, Answer, Close, Make, SharedPickle, answer_from_bytes, ignore_signals
 from jaxmpi.data.sources.base import where
 from jaxmpi.runtime import failures, job_folder
 
@@ -57,10 +57,9 @@ class SpawnedLoaders:
         self.sent: list[tuple[Any, bytes]] = []  # requests with what they send
 
     def open(self, job: int, reader: ExampleReader) -> SharedPickle:
-        pickled, message = pickle_reader(job, reader)
-        self.readers[job] = reader
+        pickled, self.readers[job] = pickle_reader(reader), reader
         for number in range(self.size):
-            self._send(number, CONFIG, message)
+            self.send(number, Open(job, pickled))
         return pickled
 
     def send(self, number: int, message: Any) -> None:
@@ -167,14 +166,10 @@ KINDS["spawn"] = SpawnedLoaders
 
 
 def main(worker: int, board: tuple[int, ...]) -> None:
-    """Pass messages between a worker and a loader until the worker sends "stop".
+    """Pass messages between process `worker` of this host and a loader, whose board has this address, until "stop".
 
-    The loader is a process of its own: with one of its own processes MPI would end the whole job, and nobody could say
-    at which file.
-
-    Args:
-        worker: the worker's process on this host.
-        board: address of the loaders' board.
+    The loader is a process of its own: with one of MPI's own processes MPI would end the whole job, and nobody could
+    say at which file.
     """
     job_folder.end_with_supervisor()
     ignore_signals()
@@ -182,8 +177,7 @@ def main(worker: int, board: tuple[int, ...]) -> None:
     with failures.start_limit():
         from mpi4py import MPI
     comm, is_alive = MPI.Comm.Get_parent(), True
-    loader = start_process(MPI.COMM_WORLD.rank, board)
-    outbox = open_outbox(loader.pipe)
+    loader = LoaderProcess(MPI.COMM_WORLD.rank, board)
     while True:  # not `polling.wait`: there is no time limit, and it sleeps in `pipe.poll`, which ends with a message
         while (received := _receive(MPI, comm, MPI.Status())) is not None:
             tag, message = received
@@ -192,9 +186,9 @@ def main(worker: int, board: tuple[int, ...]) -> None:
                 comm.Send([STOP, MPI.BYTE], 0, TO_WORKER)
                 return comm.Disconnect()
             if tag == CONFIG:
-                outbox.put(message)
+                loader.outbox.put(message)
             elif b"\0" in message:  # else train or val, which each `Make` says by its job
-                outbox.put(message.partition(b"\0")[2])
+                loader.outbox.put(message.partition(b"\0")[2])
         if not is_alive:
             time.sleep(POLL_S)
         elif loader.pipe.poll(POLL_S):
@@ -202,7 +196,7 @@ def main(worker: int, board: tuple[int, ...]) -> None:
                 answer = loader.pipe.recv_bytes()
             except (EOFError, OSError):
                 loader.process.wait()
-                answer, is_alive = ENDED + b" " + how_ended(loader.process).encode(), False
+                answer, is_alive = ENDED + b" " + loader.ended().encode(), False
             comm.Send([answer, MPI.BYTE], 0, TO_WORKER)
 
 

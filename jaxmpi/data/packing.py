@@ -1,10 +1,10 @@
 """Any source written in the packed format, and checked.
 
 A shard is put in place whole, then its rows with a note of the examples it came from; so a packing that was stopped
-goes on behind the last whole shard. The manifest comes last: without it a folder is no packed data set.
+continues behind the last whole shard. The manifest comes last: without it a folder is no packed data set.
 
 A packing is identified by its source and by the bytes that it makes of a good image. How it treats corrupt images
-is not part of that: after a stop at one, `--on-error skip` goes on behind the last whole shard.
+is not part of that: after a stop at one, `--on-error skip` continues behind the last whole shard.
 """
 
 import contextlib
@@ -21,11 +21,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import refuse_ways_out, sync_file, write_all
 from jaxmpi.data.decode import CorruptExample, corrupt_if_it_fails, decoded, encoded, encoded_again, resized
 from jaxmpi.data.sources.base import Source, pair, where
-from jaxmpi.data.sources.packed import FORMAT, INDEX, MANIFEST, ROW, Manifest, PackedSource, check_record, shard_name
+from jaxmpi.data.sources.packed import (
+    FORMAT,
+    INDEX,
+    MANIFEST,
+    ROW,
+    Manifest,
+    PackedSource,
+    check_manifest,
+    check_record,
+    check_rows,
+    shard_name,
+)
 from jaxmpi.data.thread_map import in_order
 
 Progress = Callable[[int], None]  # how many more examples are done
@@ -45,11 +56,15 @@ class PackingOptions:
     verify: str = "decode"  # decode | header: how an image that keeps its bytes is verified
 
     def __post_init__(self) -> None:
-        check(self.resize >= 0, f"--resize: got {self.resize} px; expected >= 0")
-        check(0 <= self.quality <= 100, f"--quality: got {self.quality}; expected 1 to 100, or 0 for PNG")
-        check(self.shard_bytes >= 1, f"--shard-mb: got {self.shard_bytes} bytes; expected >= 1")
-        check(self.on_error in ("stop", "skip"), f"--on-error: got {self.on_error!r}; stop or skip")
-        check(self.verify in ("decode", "header"), f"--verify: got {self.verify!r}; decode or header")
+        for flag, value, fits, expected in (
+            ("--resize", self.resize, self.resize >= 0, "px >= 0"),
+            ("--quality", self.quality, 0 <= self.quality <= 100, "1 to 100, or 0 for PNG"),
+            ("--shard-mb", self.shard_bytes, self.shard_bytes >= 1, "1 byte or more"),
+            ("--on-error", self.on_error, self.on_error in ("stop", "skip"), "stop or skip"),
+            ("--verify", self.verify, self.verify in ("decode", "header"), "decode or header"),
+        ):
+            if not fits:
+                raise UsageError(f"{flag}: got {value!r}; expected {expected}")
 
 
 class Packing(NamedTuple):
@@ -75,20 +90,13 @@ def pack(
     threads: int = 2,
     progress: Progress | None = None,
 ) -> Packing:
-    """Pack a source's examples into a folder, in their order.
+    """Pack a source's examples into a folder for one split, in their order; continue if an earlier packing was stopped.
 
-    If an earlier packing was stopped, this one goes on from there. An image that needs no other size keeps its bytes.
-    It is decoded to see that it can be, unless `verify` is `header`.
-
-    Args:
-        source: of examples.
-        folder: for this split; made if it is not there.
-        options: what becomes of the images.
-        threads: that read and compress.
-        progress: called with how many more examples are done.
+    An image that needs no other size keeps its bytes. It is decoded to see that it can be, unless `verify` is `header`.
+    `threads` read and compress; `progress` is called with how many more examples are done.
 
     Raises:
-        UsageError: the folder holds something else, or the same without examples that are not to be left out; another
+        UsageError: the folder has something else, or the same without examples that are not to be left out; another
             process packs into it, an example cannot be packed, or the disk is full: how many examples are safe.
         CorruptExample: with `on_error` stop.
     """
@@ -101,35 +109,35 @@ def pack(
     }
 
     def check_none_left_out(skipped: int) -> None:
-        check(
-            not skipped or options.on_error == "skip",
-            f"{folder}: begun with --on-error skip, which has left out {skipped} corrupt examples; give it again, or "
-            "give another folder",
-        )
+        if skipped and options.on_error != "skip":
+            raise UsageError(
+                f"{folder}: was packed with --on-error skip, which has left out {skipped} corrupt examples; give it "
+                "again, or give another folder"
+            )
 
     with _writing(folder, 0, len(source)):
         folder.mkdir(parents=True, exist_ok=True)
         refuse_ways_out(folder, str(folder), "packing writes nothing through those: remove it")
-    with _claim(folder, job) as is_new:
+    with _lock_for(folder, job) as is_new:
         if (folder / MANIFEST).exists():
-            packing = _finished(folder, job)
+            packing = _read_finished(folder, job)
             check_none_left_out(packing.skipped)
             return packing
         shards = [] if is_new else _whole_shards(folder, len(source))
         check_none_left_out(sum(shard.skipped for shard in shards))
-        with _writing(folder, _done(shards), len(source)):
+        with _writing(folder, _count_done(shards), len(source)):
             stale = set(folder.glob("shard-*.rows")) - {_rows_path(folder, i) for i in range(len(shards))}
             if stale:
                 name = shard_name(len(shards))
                 print(f"{folder}: packed again from {name} on: it or what belongs to it is damaged", file=sys.stderr)
             for path in stale:  # else a later resumption would trust them
                 path.unlink()
-        progress(_done(shards))
-        indices, work = range(_done(shards), len(source)), functools.partial(_record, source, options=options)
+        progress(_count_done(shards))
+        indices, work = range(_count_done(shards), len(source)), functools.partial(_pack_one, source, options=options)
         with contextlib.closing(in_order(work, indices, threads)) as records:
             numbered = zip(indices, records, strict=True)
-            while _done(shards) < len(source):
-                writing = functools.partial(_writing, folder, _done(shards), len(source))
+            while _count_done(shards) < len(source):
+                writing = functools.partial(_writing, folder, _count_done(shards), len(source))
                 shards.append(_write_shard(folder, len(shards), numbered, options.shard_bytes, progress, writing))
         return _finish(source, folder, job, shards)
 
@@ -142,7 +150,7 @@ def _writing(folder: Path, done: int, examples: int) -> Iterator[None]:
     except OSError as error:
         raise UsageError(
             f"{folder}: {error.strerror or error}; {done} of {examples} examples are safe in whole shards. Make room, "
-            "and run the same line again: it goes on from there"
+            "and run the same line again: it continues from there"
         ) from error
 
 
@@ -158,7 +166,7 @@ def _put(path: Path, content: bytes) -> None:
         aside.unlink(missing_ok=True)
 
 
-def _done(shards: list[Shard]) -> int:
+def _count_done(shards: list[Shard]) -> int:
     return shards[-1].next if shards else 0
 
 
@@ -166,7 +174,7 @@ def _done(shards: list[Shard]) -> int:
 
 
 @contextlib.contextmanager
-def _claim(folder: Path, job: dict[str, Any]) -> Iterator[bool]:
+def _lock_for(folder: Path, job: dict[str, Any]) -> Iterator[bool]:
     """Lock the folder; yield True if nothing has been packed in it."""
     with contextlib.ExitStack() as stack:
         with _writing(folder, 0, job["examples"]):
@@ -181,24 +189,27 @@ def _claim(folder: Path, job: dict[str, Any]) -> Iterator[bool]:
             except (ValueError, RecursionError):
                 earlier = None  # it was stopped before it had written anything else
             if earlier is not None:
-                _check_same_job(earlier, job, f"{folder}: begun from", ", or delete this one")
+                _check_same_job(earlier, job, folder)
             elif not (folder / MANIFEST).exists():  # a finished folder keeps no job: its manifest says what of
                 file.truncate(0)
                 write_all(file, json.dumps(job).encode())
         yield earlier is None
 
 
-def _check_same_job(earlier: Any, job: dict[str, Any], what: str, way_out: str = "") -> None:
+def _check_same_job(earlier: Any, job: dict[str, Any], folder: Path) -> None:
     old = earlier if isinstance(earlier, dict) else {}
     odd = [f"{k}: got {v!r:.80}, expected {old.get(k)!r:.80}" for k, v in job.items() if k not in old or old[k] != v]
-    check(not odd, f"{what} something else: {', '.join(odd)}; give another folder{way_out}")
+    if odd:
+        raise UsageError(
+            f"{folder}: packed from something else: {', '.join(odd)}; give another folder, or delete this one"
+        )
 
 
-def _finished(folder: Path, job: dict[str, Any]) -> Packing:
+def _read_finished(folder: Path, job: dict[str, Any]) -> Packing:
     """Counts of an earlier packing, whose leftovers are removed."""
     packed = PackedSource(folder)
     made, skipped = packed.manifest.made, packed.manifest.made.get("skipped")
-    _check_same_job(made, job, f"{folder}: packed from")
+    _check_same_job(made, job, folder)
     if type(skipped) is not int or skipped < 0:
         raise UsageError(f"{folder}: got skipped {skipped!r:.80}; expected how many; delete this folder")
     with _writing(folder, len(packed), len(packed)):
@@ -221,7 +232,7 @@ def _whole_shards(folder: Path, examples: int) -> list[Shard]:
     """An earlier packing's shards, until one is missing or damaged. Anyone may have written them."""
     shards: list[Shard] = []
     while True:
-        path = _rows_path(folder, len(shards))
+        path, done = _rows_path(folder, len(shards)), _count_done(shards)
         try:
             size_bytes = (folder / shard_name(len(shards))).stat().st_size
             with path.open("rb") as file:
@@ -237,28 +248,31 @@ def _whole_shards(folder: Path, examples: int) -> list[Shard]:
         table = np.frombuffer(raw, ROW)
         note, rows = table[0], table[1:]
         shard = Shard(int(note["offset"]), int(note["length"]), rows)
-        is_sound = _done(shards) < shard.next <= examples and rows["length"].sum(dtype=np.uint64) == size_bytes
-        is_sound = is_sound and len(rows) + shard.skipped == shard.next - _done(shards)
-        if not is_sound or zlib.crc32(rows.tobytes()) != note["crc32"]:
+        is_sound = (
+            done < shard.next <= examples
+            and rows["length"].sum(dtype=np.uint64) == size_bytes
+            and len(rows) + shard.skipped == shard.next - done
+            and zlib.crc32(rows.tobytes()) == note["crc32"]
+        )
+        if not is_sound:
             return shards
         shards.append(shard)
 
 
-# ---------------------------------------------------------------- records and shards
-
-
-def _record(source: Source, index: int, *, options: PackingOptions) -> Record:
+def _pack_one(source: Source, index: int, *, options: PackingOptions) -> Record:
     """An example's compressed image and label, or the `CorruptExample` to skip."""
     name, compressed = where(source, index), getattr(source, "encoded", None)
     try:
         if compressed is None:
             image, label = pair(source, index)
-            check(not options.resize or image.ndim == 3, f"{name}: got shape {image.shape}; no image to resize")
+            if options.resize and image.ndim != 3:
+                raise UsageError(f"{name}: got shape {image.shape}; expected an image to resize")
             blob = encoded(resized(image, options.resize) if options.resize else image, options.quality)
         else:
             original, label = compressed(index)
             with corrupt_if_it_fails(original, name, index):
-                check(len(original) > 0, "the file is empty")
+                if not original:
+                    raise UsageError("the file is empty")
                 blob = encoded_again(original, options.resize, options.quality)
                 if blob is original and options.verify == "decode":
                     decoded(blob, channels=3, resize=0)
@@ -326,17 +340,17 @@ def _finish(source: Source, folder: Path, job: dict[str, Any], shards: list[Shar
         index_sha256=hashlib.sha256(rows.tobytes()).hexdigest(),
         made={**job, "skipped": skipped},
     )
-    with _writing(folder, _done(shards), len(source)):
+    # Rows of an earlier packing may be a stranger's, and names any object's: nothing that no reader takes is finished.
+    check_manifest(manifest, folder / MANIFEST)
+    check_rows(rows, manifest, folder / INDEX)
+    with _writing(folder, _count_done(shards), len(source)):
         _put(folder / INDEX, rows.tobytes())
         _put(folder / MANIFEST, json.dumps({"format": FORMAT, **manifest._asdict()}, indent=1).encode())
         _tidy(folder, len(shards))
     return Packing(len(rows), sum(manifest.shard_bytes), skipped)
 
 
-# ---------------------------------------------------------------- checking
-
-
-def damaged(
+def find_damage(
     packed: PackedSource, threads: int = 2, progress: Progress | None = None, decode: bool = False
 ) -> list[str]:
     """Damage by record, found by checksums, and with `decode` by decoding."""
@@ -350,19 +364,20 @@ def damaged(
             return f"{packed.where(index)} (example {index}) cannot be read: {error}"
         return ""
 
-    found = []
+    damage = []
     for text in in_order(look, range(len(packed)), threads):
-        if text:
-            found.append(text)
+        damage += [text] * bool(text)
         if progress:
             progress(1)
-    return found
+    return damage
 
 
 def splits_in(folder: Path) -> list[Path]:
-    """The folder, and those in it, that are packed or begun."""
-    check(folder.is_dir(), f"{folder}: no such folder")
-    candidates = [folder, *sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())]
+    """The folder, and those in it, that are packed, or partly."""
+    candidates = [folder]
+    if folder.is_dir():
+        candidates += sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
     found = [path for path in candidates if any((path / name).exists() for name in (MANIFEST, INDEX, JOB))]
-    check(bool(found), f"{folder}: neither it nor a folder in it has a {MANIFEST}; make one with: jaxmpi data pack")
+    if not found:
+        raise UsageError(f"{folder}: neither it nor a folder in it has a {MANIFEST}; make one with: jaxmpi data pack")
     return found

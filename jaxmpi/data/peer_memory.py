@@ -25,13 +25,7 @@ if _readv is not None:
 
 
 def read_memory(pid: int, begins: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> None:
-    """Copy spans of another process's memory, one after another, into u8 `out`.
-
-    Args:
-        pid: of the process.
-        begins: i64[k], addresses there.
-        lengths: i64[k], bytes of each.
-        out: u8[sum of lengths].
+    """Copy spans of process `pid`'s memory, i64[k] addresses and lengths, one after another into u8 `out`.
 
     Raises:
         OSError: the system does not permit it, the process has ended, or there is no such memory.
@@ -53,13 +47,9 @@ def read_memory(pid: int, begins: np.ndarray, lengths: np.ndarray, out: np.ndarr
 
 
 class PeerMemory:
-    """The members of a group that read each other's memory.
+    """The members of a group (of mpi4py, on these hosts) that read each other's memory.
 
     Communicates: once when made, two allgathers over the group.
-
-    Args:
-        group: communicator of mpi4py.
-        hosts: of each member.
 
     Attributes:
         is_forbidden: whether the system of this host does not permit it.
@@ -95,13 +85,7 @@ def arena_addresses(arena: Arena) -> np.ndarray:
 
 
 class PeerArena:
-    """An arena of another process, which keeps it while this is used.
-
-    Args:
-        pid: of the process.
-        addresses: i64[4], `arena_addresses` there.
-        lengths: i64[n], bytes of every record of the data set.
-    """
+    """An arena of another process, which keeps it while this is used; `addresses` are `arena_addresses` there."""
 
     def __init__(self, pid: int, addresses: np.ndarray, lengths: np.ndarray) -> None:
         self.pid, self.lengths = pid, lengths

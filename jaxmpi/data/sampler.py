@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 
 UNBOUNDED = 1 << 40  # examples of a stream that is not known to end
 _LOCK = threading.Lock()  # loader threads that enter an epoch together permute it once
@@ -28,15 +28,10 @@ class Share(NamedTuple):
     count: int  # examples of the step over all workers
 
     def filled(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Indices i64[length], filled up with 0, and weights f32[length], 1 or 0.
-
-        A compiled step so sees one shape on all workers, and at all steps.
-
-        Raises:
-            UsageError: there are more indices.
-        """
+        """Indices i64[length], filled up with 0, and weights f32[length], 1 or 0: one shape for a compiled step."""
         more = length - len(self.indices)
-        check(more >= 0, f"filled: got {length}; expected {len(self.indices)} or more, the indices that there are")
+        if more < 0:
+            raise UsageError(f"filled: got {length}; expected {len(self.indices)} or more, the indices that there are")
         return np.pad(self.indices, (0, more)), (np.arange(length) < len(self.indices)).astype(np.float32)
 
 
@@ -72,22 +67,18 @@ def _rows(examples: int, seed: int, epoch: int, file: int) -> np.ndarray:
 class Sampler:
     """The order of examples, and one worker's share of it.
 
-    An epoch visits every example once. Step k of an epoch takes examples [k B, (k + 1) B) of its
-    order, B the effective batch. Worker r takes every size-th of these examples from the r-th on.
-    The last step of an epoch may be short: shares then differ by at most one example.
+    An epoch visits every example once. Step k of an epoch takes examples [k B, (k + 1) B) of its order, B the effective
+    batch. Worker r takes every size-th of these examples from the r-th on. The last step of an epoch may be short:
+    shares then differ by at most one example.
 
     Args:
         examples: length of the source; 0 only without `shuffle`.
         effective_batch: examples of one step over all workers, >= 1.
-        rank: of this worker, in [0, size).
-        size: number of workers, >= 1.
+        rank, size: of this worker, and number of workers.
         seed: of the order.
-        shuffle: a new permutation every epoch. Without it the order is that of the source and
-            there is one epoch: evaluation, every example exactly once.
+        shuffle: a new permutation every epoch. Without it the order is that of the source and there is one epoch:
+            evaluation, every example exactly once.
         multiple: of which the local batch is made one, if micro-batches must divide it.
-
-    Raises:
-        UsageError: a number is out of range.
     """
 
     examples: int
@@ -101,25 +92,21 @@ class Sampler:
     def __post_init__(self) -> None:
         for name in ("examples", "effective_batch", "rank", "size", "seed", "multiple"):
             value: Any = getattr(self, name)
-            check(hasattr(value, "__index__"), f"{name}: got {value!r:.80}; expected a whole number")
+            if not hasattr(value, "__index__"):
+                raise UsageError(f"{name}: got {value!r:.80}; expected a whole number")
             object.__setattr__(self, name, operator.index(value))  # of NumPy's numbers, too
-        check(0 <= self.seed < 2**64, f"seed: got {self.seed}; expected 0 to 2^64 - 1")
-        check(
-            self.examples > 0 or (self.examples == 0 and not self.shuffle),
-            f"got {self.examples} training examples; expected >= 1",
-        )
-        check(self.effective_batch >= 1, f"effective batch: got {self.effective_batch}; expected >= 1")
-        check(
-            0 <= self.rank < self.size,
-            f"got rank {self.rank} of {self.size} workers; expected rank in [0, {self.size})",
-        )
+        if not 0 <= self.seed < 2**64:
+            raise UsageError(f"seed: got {self.seed}; expected 0 to 2^64 - 1")
+        if self.examples < 0 or (self.examples == 0 and self.shuffle):
+            raise UsageError(f"got {self.examples} training examples; expected >= 1")
+        if self.effective_batch < 1:
+            raise UsageError(f"effective batch: got {self.effective_batch}; expected >= 1")
+        if not 0 <= self.rank < self.size:
+            raise UsageError(f"got rank {self.rank} of {self.size} workers; expected rank in [0, {self.size})")
 
     @property
     def name(self) -> str:
-        """Facts that distinguish this order from others of the same seed.
-
-        The text is empty if nothing does.
-        """
+        """Facts that distinguish this order from others of the same seed; empty if nothing does."""
         return ""
 
     @property
@@ -133,11 +120,7 @@ class Sampler:
         return math.ceil(self.effective_batch / self.size / self.multiple) * self.multiple
 
     def indices(self, step: int) -> Share:
-        """Indices that this worker reads at `step`, counted over all epochs.
-
-        Raises:
-            IndexError: without `shuffle`, a step past the one epoch.
-        """
+        """Indices that this worker reads at `step`, counted over all epochs; `IndexError` past the last."""
         epoch, batch = divmod(operator.index(step), max(self.steps_per_epoch, 1))
         if step < 0 or (epoch and not self.shuffle) or not self.examples:
             raise IndexError(f"got step {step} of {self.steps_per_epoch}")
@@ -157,21 +140,16 @@ class Sampler:
 
 @dataclass(frozen=True)
 class FileSampler(Sampler):
-    """Whole files in a new order every epoch.
+    """Whole files in a new order every epoch; examples of a file keep their order unless `mixed`.
 
-    This is the order of Ma et al. 2016, section 3.3. Examples of a file keep their order unless `mixed`. The paper's
-    workers load one batch file each a step. Here an epoch is all files, one after another in the order of a
-    permutation. Worker r of N takes the r-th of N consecutive parts of each step. So this is the paper's order under
-    two conditions. A file holds as many examples as the local batch, and that number divides the number of examples.
-    With files of any lengths, N workers still see in a step the examples that one worker would see. Parts differ by one
-    example at most. A step's examples come from as few files as can be: mix examples before they are written to files.
+    An epoch is all files, one after another in the order of a permutation, and worker r of N takes the r-th of N
+    consecutive parts of each step. If a file has as many examples as the local batch, that is the order of Ma et al.
+    2016, section 3.3: one file a worker and step. With files of any lengths N workers still see in a step the examples
+    that one worker would see. A step's examples come from few files: mix examples before they are written to files.
 
     Args:
         file_ends: of each file, the index behind its last example; the last is `examples`.
         mixed: the examples of each file in a new order every epoch, too: for files that are read whole.
-
-    Raises:
-        UsageError: as of `Sampler`, or the ends are not those of so many examples.
     """
 
     file_ends: tuple[int, ...] = ()
@@ -180,10 +158,10 @@ class FileSampler(Sampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         lengths = np.diff(self.file_ends, prepend=0)
-        check(
-            sum(lengths.tolist()) == self.examples and lengths.min(initial=0) >= 0,
-            f"file_ends: got {self.file_ends[-1:]} at last; expected rising numbers up to {self.examples} examples",
-        )
+        if sum(lengths.tolist()) != self.examples or lengths.min(initial=0) < 0:
+            raise UsageError(
+                f"file_ends: got {self.file_ends[-1:]} at last; expected rising numbers up to {self.examples} examples"
+            )
 
     @property
     def name(self) -> str:
@@ -215,9 +193,6 @@ class FileSampler(Sampler):
         return order[begin:end]
 
 
-# ---------------------------------------------------------------- streams
-
-
 def numbered(place: int, count: Any) -> Any:
     """Number of example `count` of the place-th stream of this process."""
     return place * UNBOUNDED + count
@@ -232,12 +207,8 @@ def place_of(number: int) -> tuple[int, int]:
 class StreamSampler(Sampler):
     """Examples in the order in which a stream gives them.
 
-    From one stream for all, step k takes examples [k B, (k + 1) B). Worker r takes every size-th of them from the r-th
-    on, as `Sampler` without `shuffle`. From a stream of its own, worker r takes the next B / size.
-
-    Args:
-        place: of the worker's stream in this process.
-        lengths: of all workers' own streams; empty if all read one.
+    From one stream for all, worker r takes examples as `Sampler` without `shuffle`. From a stream of its own, the
+    `place`-th of this process, it takes the next B / size; `lengths` are those of all workers' own streams.
     """
 
     shuffle: bool = False

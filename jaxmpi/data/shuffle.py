@@ -129,13 +129,10 @@ class MemoryShuffle:
             self.group = None
 
     def begin(self, step: int, stop: int | None) -> None:
-        """Load what is read from `step` to `stop`, on all ranks together.
+        """Load what is read from `step` to `stop`; all ranks call it together, and raise `NoRoom` together.
 
         Communicates, the first time: what memory is needed and left, an allgather over all ranks; lengths, labels and
         marks of the records, an allgather over the group.
-
-        Raises:
-            UsageError: on all ranks alike: a host has too little memory for its ranks.
         """
         self.load()
         if self.group is not None:

@@ -1,9 +1,4 @@
-"""A function over items by threads, its results in order.
-
-For work that waits for files or releases the interpreter lock, as decoders do. A thread pool of `concurrent.futures`
-would take all items at once. It would also join its threads when the process ends. So a thread that hangs in a read of
-a lost file system would keep the process alive.
-"""
+"""A function over items by threads, its results in order, for work that waits for files or releases the GIL."""
 
 import collections
 import queue
@@ -14,7 +9,7 @@ from typing import TypeVar
 
 A = TypeVar("A")
 B = TypeVar("B")
-AHEAD = 4  # examples in memory, per thread
+AHEAD = 4  # results in memory, per thread
 
 
 def in_order(
@@ -24,7 +19,7 @@ def in_order(
 
     Raises:
         TimeoutError: an item takes longer than `stall_timeout_s`; its thread is left alone, and does not keep the
-            process from ending.
+            process from ending, as one of a pool of `concurrent.futures` would.
     """
     waiting: collections.deque[Future[B]] = collections.deque()
     jobs: queue.SimpleQueue[tuple[Future[B], A] | None] = queue.SimpleQueue()

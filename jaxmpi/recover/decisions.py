@@ -106,15 +106,11 @@ class Recovery:
         self.failed: set[int] = set()  # steps that failed once
         self.left_out: set[int] = set()  # steps that failed twice
 
-    def of(self, failure: NonFiniteStep, tail: str) -> str:
+    def decide(self, failure: NonFiniteStep, tail: str) -> str:
         """A line that says what is done about a failed step.
 
         Args:
             tail: of the error, with what the user can do.
-
-        Raises:
-            NotFinite: the run stops.
-            RollBack: the run goes back.
         """
         self._spend(NotFinite, f"{failure}; {tail}")
         if self.policy == "skip":
@@ -122,13 +118,8 @@ class Recovery:
         (self.left_out if failure.step in self.failed else self.failed).add(failure.step)
         raise RollBack(failure.step, str(failure))
 
-    def of_difference(self, text: str) -> None:
-        """Stop or go back after workers' params differ.
-
-        Raises:
-            AgreedError: the run stops.
-            RollBack: the run goes back.
-        """
+    def decide_on_difference(self, text: str) -> None:
+        """Stop or go back after workers' params differ."""
         if self.policy != "rollback":
             raise AgreedError(text)
         self._spend(AgreedError, text)
@@ -153,11 +144,7 @@ def not_finite(loss: float, finite: np.ndarray) -> int | None:
 
 
 def check_budget(skipped: int, examples: int, epochs_begun: int, share: float) -> None:
-    """Stop if more of the data is skipped than `data.max_skipped` allows.
-
-    Raises:
-        AgreedError: examples skipped and allowed.
-    """
+    """Stop if more of the data is skipped than `data.max_skipped` allows."""
     allowed = share * examples * epochs_begun
     if skipped > allowed:
         raise AgreedError(

@@ -19,7 +19,7 @@ from jaxmpi.comm.mpi import FaultTolerantComm
 from jaxmpi.comm.polling import is_mpi_error, survives_losses
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.schema import Experiment
-from jaxmpi.core.errors import AgreedError, check
+from jaxmpi.core.errors import AgreedError, UsageError
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.recorder import Recorder
 
@@ -43,9 +43,9 @@ class ShrinkCoordinator:
 
     control: MpiProcesses
     comm: Comm
-    began: int  # how many ranks there were
+    initial_size: int  # how many ranks there were
     recorder: Recorder | None  # None on ranks that keep no record
-    held: CommittedState | None = None
+    committed: CommittedState | None = None
     is_unsaved: bool = False  # True if a checkpoint was dropped after a loss, and none has been begun since
     gone: list[int] = field(default_factory=list)  # that the record does not know of yet, by the launcher's numbers
 
@@ -56,12 +56,12 @@ class ShrinkCoordinator:
         """
         jax.block_until_ready(state)
         self.vote()
-        self.held = CommittedState(step=step, state=state, sums=sums.copy(), is_settled=is_settled)
+        self.committed = CommittedState(step=step, state=state, sums=sums.copy(), is_settled=is_settled)
 
     def settle(self, sums: np.ndarray) -> None:
         """All that was due after the step is done here."""
-        assert self.held is not None
-        self.held = self.held._replace(sums=sums.copy(), is_settled=True)
+        assert self.committed is not None
+        self.committed = self.committed._replace(sums=sums.copy(), is_settled=True)
 
     def vote(self) -> None:
         """Go on together; raises `Lost` if a rank is gone."""
@@ -70,12 +70,7 @@ class ShrinkCoordinator:
             raise Lost(why)
 
     def after(self, error: Exception, saver: Saver) -> None:
-        """Shrink to the remaining ranks after a loss; drop an unfinished checkpoint.
-
-        Raises:
-            Exception: the error itself, if it does not tell of a lost rank.
-            AgreedError: nobody is gone, or it was before the first step.
-        """
+        """Shrink to the remaining ranks after a loss; drop an unfinished checkpoint."""
         if not (isinstance(error, Lost) or is_mpi_error(error)):
             raise error
         self.control.revoke()
@@ -84,8 +79,8 @@ class ShrinkCoordinator:
         self.is_unsaved = saver.abandon() or self.is_unsaved
         jax.effects_barrier()  # programs run to their end, and their results are dropped
         self.gone += self.control.shrink(str(error))
-        if self.held is None:
-            raise AgreedError(f"{self.told()} before the first step: there is no state to go on from")
+        if self.committed is None:
+            raise AgreedError(f"{self.describe_gone()} before the first step: there is no state to go on from")
 
     def renew(self, workers: Workers) -> None:
         """Go on with these workers."""
@@ -93,7 +88,7 @@ class ShrinkCoordinator:
             self.comm.close()
         self.comm = workers.comm
 
-    def told(self) -> str:
+    def describe_gone(self) -> str:
         """The ranks that are gone, for messages."""
         return f"rank {', '.join(map(str, self.gone))} of the launcher's is gone"
 
@@ -119,10 +114,7 @@ NEEDS = (
 
 
 def check_mpi(control: MpiProcesses) -> None:
-    """Refuse an MPI under which a job cannot outlive a rank.
-
-    Raises:
-        UsageError: what it takes.
-    """
+    """Refuse an MPI under which a job cannot outlive a rank."""
     for holds, words in zip((survives_losses() and control.can_shrink(), control.may_overlap), NEEDS, strict=True):
-        check(holds, words)
+        if not holds:
+            raise UsageError(words)

@@ -55,7 +55,7 @@ class Watchdog:
     out: TextIO = field(default_factory=lambda: sys.stderr)
     known: dict[int, RankStatus] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
-    told_s: float | None = None  # when it last reported a stall that is not over
+    reported_s: float | None = None  # when it last reported a stall that is not over
     now_s: float = field(default_factory=time.monotonic)
     judges: tuple[int, int] = (0, 1)  # ranks to which the others send
 
@@ -68,7 +68,7 @@ class Watchdog:
         """Send, receive, judge; once a beat."""
         self._allow_for_sleep(now_s - self.now_s)
         self.now_s = now_s
-        beat = mine(self.rank)
+        beat = heartbeat(self.rank)
         for judge in self.judges:
             if judge == self.rank:
                 self._hear(beat)
@@ -92,7 +92,7 @@ class Watchdog:
             elif message["kind"] == "bye":
                 self.known.pop(message["rank"], None)
             elif message["kind"] == "ask":
-                self.post.send(message["rank"], {"kind": "stacks", "rank": self.rank, "text": own_stacks()})
+                self.post.send(message["rank"], {"kind": "stacks", "rank": self.rank, "text": thread_stacks()})
             else:
                 self.stacks[message["rank"]] = message["text"]
 
@@ -121,12 +121,12 @@ class Watchdog:
         answering = [status for status in self.known.values() if not self._is_silent(status)]
         patience = max((status.beat["patience"] for status in answering), default=1.0)
         if idle_s < self.stall_timeout_s * patience + self.beat_s and silent_s < self.stall_timeout_s + self.beat_s:
-            if self.told_s is not None:
-                self._say(f"goes on, {self.now_s - self.told_s:.0f} s after that")
-                self.told_s = None
-        elif self.told_s is None:
-            self.told_s = self.now_s
-            late = self._tell(max(idle_s, silent_s))
+            if self.reported_s is not None:
+                self._say(f"goes on, {self.now_s - self.reported_s:.0f} s after that")
+                self.reported_s = None
+        elif self.reported_s is None:
+            self.reported_s = self.now_s
+            late = self._report(max(idle_s, silent_s))
             if self.on_stall == "abort":
                 if len(late) < len(self.known) and self.rank not in late and failures.kill_ranks(late):
                     return self._say("killed; the others go on")
@@ -140,7 +140,7 @@ class Watchdog:
         busy = [rank for rank in behind if not self.known[rank].beat["waits"]]
         return sorted(silent or (behind if len(behind) < len(self.known) else busy) or behind)
 
-    def _tell(self, idle_s: float) -> list[int]:
+    def _report(self, idle_s: float) -> list[int]:
         """Name those who are late."""
         late = self.late()
         order = [*late, *sorted(set(self.known) - set(late))]
@@ -169,7 +169,7 @@ class Watchdog:
         """Let ranks send their stacks; this one's are here."""
         for rank in ranks:
             if rank == self.rank:
-                self.stacks[rank] = own_stacks()
+                self.stacks[rank] = thread_stacks()
             else:
                 self.post.send(rank, {"kind": "ask", "rank": self.rank})
         deadline = time.monotonic() + ANSWER_S
@@ -184,7 +184,7 @@ class Watchdog:
         print(text, file=self.out, flush=True)
 
 
-def mine(rank: int) -> dict[str, Any]:
+def heartbeat(rank: int) -> dict[str, Any]:
     """This rank's heartbeat: its phase and step, and what it waits for."""
     at, open_spans = failures.current_phase(), progress.open_spans()
     waits = [span.name for span in open_spans if span.track == "wait"]
@@ -201,7 +201,7 @@ def mine(rank: int) -> dict[str, Any]:
     }
 
 
-def own_stacks() -> str:
+def thread_stacks() -> str:
     """Stacks of all threads of this process."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -209,7 +209,7 @@ def own_stacks() -> str:
         return file.read()
 
 
-def judges_of(hosts: Sequence[Any]) -> tuple[int, int]:
+def choose_judges(hosts: Sequence[Any]) -> tuple[int, int]:
     """Rank 0 and the first rank on another host, else rank 1."""
     return 0, next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 1)
 
@@ -224,9 +224,6 @@ def watching(
 
     Args:
         is_fault_tolerant: those that live call it again when a rank has died; until then nobody watches.
-
-    Raises:
-        UsageError: `on_stall` is none of ON_STALL.
     """
     lookup(ON_STALL, on_stall, "on_stall")
     if not stall_timeout_s:
@@ -236,7 +233,7 @@ def watching(
     elif survives_losses() and not is_fault_tolerant:
         yield "watchdog off: this job goes on without ranks that die"
     else:
-        dog, ended = (
+        watchdog, ended = (
             Watchdog(
                 post=processes.mailbox(),
                 rank=processes.rank,
@@ -246,8 +243,8 @@ def watching(
             ),
             threading.Event(),
         )
-        dog.judges = judges_of(processes.hosts if isinstance(processes, MpiProcesses) else [0])
-        thread = threading.Thread(target=_run, args=(dog, ended), name="jaxmpi watchdog", daemon=True)
+        watchdog.judges = choose_judges(processes.hosts if isinstance(processes, MpiProcesses) else [0])
+        thread = threading.Thread(target=_run, args=(watchdog, ended), name="jaxmpi watchdog", daemon=True)
         thread.start()
         try:
             yield ""
@@ -256,11 +253,11 @@ def watching(
             thread.join()
 
 
-def _run(dog: Watchdog, ended: threading.Event) -> None:
+def _run(watchdog: Watchdog, ended: threading.Event) -> None:
     try:
-        while not ended.wait(dog.beat_s):
-            dog.turn(time.monotonic())
-        dog.leave()
+        while not ended.wait(watchdog.beat_s):
+            watchdog.turn(time.monotonic())
+        watchdog.leave()
     except Exception as error:
         if not (survives_losses() and is_mpi_error(error)):
             raise

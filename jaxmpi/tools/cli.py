@@ -55,12 +55,12 @@ COMMANDS = {
     ),
     "evaluate": CommandSpec(
         "a run's model on its validation data",
-        "trainer.finished_runs:evaluate",
+        "trainer.finished:evaluate",
         "trainer.options:evaluate",
     ),
     "predict": CommandSpec(
         "a run's outputs for every validation example, as a NumPy file",
-        "trainer.finished_runs:predict",
+        "trainer.finished:predict",
         "trainer.options:predict",
     ),
     "models": CommandSpec("table of the models that come with jaxmpi", "models.__main__:run", "tools.options:models"),

@@ -1,20 +1,36 @@
-"""The trainer as a Python class, for scripts under mpirun and notebooks."""
+"""The trainer as a Python class, for scripts under mpirun and notebooks.
 
+`Trainer(workers=N)` trains in processes of its own: `cloudpickle` writes the experiment for them, so functions and
+classes of a notebook go with it, and `jaxmpi train -n N` starts them, as on the command line. The pickle is in a folder
+of the run directory that only this user can read. Once all workers have read it they remove it, and the folder is gone
+when they have ended, whatever ended this process: no file that stays is ever unpickled.
+"""
+
+import collections
 import dataclasses
+import json
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 from jaxmpi.checkpoint import run_directory
 from jaxmpi.comm.job import processes
 from jaxmpi.config.schema import Experiment
-from jaxmpi.core.errors import check
-from jaxmpi.core.train_state import Batch
+from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.core.files import write_whole
+from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.recover import decisions
-from jaxmpi.runtime import process
-from jaxmpi.trainer import exported_program, main, notebook_workers
-from jaxmpi.trainer.finished_runs import Finished, open_finished
+from jaxmpi.runtime import failures, process
+from jaxmpi.trainer import exported_program, main
+from jaxmpi.trainer.callbacks import Callback, Moment
+from jaxmpi.trainer.finished import FROM_PYTHON, Finished, open_finished
 from jaxmpi.trainer.options import check_program_file
 
 
@@ -44,14 +60,15 @@ class Trainer:
     """
 
     def __init__(self, experiment: Experiment, name: str = "run", *, workers: int | None = None) -> None:
-        check(isinstance(experiment, Experiment), f"Trainer: got {experiment!r}; expected a jaxmpi.config.Experiment")
-        is_number = workers is None or (type(workers) is int and workers >= 1)
-        check(is_number, f"Trainer: workers: got {workers!r}; expected a whole number >= 1, or None")
+        if not isinstance(experiment, Experiment):
+            raise UsageError(f"Trainer: got {experiment!r}; expected a jaxmpi.config.Experiment")
+        if workers is not None and not (type(workers) is int and workers >= 1):
+            raise UsageError(f"Trainer: workers: got {workers!r}; expected a whole number >= 1, or None")
         control = processes()
-        check(
-            control.size == 1 or workers in (None, control.size),
-            f"Trainer: workers: got {workers}; the launcher started {control.size} ranks: leave workers out",
-        )
+        if control.size > 1 and workers not in (None, control.size):
+            raise UsageError(
+                f"Trainer: workers: got {workers}; the launcher started {control.size} ranks: leave workers out"
+            )
         process.take_devices(experiment.devices)
         folder = experiment.run_dir
         if not folder:
@@ -74,7 +91,7 @@ class Trainer:
         self._opened.clear()
         try:
             if self.started > 1:
-                return notebook_workers.fit(self.experiment, self.started)
+                return fit_in_processes(self.experiment, self.started)
             return main.train(self.experiment, self.name)
         except decisions.Preempted as left:
             sys.exit(left.code)
@@ -118,3 +135,111 @@ class Trainer:
         check_program_file(Path(file), platforms)
         run = open_finished(self.experiment, self.run_dir, step=step, best=best)
         exported_program.write(run, Path(file), platforms=platforms, batch=batch)
+
+
+# ---------------------------------------------------------------- processes of its own
+
+
+EXPERIMENT_FILE = '''"""An experiment that Python gave to jaxmpi.Trainer(experiment, workers=N)."""
+
+from pathlib import Path
+
+import cloudpickle
+
+experiment = cloudpickle.loads(Path(__file__).with_suffix(".pickle").read_bytes())
+'''
+# `preexec_fn` would fork a process with JAX's threads, of which JAX warns.
+START = """
+import os, shutil, sys
+from jaxmpi.runtime import process
+parent, folder = int(sys.argv.pop(1)), os.path.dirname(sys.argv[-1])
+process.end_with_parent(parent)
+from jaxmpi.tools import cli
+try:
+    cli.main()
+finally:
+    if os.getppid() != parent:  # which would have removed it
+        shutil.rmtree(folder, ignore_errors=True)
+"""
+SHOWN_LINES = 30  # last lines of the workers' output that an error shows
+
+
+class KeepFigures(Callback):
+    """Write each evaluation's figures for the waiting process; remove the pickle."""
+
+    def __init__(self, file: Path, pickle: Path) -> None:
+        self.file, self.pickle = file, pickle
+
+    def at_start(self, step: int, state: TrainState) -> None:
+        self.pickle.unlink(missing_ok=True)  # all workers have read and compared it by now
+
+    def after_evaluation(self, moment: Moment) -> None:
+        if moment.rank == 0:
+            write_whole(self.file, json.dumps(moment.figures).encode())
+
+
+def fit_in_processes(experiment: Experiment, workers: int) -> dict[str, float]:
+    """Train in `workers` processes; return the last figures, empty without a step.
+
+    Ctrl-C lets the run save and end, and is raised here then.
+    """
+    with run_directory.usable():
+        Path(experiment.run_dir).mkdir(parents=True, exist_ok=True)
+        private = tempfile.TemporaryDirectory(prefix="from_python_", dir=experiment.run_dir)
+    with private as folder:
+        file, result = Path(folder) / FROM_PYTHON, Path(folder) / "figures.json"
+        pickle = file.with_suffix(".pickle")
+        kept = (*experiment.callbacks, KeepFigures(result, pickle))
+        pickle.write_bytes(pickled(dataclasses.replace(experiment, callbacks=kept, fallback=None)))
+        file.write_text(EXPERIMENT_FILE)
+        line = [sys.executable, "-c", START, str(os.getpid()), "train", "-n", str(workers), str(file)]
+        env = {name: value for name, value in os.environ.items() if name not in process.VARIABLES}
+        env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        code, output = run_job(line, env)
+        if code == failures.MISUSED:
+            begin = max((i for i, text in enumerate(output) if "error: " in text), default=0)
+            text = "\n".join(output[begin:])
+            raise UsageError(f"{workers} workers refused it: {text.partition('error: ')[2] or text}")
+        if code == failures.PREEMPTED:
+            raise decisions.Preempted
+        if code:
+            last = "\n  ".join(output)
+            raise TrainingError(f"{workers} workers ended with code {code}; their last lines:\n  {last}")
+        return json.loads(result.read_text()) if result.exists() else {}
+
+
+def pickled(experiment: Experiment) -> bytes:
+    """The experiment by cloudpickle."""
+    try:
+        return cloudpickle.dumps(experiment)
+    except Exception as error:  # whatever an object of the user's raises
+        raise UsageError(
+            f"the experiment cannot go to other processes: {type(error).__name__}: {error}; make that object inside a "
+            "function that the experiment holds, or train with Experiment(devices=K) in this process"
+        ) from error
+
+
+def run_job(line: list[str], env: dict[str, str]) -> tuple[int, list[str]]:
+    """Run a job and show its output; return its code and last lines."""
+    output: collections.deque[str] = collections.deque(maxlen=SHOWN_LINES)
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    job = subprocess.Popen(line, env=env, text=True, errors="replace", start_new_session=True, **pipes)
+    assert job.stdout is not None
+    is_interrupted = False
+    with job.stdout as lines:
+        while True:
+            try:
+                for text in lines:
+                    output.append(text.rstrip())
+                    print(text, end="", flush=True)
+                job.wait()
+                break
+            except KeyboardInterrupt:  # a second one does not wait for the checkpoint
+                os.killpg(job.pid, signal.SIGTERM if is_interrupted else signal.SIGINT)
+                is_interrupted = True
+            except BaseException:
+                os.killpg(job.pid, signal.SIGTERM)
+                raise
+    if is_interrupted:
+        raise KeyboardInterrupt
+    return job.returncode, list(output)

@@ -43,9 +43,9 @@ from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.evaluate import rate_factor, score
 from jaxmpi.trainer.loop import Position, RunProgress, run_steps
 from jaxmpi.trainer.progress import SUMS, Done
-from jaxmpi.trainer.resume import extra_of, note_whole
 from jaxmpi.trainer.run import Run
 from jaxmpi.trainer.shared_evaluation import SharedEvaluation
+from jaxmpi.trainer.state import note_whole, run_facts
 from jaxmpi.trainer.step import Metrics
 from jaxmpi.trainer.timetable import DueEvents
 
@@ -66,7 +66,7 @@ def run_asynchronously(run: Run, start: AsyncStart, hosts: Sequence[str]) -> dic
     config, rule = run.experiment, run.functions.rule.asynchronous
     assert rule is not None
     trace = UncoordinatedTrace(step_range(config.trace, "trace"), run.workers.processes, run.folder / "trace.json")
-    wire = run.functions.strategy.partition(":")[2]  # all that these rules take of a strategy
+    wire = run.plan.strategy.partition(":")[2]  # all that these rules take of a strategy
     target = run.plan.examples(run.plan.clock.total_steps)
     monitor = HeartbeatMonitor(config.stall_timeout_s, config.on_stall, hosts, lambda: run.notice.given)
     worker, serve = take_part(run.workers, config.rule, rule, wire, start, target, monitor)
@@ -107,12 +107,13 @@ class AsyncCoordinator:
         server: threading.Thread | None = None,
     ) -> None:
         """Take up what the run starts with; `server` keeps a shard of the center on this rank."""
-        solo = run.workers._replace(processes=SoloProcesses())  # votes and evaluations are this rank's
+        # Votes and evaluations are this rank's.
+        solo = dataclasses.replace(run.plan, workers=run.workers._replace(processes=SoloProcesses()))
         leaves = [path for path, _ in named_leaves(start.state.params)]
-        votes = decisions.StepConsensus(solo.processes, run.notice, leaves)
+        votes = decisions.StepConsensus(solo.workers.processes, run.notice, leaves)
         recorder = StderrRecorder(None) if worker.number else run.recorder
-        guard = dataclasses.replace(run.guard, votes=votes, workers=solo, recorder=recorder)
-        self.run, self.control = dataclasses.replace(run, workers=solo, guard=guard), run.workers.processes
+        guard = dataclasses.replace(run.guard, votes=votes, plan=solo, recorder=recorder)
+        self.run, self.control = dataclasses.replace(run, plan=solo, guard=guard), run.workers.processes
         self.start, self.worker, self.trace, self.server = start, worker, trace, server
         self.timer = StepTimer(worker.workers, to_device(run.workers))
         keep = Retention(run.experiment.keep_checkpoints, run.experiment.keep_best)
@@ -335,7 +336,7 @@ class AsyncLeader(AsyncCoordinator):
     def complete(self, parts: UncoordinatedCheckpoint, state: TrainState, score: float | None) -> None:
         """Complete a checkpoint's parts with the shared params and JSON values."""
         run, step = self.run, self.order.step
-        extra = extra_of(run, run.functions, run.recorder.elapsed_s())
+        extra = run_facts(run)
         extra |= {"tally": [*map(float, self.saved)], "lr": run.plan.lr_of(step + 1), "callbacks": self.states}
         with written(step, run.saver.home):
             parts.end(step, {"center": self.shared(state)}, extra, score)

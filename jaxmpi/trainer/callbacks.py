@@ -1,8 +1,8 @@
 """Callbacks: code that runs around a run's steps, under any rule.
 
-A run has one list of callbacks, the user's own behind ours. A callback is called on every rank at the same moments, or
-on rank 0 alone if it says so. If nothing is under way it may exchange between ranks (`jaxmpi.exchange`, `Moment.sum`)
-if all do so alike; beside a step that is refused. Its `state` goes into checkpoints, so that a resumed run goes on as
+A run has one list of callbacks: ours, then the user's own. A callback is called on every rank at the same moments, or
+on rank 0 alone if it says so. When no step is running it may communicate (`jaxmpi.exchange`, `Moment.sum`), if all
+ranks do so alike; during a step that is refused. Its `state` goes into checkpoints, so that a resumed run continues as
 if it had not ended.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxmpi.comm.agreement import on_all_ranks, without_messages
 from jaxmpi.comm.job import Processes
-from jaxmpi.core.errors import UsageError, check, nearest
+from jaxmpi.core.errors import UsageError, nearest
 from jaxmpi.core.pytrees import PyTree, by_path
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.model.contract import with_article
@@ -74,7 +74,7 @@ class Moment:
 class Callback:
     """Code for moments of a run in this process; methods are optional.
 
-    `before_step`, `after_dispatch` and `after_checkpoint` may not communicate: an exchange may be under way.
+    `before_step`, `after_dispatch` and `after_checkpoint` may not communicate, since a step may still exchange.
     """
 
     first_rank_only = False  # True if rank 0 alone calls its methods, but for `state` and `restore`
@@ -82,32 +82,20 @@ class Callback:
     scales_rate = False  # True if it changes the learning rate, by `rate_factor` in the optimizer's state
 
     def at_start(self, step: int, state: TrainState) -> None:
-        """Called before the loop starts after `step`, and again after each recovery.
-
-        A recovery is a rollback, or going on without ranks that were lost.
-        """
+        """Called before the loop starts after `step`, and again after each rollback or loss of ranks."""
 
     def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        """Return the state and batch that the step takes instead of these.
-
-        Both must have the structure and shapes of those given.
-        """
+        """Return the state and batch that the step takes, of the structure and shapes of those given."""
         return state, batch
 
     def after_dispatch(self, step: int, state: TrainState) -> None:
-        """The moment after a step's dispatch; the device may still compute `state`."""
+        """Called after a step's dispatch; the device may still compute `state`."""
 
     def after_evaluation(self, moment: Moment) -> None:
-        """The moment after an evaluation, when no exchange is under way.
-
-        Among asynchronous workers only worker 0 calls it.
-        """
+        """Called after an evaluation, when no step is running; under asynchronous rules on worker 0 alone."""
 
     def after_checkpoint(self, step: int, folder: Path) -> None:
-        """Called when the checkpoint of `step` is whole in `folder`, its own.
-
-        Asynchronous rules call it on worker 0 alone.
-        """
+        """Called when the checkpoint of `step` is complete in `folder`; under asynchronous rules on worker 0 alone."""
 
     def at_end(self, figures: dict[str, float]) -> None:
         """Called after the last step, evaluation and checkpoint, with the last figures."""
@@ -117,7 +105,7 @@ class Callback:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The run goes on from a checkpoint."""
+        """Called when the run continues from a checkpoint, with what `state` returned."""
 
 
 MOMENTS = {name: method for name, method in vars(Callback).items() if name.startswith(("at_", "before_", "after_"))}
@@ -127,24 +115,20 @@ class InjectFaults(Callback):
     """Faults that `--inject` orders for a step."""
 
     def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        """Let faults change the batch, end the process or hold it up."""
         return fault_injection.inject_at("step", step, (state, batch))
 
 
 class ProfilerCallback(Callback):
-    """JAX's profiler over the steps that `--profile` names."""
+    """JAX's profiler over the steps that `--profile` names; whoever opened the profiler closes it."""
 
     def __init__(self, profiler: Profiler) -> None:
-        """Args: profiler: whoever opened it closes it."""
         self.profiler = profiler
 
     def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        """It starts before the first of its steps."""
         self.profiler.before(step)
         return state, batch
 
     def after_dispatch(self, step: int, state: TrainState) -> None:
-        """It stops when the last of its steps is through."""
         self.profiler.after(step, state)
 
 
@@ -166,11 +150,13 @@ class Plateau(Callback):
     def __init__(
         self, monitor: str = "eval_loss", mode: str = "auto", patience: int = 3, min_delta: float = 0.0
     ) -> None:
-        """Nothing seen yet."""
         name = type(self).__name__
-        check(mode in ("auto", "min", "max"), f"{name}: mode: got {mode!r}; expected auto, min or max")
-        check(patience >= 1, f"{name}: patience: got {patience}; expected evaluations >= 1")
-        check(min_delta >= 0, f"{name}: min_delta: got {min_delta}; expected >= 0")
+        if mode not in ("auto", "min", "max"):
+            raise UsageError(f"{name}: mode: got {mode!r}; expected auto, min or max")
+        if patience < 1:
+            raise UsageError(f"{name}: patience: got {patience}; expected evaluations >= 1")
+        if not min_delta >= 0:
+            raise UsageError(f"{name}: min_delta: got {min_delta}; expected >= 0")
         self.monitor, self.mode, self.patience, self.min_delta = monitor, mode, patience, min_delta
         self.best, self.count = math.inf, 0  # best figure, negated for max; evaluations without a better one
 
@@ -187,13 +173,12 @@ class Plateau(Callback):
             self.count += 1
         if self.count >= self.patience:
             self.count = 0
-            self.reached(moment)
+            self.act_on_plateau(moment)
 
-    def reached(self, moment: Moment) -> None:
+    def act_on_plateau(self, moment: Moment) -> None:
         """As many evaluations as `patience` were no better."""
 
     def state(self) -> dict[str, Any]:
-        """The best value and the count."""
         return {"best": self.best if math.isfinite(self.best) else None, "count": self.count}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -203,8 +188,7 @@ class Plateau(Callback):
 class EarlyStop(Plateau):
     """Ends the run once a figure has not improved for `patience` evaluations."""
 
-    def reached(self, moment: Moment) -> None:
-        """Stop, with a checkpoint."""
+    def act_on_plateau(self, moment: Moment) -> None:
         moment.stop(f"{self.monitor} has not improved for {self.patience} evaluations")
 
 
@@ -219,13 +203,12 @@ class ReduceOnPlateau(Plateau):
     scales_rate = True
 
     def __init__(self, factor: float = 0.1, **plateau: Any) -> None:
-        """Nothing seen yet."""
         super().__init__(**plateau)
-        check(0 < factor < 1, f"ReduceOnPlateau: factor: got {factor}; expected 0 < factor < 1")
-        self.factor, self.due = factor, 1.0  # factor by which the rate is to be multiplied before the next step
+        if not 0 < factor < 1:
+            raise UsageError(f"ReduceOnPlateau: factor: got {factor}; expected 0 < factor < 1")
+        self.factor, self.due = factor, 1.0  # by `due` the rate is to be multiplied before the next step
 
-    def reached(self, moment: Moment) -> None:
-        """Lower the rate from the next step on."""
+    def act_on_plateau(self, moment: Moment) -> None:
         self.due *= self.factor
         moment.say(
             f"{self.monitor} has not improved for {self.patience} evaluations: learning rate x {self.factor:.3g}"
@@ -239,50 +222,109 @@ class ReduceOnPlateau(Plateau):
         return state, batch
 
     def state(self) -> dict[str, Any]:
-        """Besides, the factor that is not yet in the optimizer's state."""
-        return super().state() | {"due": self.due}
+        return super().state() | {"due": self.due}  # not yet in the optimizer's state
 
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
         self.due = state["due"]
 
 
-# ---------------------------------------------------------------- the user's own in a run
+# ---------------------------------------------------------------- called by a run
 
 
-def checked(callbacks: Any) -> tuple[Callback, ...]:
-    """Copies of an experiment's callbacks, so that a second run begins anew.
+def call_each(callbacks: Sequence[Callback], method: str, *args: Any, is_asynchronous: bool = False) -> None:
+    """Call a method of all, one after another.
 
-    Raises:
-        UsageError: one that is none, has a method for a moment that there is not, or cannot be copied.
+    Args:
+        is_asynchronous: workers do not wait for each other.
     """
-    is_row = isinstance(callbacks, (tuple, list))
-    check(is_row, f"callbacks: got {callbacks!r}; expected a tuple of jaxmpi.Callback objects")
     for callback in callbacks:
-        check(isinstance(callback, Callback), f"callbacks: got {callback!r}; expected a jaxmpi.Callback object")
-        for name in dir(callback):  # one that is never called would go unnoticed
-            is_moment = name.startswith(("at_", "before_", "after_", "on_")) and callable(getattr(callback, name))
-            check(
-                not is_moment or name in MOMENTS,
-                f"callback {type(callback).__name__}: got a method {name}; {nearest(name, MOMENTS)}. A method of your "
-                "own needs a name that begins otherwise",
+        with message_guard(callback, method, is_asynchronous):
+            getattr(callback, method)(*args)
+
+
+def before_step(
+    callbacks: Sequence[Callback], step: int, state: TrainState, batch: Batch, is_asynchronous: bool = False
+) -> tuple[TrainState, Batch]:
+    """Call `before_step` of all, one after another."""
+    leaves, structure = jax.tree.flatten((state, batch))  # kept, since a dict may be changed in place
+    for callback in callbacks:
+        before, structure_before, what = leaves, structure, f"callback {type(callback).__name__}: before_step"
+        with message_guard(callback, "before_step", is_asynchronous):
+            result = callback.before_step(step, state, batch)
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise UsageError(
+                f"{what}: got {with_article(result)}; expected (state, batch): return those it was given, if it only "
+                "looks"
             )
-    return tuple(map(copied, callbacks))
+        state, batch = result
+        leaves, structure = jax.tree.flatten(result)
+        if structure != structure_before or any(new is not old for new, old in zip(leaves, before, strict=True)):
+            if callback.first_rank_only:
+                raise UsageError(f"{what}: got another state or batch on rank 0 alone; expected those it was given")
+            check_alike(what, jax.tree.unflatten(structure_before, before), result)
+    return state, batch
 
 
-def copied(callback: Callback) -> Callback:
-    """A deep copy.
+def check_alike(what: str, before: PyTree, after: PyTree) -> None:
+    """Raise `UsageError` unless both (state, batch) have the same leaves, shapes and dtypes."""
+    was, now = (
+        {
+            path: f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
+            for path, leaf in by_path({"state": state, "batch": batch}).items()
+        }
+        for state, batch in (before, after)
+    )
+    for path in sorted(was | now):
+        got, expected = now.get(path, "nothing"), was.get(path, "nothing")
+        if got != expected:
+            raise UsageError(f"{what}: {path}: got {got}; expected {expected}, as it was: a step takes no other")
 
-    Raises:
-        UsageError: it holds what cannot be copied, such as an open file.
-    """
-    try:
-        return copy.deepcopy(callback)
-    except Exception as error:  # whatever an object of the user's raises
-        raise UsageError(
-            f"callback {type(callback).__name__}: {type(error).__name__}: {error}; each run works on a deep copy: what "
-            "cannot be copied, such as a file, open it in at_start"
-        ) from error
+
+DURING_A_STEP = (
+    "while a step may still exchange",
+    "do it in at_start, after_evaluation or at_end, when nothing is under way",
+)
+ON_RANK_0 = ("on rank 0 alone", "leave first_rank_only out, so that all ranks do the same")
+ASYNCHRONOUS = ("under an asynchronous rule, whose workers do not meet", "take a synchronous rule")
+
+
+def message_guard(callback: Callback, method: str, is_asynchronous: bool) -> contextlib.AbstractContextManager[None]:
+    """While a method runs, refuse the messages that it may not send."""
+    is_during_step = method in ("before_step", "after_dispatch", "after_checkpoint")
+    if not (is_during_step or callback.first_rank_only or is_asynchronous):
+        return contextlib.nullcontext()
+    why = ASYNCHRONOUS if is_asynchronous else DURING_A_STEP if is_during_step else ON_RANK_0
+    return without_messages(f"callback {type(callback).__name__}: {method}", *why)
+
+
+# ---------------------------------------------------------------- the user's own
+
+
+def copy_checked(callbacks: Any) -> tuple[Callback, ...]:
+    """Copies of an experiment's callbacks, so that a second run begins anew."""
+    if not isinstance(callbacks, (tuple, list)):
+        raise UsageError(f"callbacks: got {callbacks!r}; expected a tuple of jaxmpi.Callback objects")
+    copies = []
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise UsageError(f"callbacks: got {callback!r}; expected a jaxmpi.Callback object")
+        name = type(callback).__name__
+        for method in dir(callback):  # one that is never called would go unnoticed
+            is_moment = method.startswith(("at_", "before_", "after_", "on_"))
+            if is_moment and callable(getattr(callback, method)) and method not in MOMENTS:
+                raise UsageError(
+                    f"callback {name}: got a method {method}; {nearest(method, MOMENTS)}. A method of your own needs a "
+                    "name that begins otherwise"
+                )
+        try:
+            copies.append(copy.deepcopy(callback))
+        except Exception as error:  # whatever an object of the user's raises
+            raise UsageError(
+                f"callback {name}: {type(error).__name__}: {error}; each run works on a deep copy: what cannot be "
+                "copied, such as a file, open it in at_start"
+            ) from error
+    return tuple(copies)
 
 
 def of_rank(callbacks: Sequence[Callback], rank: int) -> list[Callback]:
@@ -290,125 +332,46 @@ def of_rank(callbacks: Sequence[Callback], rank: int) -> list[Callback]:
     return [callback for callback in callbacks if rank == 0 or not callback.first_rank_only]
 
 
-BESIDE_A_STEP = (
-    "while a step may still exchange",
-    "do it in at_start, after_evaluation or at_end, when nothing is under way",
-)
-ALONE = ("on rank 0 alone", "leave first_rank_only out, so that all ranks do the same")
-ASYNCHRONOUS = ("under an asynchronous rule, whose workers do not meet", "take a synchronous rule")
-
-
-def may(callback: Callback, method: str, is_asynchronous: bool) -> contextlib.AbstractContextManager[None]:
-    """While a method runs, refuse the messages that it may not send."""
-    is_beside = method in ("before_step", "after_dispatch", "after_checkpoint")
-    if not (is_beside or callback.first_rank_only or is_asynchronous):
-        return contextlib.nullcontext()
-    why = ASYNCHRONOUS if is_asynchronous else BESIDE_A_STEP if is_beside else ALONE
-    return without_messages(f"callback {type(callback).__name__}: {method}", *why)
-
-
-def each(callbacks: Sequence[Callback], method: str, *args: Any, is_asynchronous: bool = False) -> None:
-    """Call a method of all, one after another.
-
-    Args:
-        is_asynchronous: workers do not wait for each other.
-
-    Raises:
-        UsageError: one communicates when it may not.
-    """
-    for callback in callbacks:
-        with may(callback, method, is_asynchronous):
-            getattr(callback, method)(*args)
-
-
-def before_step(
-    callbacks: Sequence[Callback], step: int, state: TrainState, batch: Batch, is_asynchronous: bool = False
-) -> tuple[TrainState, Batch]:
-    """All of them, one after another.
-
-    Raises:
-        UsageError: one changes the structure, a shape or a dtype of the state or the batch; on rank 0 alone, anything;
-            or communicates.
-    """
-    leaves, structure = jax.tree.flatten((state, batch))  # held, since a dict may be changed in place
-    for callback in callbacks:
-        were, was, what = leaves, structure, f"callback {type(callback).__name__}: before_step"
-        with may(callback, "before_step", is_asynchronous):
-            given = callback.before_step(step, state, batch)
-        is_pair = isinstance(given, tuple) and len(given) == 2
-        check(
-            is_pair,
-            f"{what}: got {with_article(given)}; expected (state, batch): return those it was given, if it only looks",
-        )
-        state, batch = given
-        leaves, structure = jax.tree.flatten((state, batch))
-        if structure != was or any(new is not old for new, old in zip(leaves, were, strict=True)):
-            is_all = not callback.first_rank_only
-            check(is_all, f"{what}: got another state or batch on rank 0 alone; expected those it was given")
-            check_alike(what, jax.tree.unflatten(was, were), (state, batch))
-    return state, batch
-
-
-def check_alike(what: str, before: PyTree, after: PyTree) -> None:
-    """Raise `UsageError` unless both have the same leaves, shapes and dtypes."""
-    was, now = (
-        {path: kind_of(leaf) for path, leaf in by_path(tree).items()}
-        for tree in (dict(zip(("state", "batch"), pair, strict=True)) for pair in (before, after))
-    )
-    for path in sorted(was | now):
-        got, expected = now.get(path, "nothing"), was.get(path, "nothing")
-        check(got == expected, f"{what}: {path}: got {got}; expected {expected}, as it was: a step takes no other")
-
-
-def kind_of(leaf: Any) -> str:
-    """`float32[3]`; the type of what is no array."""
-    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
-
-
 def states(callbacks: Sequence[Callback], control: Processes) -> list[list[Any]]:
-    """Copies of each [name, state] for a checkpoint; all ranks call it.
+    """[name, state] of each for a checkpoint, copied, since it is written while the run continues; all ranks call it.
 
-    States are copied, since the checkpoint is written while the run goes on. Communicates: errors, if there are
-    callbacks.
-
-    Raises:
-        UsageError: a state of any rank's is no JSON.
+    Communicates: errors, if there are callbacks.
     """
-    kept: list[list[Any]] = []
+    rows: list[list[Any]] = []
 
     def copy_states() -> None:
         for callback in callbacks:
             name, state = type(callback).__name__, callback.state()
             try:
-                kept.append([name, json.loads(json.dumps(state))])
+                rows.append([name, json.loads(json.dumps(state))])
             except (TypeError, ValueError, RecursionError) as error:
                 text = f"callback {name}: state: got {state!r:.80}: {error}; expected JSON values"
                 raise UsageError(text) from error
 
     if callbacks:
         on_all_ranks(control, copy_states)
-    return kept
+    return rows
 
 
-def restore(callbacks: Sequence[Callback], kept: Sequence[Sequence[Any]]) -> None:
+def restore(callbacks: Sequence[Callback], rows: Sequence[Sequence[Any]]) -> None:
     """Restore each callback's state; one unknown to the checkpoint stays as is."""
-    for callback, state in matched(callbacks, kept):
+    for callback, state in match_rows(callbacks, rows):
         callback.restore(state)
 
 
-def carry_rate(callbacks: Sequence[Callback], kept: Sequence[Sequence[Any]]) -> None:
-    """Take over the learning-rate reductions still due in the continued run.
+def carry_rate(callbacks: Sequence[Callback], rows: Sequence[Sequence[Any]]) -> None:
+    """Take over reductions of the learning rate that were still due in the run that is continued.
 
-    Those that were made before are in the optimizer's state. Counts of callbacks are that run's own.
+    Earlier ones are in the optimizer's state. Counts of callbacks belong to that run alone.
     """
-    for callback, state in matched(callbacks, kept):
+    for callback, state in match_rows(callbacks, rows):
         if isinstance(callback, ReduceOnPlateau):
             callback.due = state["due"]
 
 
-def matched(callbacks: Sequence[Callback], kept: Sequence[Sequence[Any]]) -> list[tuple[Callback, dict[str, Any]]]:
+def match_rows(callbacks: Sequence[Callback], rows: Sequence[Sequence[Any]]) -> list[tuple[Callback, dict[str, Any]]]:
     """Callbacks with their states in a checkpoint, matched by name and order."""
-    left, found = list(kept), []
+    left, found = list(rows), []
     for callback in callbacks:
         row = next((row for row in left if row[0] == type(callback).__name__), None)
         if row is not None:

@@ -1,8 +1,8 @@
 """The training loop of all rules: a step, then what is due.
 
 A coordinator has all that differs between rules. Workers in lock step exchange inside each step, and vote on it
-(`lock_step`); asynchronous ones exchange between steps of their own (`asynchronous`). A list of callbacks has what
-happens around a step whatever the rule.
+(`lock_step`); asynchronous workers exchange between steps, each for itself. A list of callbacks has what happens around
+a step whatever the rule.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.step_timing import StepTimer
 from jaxmpi.runtime import failures
 from jaxmpi.runtime.progress import phase
-from jaxmpi.trainer.callbacks import Callback, before_step, each
+from jaxmpi.trainer.callbacks import Callback, before_step, call_each
 from jaxmpi.trainer.step import Metrics
 from jaxmpi.trainer.timetable import DueEvents
 
@@ -53,7 +53,7 @@ class Coordinator(Protocol):
         ...
 
     def begin(self, position: Position) -> TrainState:
-        """All is ready for the first step; the state that it takes."""
+        """Prepare for the first step; return the state to start from."""
         ...
 
     def batches(self) -> Generator[Batch, None, None]:
@@ -69,7 +69,7 @@ class Coordinator(Protocol):
         ...
 
     def pause(self, state: TrainState) -> None:
-        """Wait for all that is under way, before the control plane sends."""
+        """Wait for the step and its messages, before the control plane sends."""
         ...
 
     def compare(self, step: int, state: TrainState) -> None:
@@ -93,7 +93,7 @@ class Coordinator(Protocol):
         ...
 
     def settle(self, step: int, due: DueEvents) -> None:
-        """All that was due after a step is done."""
+        """Called after all that was due after a step."""
         ...
 
     def finish(self, state: TrainState) -> dict[str, float]:
@@ -102,15 +102,11 @@ class Coordinator(Protocol):
 
 
 def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position: Position) -> dict[str, float]:
-    """Steps position.step + 1 to the last; the last evaluation.
-
-    Raises:
-        TrainingError, decisions.RollBack: as the coordinator. decisions.Preempted: asked to leave; its state is saved.
-    """
+    """Steps position.step + 1 to the last; the last evaluation."""
     timer, first = coordinator.timer, position.step + 1
     state = coordinator.begin(position)
-    call_each = partial(each, callbacks, is_asynchronous=coordinator.is_asynchronous)
-    call_each("at_start", position.step, state)
+    call = partial(call_each, callbacks, is_asynchronous=coordinator.is_asynchronous)
+    call("at_start", position.step, state)
     do_due(coordinator, position.step, position.overdue, state)
     with contextlib.closing(coordinator.batches()) as batches, contextlib.ExitStack() as at:
         at.enter_context(phase("waiting for the first batch"))
@@ -122,7 +118,7 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
             failures.set_phase(f"step {step}", failures.LONG if step == first else 1.0)
             state, batch = before_step(callbacks, step, state, batch, coordinator.is_asynchronous)
             state, metrics = coordinator.update(step, state, batch)
-            call_each("after_dispatch", step, state)
+            call("after_dispatch", step, state)
             timer.started(next(iter(jax.tree.leaves(state.params)), state.step), compiled=step == first)
             state, progress = coordinator.after_step(step, state, metrics)
             do_due(coordinator, progress.step, progress.due, state)
@@ -130,7 +126,7 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
             if progress.is_over or coordinator.is_stopped:
                 break
     figures = coordinator.finish(state)
-    call_each("at_end", figures)
+    call("at_end", figures)
     return figures
 
 

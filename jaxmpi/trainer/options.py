@@ -1,7 +1,6 @@
-"""Command lines of the trainer's commands, parsed without JAX.
+"""Command lines of the trainer's commands, parsed without JAX, so that a mistyped one ends at once.
 
-So a mistyped one ends at once. Further flags are fields of the experiment. Unknown ones are refused here; their values
-wait for the experiment file.
+Further flags are fields of the experiment. Unknown ones are refused here; their values wait for the experiment file.
 """
 
 import argparse
@@ -11,91 +10,78 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxmpi.config import experiment_file
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 
 PROGRAM = ".jaxexport"  # ends the name of a file with a model's program
 PLATFORMS = ("cpu", "cuda", "tpu")  # by default
-KNOWN = (*PLATFORMS, "rocm")  # to JAX, which lowers for any other name as well
+KNOWN_PLATFORMS = (*PLATFORMS, "rocm")  # JAX lowers for any other name as well
 
 
 def forecast_parser() -> argparse.ArgumentParser:
     """Options of `jaxmpi forecast`."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="jaxmpi forecast",
         usage="jaxmpi forecast EXPERIMENT [-n WORKERS] [--slots RANKS] [--field value ...]",
         description="Forecast the memory of each worker, part by part, with sharded updates and without. Fields are "
         "those of the experiment, as of `jaxmpi train`.",
         epilog="example: jaxmpi forecast googlenet -n 8 --slots 4",
     )
-    made.add_argument("-n", type=int, default=1, metavar="WORKERS", help="ranks in all (default 1)")
-    made.add_argument("--slots", type=int, default=0, metavar="RANKS", help="ranks of a host (default: all of them)")
-    return made
+    parser.add_argument("-n", type=int, default=1, metavar="WORKERS", help="ranks in all (default 1)")
+    parser.add_argument("--slots", type=int, default=0, metavar="RANKS", help="ranks of a host (default: all of them)")
+    return parser
 
 
 def forecast(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse options of `jaxmpi forecast`; `fields` are the experiment and its flags.
-
-    Raises:
-        UsageError: no such experiment, an unknown field, or a number out of range.
-    """
+    """Parse options of `jaxmpi forecast`; `fields` are the experiment and its flags."""
     options, options.fields = forecast_parser().parse_known_args(list(argv))
     experiment_file.refuse_early(options.fields)
-    check(options.n >= 1, f"-n: got {options.n}; expected 1 or more workers")
+    if options.n < 1:
+        raise UsageError(f"-n: got {options.n}; expected 1 or more workers")
     options.slots = options.slots or options.n
-    check(1 <= options.slots <= options.n, f"--slots: got {options.slots}; expected 1 to {options.n} ranks a host")
+    if not 1 <= options.slots <= options.n:
+        raise UsageError(f"--slots: got {options.slots}; expected 1 to {options.n} ranks a host")
     return options
 
 
 def run_parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
     """Options that commands on a finished run share."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog=f"jaxmpi {name}",
         allow_abbrev=False,
         description=f"{description} Any further --field value changes the experiment, as in training: --data.dir, "
         "--data.validation-split.",
         epilog=f"example: mpirun -n 8 jaxmpi {name} {example}",
     )
-    made.add_argument("run_dir", type=Path, help="run directory")
-    made.add_argument(
+    parser.add_argument("run_dir", type=Path, help="run directory")
+    parser.add_argument(
         "--experiment", default="", metavar="FILE.py", help="of a run that Python started or somebody else has begun"
     )
-    made.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
-    made.add_argument("--best", action="store_true", help="the best checkpoint by the run's --monitor")
-    return made
+    parser.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
+    parser.add_argument("--best", action="store_true", help="the best checkpoint by the run's --monitor")
+    return parser
 
 
-def of_run(made: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse a command on a finished run; `fields` are the experiment's flags.
-
-    Raises:
-        UsageError: an unknown field; or `-n`, which is the launcher's.
-    """
-    options, options.fields = made.parse_known_args(list(argv))
-    several = next((field for field in options.fields if re.fullmatch(r"-n\d*", field)), "")
-    check(not several, f"got {several}; several workers are started by a launcher: mpirun -n 8 {made.prog} RUN ...")
+def parse_run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse a command on a finished run; `fields` are the experiment's flags."""
+    options, options.fields = parser.parse_known_args(list(argv))
+    if several := next((field for field in options.fields if re.fullmatch(r"-n\d*", field)), ""):
+        raise UsageError(f"got {several}; several workers are started by a launcher: mpirun -n 8 {parser.prog} RUN ...")
     experiment_file.refuse_unknown(options.fields)
     return options
 
 
 def config_file(run_dir: Path) -> Path:
-    """The file of a run's configuration.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The file of a run's configuration."""
     file = run_dir / "config.json"
-    check(file.is_file(), f"{file}: no such file; name a run directory")
+    if not file.is_file():
+        raise UsageError(f"{file}: no such file; name a run directory")
     return file
 
 
 def evaluate(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse options of `jaxmpi evaluate`.
-
-    Raises:
-        UsageError: as `of_run` and `config_file`.
-    """
-    made = run_parser("evaluate", "Evaluate a run's model on its validation data.", "runs/first --best")
-    options = of_run(made, argv)
+    """Parse options of `jaxmpi evaluate`."""
+    parser = run_parser("evaluate", "Evaluate a run's model on its validation data.", "runs/first --best")
+    options = parse_run(parser, argv)
     config_file(options.run_dir)
     return options
 
@@ -103,45 +89,48 @@ def evaluate(argv: Sequence[str]) -> argparse.Namespace:
 def predict_parser() -> argparse.ArgumentParser:
     """Options of `jaxmpi predict`."""
     does = "Write a model's outputs for the validation data, in its order, to a NumPy file."
-    made = run_parser("predict", does, "runs/first outputs.npz")
-    made.add_argument("out", type=Path, help="new file, .npz")
-    made.add_argument("--data", type=Path, metavar="IN.npz", help="arrays [n, ...] by name in place of the run's data")
-    return made
+    parser = run_parser("predict", does, "runs/first outputs.npz")
+    parser.add_argument("out", type=Path, help="new file, .npz")
+    parser.add_argument(
+        "--data", type=Path, metavar="IN.npz", help="arrays [n, ...] by name in place of the run's data"
+    )
+    return parser
 
 
 def predict(argv: Sequence[str]) -> argparse.Namespace:
     """Parse options of `jaxmpi predict`.
 
     Raises:
-        UsageError: as `of_run` and `config_file`; or the file exists, or is none of NumPy's by its name.
+        UsageError: as `parse_run`; or the file exists, or does not end in .npz.
     """
-    options = of_run(predict_parser(), argv)
+    options = parse_run(predict_parser(), argv)
     config_file(options.run_dir)
-    check(options.out.suffix == ".npz", f"{options.out}: expected a name that ends in .npz")
-    check(not options.out.exists(), f"{options.out} exists; name a new file")
+    if options.out.suffix != ".npz":
+        raise UsageError(f"{options.out}: expected a name that ends in .npz")
+    refuse_existing(options.out)
     return options
 
 
 def export_parser() -> argparse.ArgumentParser:
     """Options of `jaxmpi export`."""
-    made = run_parser(
+    parser = run_parser(
         "export",
         "Write the model of a checkpoint for other programs. A file .jaxexport has params, model state and program, "
         "for JAX alone. A file .safetensors and an Orbax folder, of any other name, have params and model state: for "
         "--params of another run, or for the library that the model was written in (docs/models.md).",
         "runs/first model.safetensors --best",
     )
-    made.add_argument("out", type=Path, help="new file .jaxexport or .safetensors, or new folder, to write")
-    made.add_argument(
+    parser.add_argument("out", type=Path, help="new file .jaxexport or .safetensors, or new folder, to write")
+    parser.add_argument(
         "--platforms",
         type=lambda text: tuple(text.split(",")),
         default=(),
         help=f"of .jaxexport (default: those of {','.join(PLATFORMS)} for which the model can be lowered)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--batch", type=positive, default=0, help="of .jaxexport: examples of a call (default: any number, if it may)"
     )
-    return made
+    return parser
 
 
 def positive(text: str) -> int:
@@ -156,31 +145,34 @@ def export(argv: Sequence[str]) -> argparse.Namespace:
     """Parse options of `jaxmpi export`.
 
     Raises:
-        UsageError: as `of_run`; options that only a program has; or as `check_program_file`.
+        UsageError: as `parse_run`; options that only a program has; or as `check_program_file`.
     """
-    options = of_run(export_parser(), argv)
+    options = parse_run(export_parser(), argv)
     if options.out.suffix == PROGRAM:
         check_program_file(options.out, options.platforms)
         return options
     given = {"--platforms": options.platforms, "--batch": options.batch}
-    idle = [*options.fields, *(flag for flag, value in given.items() if value)]
-    check(not idle, f"{' '.join(idle)}: got {options.out}; only a file {PROGRAM} has them: leave them out")
+    if unused := [*options.fields, *(flag for flag, value in given.items() if value)]:
+        raise UsageError(f"{' '.join(unused)}: got {options.out}; only a file {PROGRAM} has them: leave them out")
     return options
 
 
 def check_program_file(file: Path, platforms: Sequence[str]) -> None:
-    """Refuse an existing or misnamed file, and unknown platforms, before an export.
+    """Refuse an existing or misnamed file, and unknown platforms, before an export."""
+    if file.suffix != PROGRAM:
+        raise UsageError(f"{file}: expected a name that ends in {PROGRAM}")
+    refuse_existing(file)
+    refuse_existing(facts_file(file))
+    if unknown := [name for name in platforms if name not in KNOWN_PLATFORMS]:
+        raise UsageError(f"platforms: got {', '.join(unknown)}; expected {', '.join(KNOWN_PLATFORMS)}")
 
-    Raises:
-        UsageError: got, expected.
-    """
-    check(file.suffix == PROGRAM, f"{file}: expected a name that ends in {PROGRAM}")
-    for path in (file, facts_file(file)):
-        check(not os.path.lexists(path), f"{path} exists; name a new file")
-    odd = [name for name in platforms if name not in KNOWN]
-    check(not odd, f"platforms: got {', '.join(odd)}; expected {', '.join(KNOWN)}")
+
+def refuse_existing(file: Path) -> None:
+    """Raise `UsageError` if there is such a file, or a link of this name."""
+    if os.path.lexists(file):
+        raise UsageError(f"{file} exists; name a new file")
 
 
 def facts_file(file: Path) -> Path:
-    """The file of facts beside an exported program."""
+    """The file of facts about an exported program."""
     return file.with_name(f"{file.name}.json")

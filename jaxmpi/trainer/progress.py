@@ -1,10 +1,9 @@
 """Progress lines about all ranks, from the metrics of their steps.
 
 A line covers the steps since the line before, of all workers: loss, gradient norm, noise, waits, speed. Each rank adds
-up its own steps, and one allgather a line brings sums and timings together; so no step sends a message for the log.
+up its own steps, and one allgather a line brings sums and timings together, so no step sends a message for the log.
 Sums are divided by counts here, which is exact for unequal shares. The noise scale compares |g_i|^2 with |g|^2, so
-steps with a short batch are left out of it. Synchronous and asynchronous runs had a logger each; both write by
-`ProgressLog.write` now.
+steps with a short batch are left out of it.
 """
 
 import math
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.comm.topology import Workers, local_rows
+from jaxmpi.comm.topology import local_rows
 from jaxmpi.config.schema import Experiment
 from jaxmpi.data.feed import DeviceFeed
 from jaxmpi.data.shuffle import MemoryShuffle, Shuffle, describe_memory
@@ -28,8 +27,8 @@ from jaxmpi.observe.terminal import open_terminal
 from jaxmpi.observe.trace import Tracer
 from jaxmpi.recover.decisions import check_budget
 from jaxmpi.tasks.registry import TASKS, find_spec
+from jaxmpi.trainer.plan import Plan
 from jaxmpi.trainer.step import Metrics
-from jaxmpi.trainer.training_plan import TrainingPlan
 
 SUMS = 7  # over workers: loss, examples, |g_i|^2, steps; and if |g|^2 was measured |g_i|^2, |g|^2, steps
 
@@ -49,55 +48,28 @@ class Done(NamedTuple):
 class ProgressLog:
     """Progress lines of a run."""
 
-    plan: TrainingPlan
-    workers: Workers
+    plan: Plan
     recorder: Recorder
     tracer: Tracer
     noise: Noise | None  # if the rule measures it
-    max_skipped: float  # share of the data
     flops: StepFlops
     peak: Peak | None  # most FLOP/s of all workers' devices, if known
     shuffles: int = 0  # number of shuffles of data in memory that have been recorded
 
-    def loaded(self, memory: MemoryShuffle, step: int) -> None:
-        """Say and record which data is in memory; all ranks call it."""
-        mine = np.array([memory.source.newest().bytes.size / len(self.workers.mine), memory.load_s])
-        worker_bytes, load_s = self.workers.processes.allgather_array(mine).max(axis=0).tolist()
-        place = {"examples": len(memory.source), "group_size": memory.sampler.parts}
-        self.recorder.write("memory", step=step, **place, worker_bytes=int(worker_bytes), load_s=load_s)
-        is_auto, travels = memory.source.data.group_size == "auto", memory.group is not None
-        self.recorder.say(describe_memory(memory.sampler, is_auto, worker_bytes, load_s, travels))
-
-    def _shuffles(self) -> list[Shuffle]:
-        """Unrecorded shuffles done on all ranks: the slowest rank's seconds, all bytes."""
-        memory = self.plan.feed.memory
-        if memory is None or memory.group is None:
-            return []
-        done, gather = memory.shuffles[self.shuffles :], self.workers.processes.allgather_array
-        count = int(gather(np.array([len(done)])).min())  # a rank may be done a little later
-        if not count:
-            return []
-        every = gather(np.array(done[:count], np.float64).ravel()).reshape(-1, count, 2)
-        self.shuffles += count
-        seconds, moved_bytes = every[..., 0].max(axis=0), every[..., 1].sum(axis=0)
-        return [Shuffle(s, int(size)) for s, size in zip(seconds.tolist(), moved_bytes.tolist(), strict=True)]
-
     def sums(self, step: int, metrics: Metrics) -> np.ndarray:
-        """f64[SUMS] of a step of this process's workers."""
+        """f64[SUMS] of a step of this process's workers; zeros of noise for a short batch."""
+        plan = self.plan
         losses, counts, squares = (
-            local_rows(value, self.workers).astype(np.float64)
+            local_rows(value, plan.workers).astype(np.float64)
             for value in (metrics.loss, metrics.count, metrics.squares)
         )
-        return np.array(
-            [losses.sum(), counts.sum(), squares.sum(), squares.size, *self._measured(step, metrics, squares)]
-        )
-
-    def _measured(self, step: int, metrics: Metrics, squares: np.ndarray) -> list[float]:
-        """|g_i|^2, |g|^2 and 1 summed over workers; zeros for a short batch."""
-        is_whole = self.plan.examples(step) - self.plan.examples(step - 1) == self.plan.clock.effective_batch
-        if metrics.mean_square is None or not is_whole:
-            return [0.0] * 3
-        return [squares.sum(), local_rows(metrics.mean_square, self.workers).sum(dtype=np.float64), float(squares.size)]
+        sums = np.zeros(SUMS)
+        sums[:4] = losses.sum(), counts.sum(), squares.sum(), squares.size
+        is_whole = plan.examples(step) - plan.examples(step - 1) == plan.clock.effective_batch
+        if metrics.mean_square is not None and is_whole:
+            mean_squares = local_rows(metrics.mean_square, plan.workers).sum(dtype=np.float64)
+            sums[4:] = squares.sum(), mean_squares, squares.size
+        return sums
 
     def line(
         self,
@@ -107,72 +79,85 @@ class ProgressLog:
         distance: float | None = None,
         rate_factor: float = 1.0,
     ) -> None:
-        """Write mean loss and times of all workers since the last line.
+        """Write mean loss and times of all workers since the last line; all ranks call it.
 
         Args:
-            distance: of this process's workers from what they met, summed, if the rule keeps it.
+            distance: of this process's workers from their last mean or center, summed, if the rule keeps it.
             rate_factor: by which callbacks have multiplied the learning rate.
-
-        Raises:
-            TrainingError: more data is skipped than may be.
         """
-        plan, feed = self.plan, self.plan.feed
+        plan, feed, workers = self.plan, self.plan.feed, self.plan.workers
         mine = np.array([*sums, feed.skipped, feed.wait_s, distance or 0.0])
-        every = self.workers.processes.allgather_array(np.concatenate([mine, flat(window)]))
-        loss, count, squares, made, *measured, skipped, wait_s, distances = every[:, : len(mine)].sum(axis=0).tolist()
-        seen = summary(every[:, len(mine) :], window.steps)
+        every = workers.processes.allgather_array(np.concatenate([mine, flat(window)]))
+        totals = every[:, : len(mine)].sum(axis=0).tolist()
+        loss, count, squares, steps, local, mean, measured, skipped, wait_s, distances = totals
         done = Done(
             epoch=plan.epoch(step),
             examples=plan.examples(step),
-            loss=float(loss / count) if count else float("nan"),
-            gradient_norm=(squares / max(made, 1.0)) ** 0.5,
-            wait_s=float(wait_s) / self.workers.size,
+            loss=loss / count if count else float("nan"),
+            gradient_norm=(squares / max(steps, 1.0)) ** 0.5,
+            wait_s=wait_s / workers.size,
             skipped=int(skipped),
         )
-        more = self._noise(*measured) | ({} if distance is None else {"distance": distances / self.workers.size})
-        before, shuffles = self.shuffles, self._shuffles()
+        more: dict[str, Any] = {}
+        if self.noise and measured:
+            more |= self.noise.fields(Means(local / measured, mean / measured))
+        if distance is not None:
+            more["distance"] = distances / workers.size
+        before, shuffles = self.shuffles, self._new_shuffles()
         for number, (seconds, moved_bytes) in enumerate(shuffles, before + 1):
             self.recorder.write("shuffle", step=step, shuffle=number, shuffle_s=seconds, moved_bytes=moved_bytes)
-        self.write(step, done, seen, rate_factor, noted=window.spans, shuffles=shuffles, **more)
-        if traced := self.tracer.add(window.spans, step, step == plan.clock.total_steps):
-            self.recorder.say(traced)
+        times = summary(every[:, len(mine) :], window.steps)
+        self.write(step, done, times, rate_factor, noted=window.spans, shuffles=shuffles, **more)
+        if text := self.tracer.add(window.spans, step, step == plan.clock.total_steps):
+            self.recorder.say(text)
 
-    def write(self, step: int, done: Done, seen: Summary | None, rate_factor: float = 1.0, **more: Any) -> None:
-        """A line to the record and the terminal.
-
-        Raises:
-            TrainingError: more data is skipped than may be.
-        """
-        plan = self.plan
+    def write(self, step: int, done: Done, times: Summary | None, rate_factor: float = 1.0, **more: Any) -> None:
+        """A line to the record and the terminal; asynchronous runs write theirs by it, too."""
+        plan, work = self.plan, None
+        if self.flops.per_worker is not None:  # of a worker's step: model FLOPs of all workers' step
+            batch = plan.clock.effective_batch
+            work = Work(self.flops.per_worker * batch / plan.local_batch, batch, self.peak)
         lr = plan.lr_of(step)
         place = {"total_steps": plan.clock.total_steps, "lr": None if lr is None else lr * rate_factor}
-        self.recorder.train(step=step, **place, **done._asdict(), anatomy=seen, work=self._work(), **more)
-        check_budget(done.skipped, len(plan.feed.source), math.ceil(done.epoch), self.max_skipped)
+        self.recorder.train(step=step, **place, **done._asdict(), anatomy=times, work=work, **more)
+        most = plan.experiment.data.max_skipped
+        check_budget(done.skipped, len(plan.feed.source), math.ceil(done.epoch), most)
 
-    def _work(self) -> Work | None:
-        """Model FLOPs of all workers' step, if one worker's are known."""
-        if self.flops.per_worker is None:
-            return None
-        batch = self.plan.clock.effective_batch
-        return Work(self.flops.per_worker * batch / self.plan.feed.samplers[0].local_batch, batch, self.peak)
+    def loaded(self, memory: MemoryShuffle, step: int) -> None:
+        """Say and record which data is in memory; all ranks call it."""
+        workers = self.plan.workers
+        mine = np.array([memory.source.newest().bytes.size / len(workers.mine), memory.load_s])
+        worker_bytes, load_s = workers.processes.allgather_array(mine).max(axis=0).tolist()
+        place = {"examples": len(memory.source), "group_size": memory.sampler.parts}
+        self.recorder.write("memory", step=step, **place, worker_bytes=int(worker_bytes), load_s=load_s)
+        is_auto, moves = memory.source.data.group_size == "auto", memory.group is not None
+        self.recorder.say(describe_memory(memory.sampler, is_auto, worker_bytes, load_s, moves))
 
-    def _noise(self, local: float, mean: float, count: float) -> dict[str, float]:
-        """Fields of the record on gradient noise, if it was measured."""
-        return self.noise.fields(Means(local / count, mean / count)) if self.noise and count else {}
+    def _new_shuffles(self) -> list[Shuffle]:
+        """Unrecorded shuffles that all ranks have done: the slowest rank's seconds, all bytes."""
+        memory = self.plan.feed.memory
+        if memory is None or memory.group is None:
+            return []
+        done, gather = memory.shuffles[self.shuffles :], self.plan.workers.processes.allgather_array
+        count = int(gather(np.array([len(done)])).min())  # a rank may be done a little later
+        if not count:
+            return []
+        every = gather(np.array(done[:count], np.float64).ravel()).reshape(-1, count, 2)
+        self.shuffles += count
+        seconds, moved_bytes = every[..., 0].max(axis=0), every[..., 1].sum(axis=0)
+        return [Shuffle(s, int(size)) for s, size in zip(seconds.tolist(), moved_bytes.tolist(), strict=True)]
 
 
-def open_recorder(
-    experiment: Experiment, folder: Path, elapsed_s: float, hosts: Sequence[str], feed: DeviceFeed
-) -> Recorder:
+def open_recorder(plan: Plan, folder: Path, elapsed_s: float, hosts: Sequence[str]) -> Recorder:
     """The record, the sinks and the terminal; hosts are names by rank."""
-    sinks = open_sinks(experiment.sinks, folder)
+    experiment = plan.experiment
     return Recorder(
         run_dir=folder,
         elapsed_s=elapsed_s,
         terminal=open_terminal(experiment.quiet),
-        sinks=sinks,
+        sinks=open_sinks(experiment.sinks, folder),
         hosts=hosts,
-        unit=unit_of(experiment, feed),
+        unit=unit_of(experiment, plan.feed),
     )
 
 

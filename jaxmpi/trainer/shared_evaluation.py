@@ -15,7 +15,17 @@ from jaxmpi.data.sources.grain_datasets import StreamSource
 from jaxmpi.rules.asynchronous.center import AllWorkers, Order
 from jaxmpi.rules.asynchronous.start import on_device
 from jaxmpi.rules.asynchronous.worker import AsyncWorker
-from jaxmpi.trainer.evaluate import Evaluation, Subject, concluded, flat, judged, like, means_of, subject_of, sums_of
+from jaxmpi.trainer.evaluate import (
+    EvalState,
+    Evaluation,
+    batch_metrics,
+    conclude,
+    eval_state,
+    flatten_sums,
+    sum_metrics,
+    to_means,
+    unflatten_sums,
+)
 from jaxmpi.trainer.run import Run
 
 
@@ -39,7 +49,7 @@ class SharedEvaluation:
         if isinstance(feed.source, StreamSource):
             self.parts = [(0, None), *[(0, 0)] * (worker.workers - 1)]
         # Worker 0's alone:
-        self.subject: Subject | None = None  # that of the evaluation that is open
+        self.subject: EvalState | None = None  # that of the evaluation that is open
         self.order = Order()  # the last evaluation
         self._sums = dict[str, np.ndarray]()
 
@@ -50,14 +60,14 @@ class SharedEvaluation:
 
     def compile(self, state: TrainState) -> None:
         """Evaluate one batch, so that all is compiled that an evaluation takes."""
-        subject = subject_of(self.run, state)
+        subject = eval_state(self.run, state)
         self._like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), subject)
-        for metrics in judged(self.run, subject, 0, 0, 1):
+        for metrics in batch_metrics(self.run, subject, 0, 0, 1):
             jax.block_until_ready(metrics)
 
     def begin(self, step: int, state: TrainState) -> None:
         """Worker 0: post what is evaluated, order all parts, and evaluate its own."""
-        worker, self.subject = self.worker, subject_of(self.run, state)
+        worker, self.subject = self.worker, eval_state(self.run, state)
         self.order = worker.evaluate_order = Order(self.order.number + 1, step)
         leaves = [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(self.subject)]
         worker.client.post(np.concatenate(leaves or [np.empty(0, np.uint8)]))
@@ -72,7 +82,7 @@ class SharedEvaluation:
             return
         if self.parts[worker.number] != (0, 0):
             sums = self._evaluate(on_device(self._fetch_subject()), order.step, worker.number)
-            worker.client.post(np.append(float(order.number), flat(sums)).view(np.uint8))
+            worker.client.post(np.append(float(order.number), flatten_sums(sums)).view(np.uint8))
         worker.evaluated = order.number
 
     def conclude_if_complete(self, workers: AllWorkers) -> Evaluation | None:
@@ -82,18 +92,20 @@ class SharedEvaluation:
             return None
         subject, totals, self.subject = self.subject, self._sums, None
         for other in range(1, self.worker.workers if totals else 1):
-            values = self.worker.client.fetch(other, 8 * (1 + flat(totals).size)).view(np.float64)
+            values = self.worker.client.fetch(other, 8 * (1 + flatten_sums(totals).size)).view(np.float64)
             is_posted = values[0] == number
-            sums = like(self._sums, values[1:]) if is_posted else self._evaluate(subject, self.order.step, other)
+            sums = (
+                unflatten_sums(self._sums, values[1:]) if is_posted else self._evaluate(subject, self.order.step, other)
+            )
             totals = {name: total + sums.get(name, 0) for name, total in totals.items()}
-        return concluded(self.run, subject, self.order.step, means_of(totals))
+        return conclude(self.run, subject, self.order.step, to_means(totals))
 
-    def _evaluate(self, subject: Subject, step: int, number: int) -> dict[str, np.ndarray]:
+    def _evaluate(self, subject: EvalState, step: int, number: int) -> dict[str, np.ndarray]:
         """Sums over the part of a worker."""
         begin, end = self.parts[number]
-        return {} if begin == end else sums_of(judged(self.run, subject, step, begin, end), self.run.workers)
+        return {} if begin == end else sum_metrics(batch_metrics(self.run, subject, step, begin, end), self.run.workers)
 
-    def _fetch_subject(self) -> Subject:
+    def _fetch_subject(self) -> EvalState:
         leaves, structure = jax.tree.flatten(self._like)
         ends = np.cumsum([leaf.size * leaf.dtype.itemsize for leaf in leaves])
         parts = np.split(self.worker.client.fetch(0, int(ends[-1]) if leaves else 0), ends[:-1])

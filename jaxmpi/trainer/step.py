@@ -2,16 +2,13 @@
 
 All rules share one step (`train_step`): workers exchange in `rule.update`, and in the forward pass only if batch
 statistics are synchronised. Examples are weighted so that the mean of the workers' losses is the mean loss of the
-effective batch. This holds however unequal the shares are. Metrics stay sums with counts until they are shown, since a
-mean of means would be wrong. With one worker the update waits for all gradients (`in_place`); else XLA copies leaves of
-the params in every step. An update that is not finite is taken back without a message: `marked` puts a NaN into one
-worker's gradients, and the exchange spreads it. Then `or_before` finds it in the params of all.
+effective batch, however unequal their shares are. Metrics stay sums with counts until they are shown, since a mean of
+means would be wrong.
 """
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxmpi.comm.topology import AXIS
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, cast_like, in_32_bits
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.model.batch_statistics import statistics_over
@@ -44,6 +41,38 @@ class Metrics(NamedTuple):
 EvalMetrics = dict[str, tuple[jax.Array, jax.Array]]  # name: sums over the evaluated examples, and what divides them
 
 
+def train_step(
+    state: TrainState, batch: Batch, *, gradients: Callable, rule: Rule, guard: Callable | None = None
+) -> tuple[TrainState, Metrics]:
+    """One update; also runs outside jit, as a sequence of jits.
+
+    Args:
+        guard: `revert_if_nonfinite` or a jit of it, if an update that is not finite is not made; None if all are.
+    """
+    grads, model_state, metrics = gradients(state.params, state.model_state, batch, state.key, state.step)
+    if rule.measured:
+        params, rule_state, mean_square = rule.measured(grads, state.rule_state, state.params)
+        metrics = metrics._replace(mean_square=mean_square)
+    else:
+        params, rule_state = rule.update(grads, state.rule_state, state.params)
+    after = TrainState(
+        step=state.step + 1, params=params, model_state=model_state, rule_state=rule_state, key=state.key
+    )
+    if guard is None:
+        return after, metrics
+    after, applied = guard(state, after)
+    return after, metrics._replace(applied=applied)
+
+
+# ---------------------------------------------------------------- forward
+
+
+NO_BATCH_MEAN = (
+    "batch_statistics: got synchronised, but {task} has no batch norm that takes its means by "
+    "jaxmpi.model.batch_mean, as jaxmpi.models.norm.BatchNorm does; use averaged"
+)
+
+
 class Forward(NamedTuple):
     """A task with all that the trainer puts around it."""
 
@@ -54,50 +83,43 @@ class Forward(NamedTuple):
     def losses(
         self, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, train: bool
     ) -> tuple[jax.Array, PyTree, Any]:
-        """Cast, judge, cast back: passes run in `compute_dtype`, params stay f32.
+        """Losses f32[batch], the new model state and outputs; passes run in `compute_dtype`, params stay f32.
 
         Examples that only fill the batch up are left out of batch statistics.
         """
         real = batch["weight"] > 0 if train else None
-        cast = partial(cast_floats, dtype=self.compute_dtype)
-        with synchronised(self, train) as mean, statistics_over(mean, real):
-            losses, new_state, outputs = self.task.loss(cast(params), model_state, batch, key, train)
+        with self._means(train) as mean, statistics_over(mean, real):
+            losses, new_state, outputs = self.task.loss(self.cast(params), model_state, batch, key, train)
         return losses.astype(jnp.float32), cast_floats(new_state, jnp.float32), outputs
+
+    def cast(self, params: PyTree) -> PyTree:
+        """Params in `compute_dtype`."""
+        return cast_floats(params, self.compute_dtype)
 
     def weights(self, batch: Batch) -> jax.Array:
         """f32[batch]: each example's weight, 0 if it only fills the batch up."""
-        real = batch["weight"] > 0
-        own = self.task.weight(batch) if self.task.weight else 1
-        return jnp.where(real, jnp.asarray(own, jnp.float32), 0)
+        weight = self.task.weight(batch) if self.task.weight else 1
+        return jnp.where(batch["weight"] > 0, jnp.asarray(weight, jnp.float32), 0)
+
+    @contextlib.contextmanager
+    def _means(self, train: bool) -> Iterator[Callable[[PyTree], PyTree] | None]:
+        """Yield the mean over workers of batch statistics, which a training model must call.
+
+        That it calls it at all is checked, not that all layers do: other libraries' layers keep their own statistics.
+        """
+        calls = 0
+
+        def mean(tree: PyTree) -> PyTree:
+            nonlocal calls
+            calls += 1
+            return self.batch_mean(tree) if self.batch_mean else tree
+
+        yield mean if self.batch_mean else None
+        if train and self.batch_mean and not calls:
+            raise UsageError(NO_BATCH_MEAN.format(task=self.task.name))
 
 
-NO_BATCH_MEAN = (
-    "batch_statistics: got synchronised, but {task} has no batch norm that takes its means by "
-    "jaxmpi.model.batch_mean, as jaxmpi.models.norm.BatchNorm does; use averaged"
-)
-
-
-@contextlib.contextmanager
-def synchronised(forward: Forward, train: bool) -> Iterator[Callable[[PyTree], PyTree] | None]:
-    """Yield the mean over workers for batch statistics, which training must call.
-
-    That the model calls it at all is checked, not that all its layers do: other libraries' keep statistics of their
-    own.
-
-    Raises:
-        UsageError: the model did not, so that nothing would be synchronised.
-    """
-    asked = []
-
-    def mean(tree: PyTree) -> PyTree:
-        asked.append(tree)
-        return forward.batch_mean(tree) if forward.batch_mean else tree
-
-    yield mean if forward.batch_mean else None
-    check(bool(asked) or not (train and forward.batch_mean), NO_BATCH_MEAN.format(task=forward.task.name))
-
-
-# ---------------------------------------------------------------- training
+# ---------------------------------------------------------------- gradients
 
 
 def local_gradients(
@@ -113,8 +135,8 @@ def local_gradients(
 
     def loss_of(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple]:
         losses, model_state, _ = forward.losses(params, model_state, batch, key, True)
-        each, real = forward.weights(batch), batch["weight"] > 0  # the others only fill the batch up
-        metrics = Metrics(jnp.where(real, losses * each, 0).sum(), each.sum())
+        weights, real = forward.weights(batch), batch["weight"] > 0
+        metrics = Metrics(jnp.where(real, losses * weights, 0).sum(), weights.sum())
         return jnp.where(real, losses * batch["weight"], 0).sum(), (model_state, metrics)
 
     def differentiate(*args: Any) -> tuple[PyTree, tuple]:
@@ -135,7 +157,7 @@ def local_gradients(
         size = batch["weight"].shape[0]
         if not micro_batch or micro_batch == size:
             grads, (model_state, metrics) = differentiate(params, model_state, batch, key)
-            return grads, model_state, seen(grads, metrics)
+            return grads, model_state, add_norms(grads, metrics)
         slices = jax.tree.map(lambda x: x.reshape(size // micro_batch, micro_batch, *x.shape[1:]), batch)
 
         def accumulate(carry: tuple, item: tuple) -> tuple[tuple, None]:
@@ -150,25 +172,26 @@ def local_gradients(
             accumulate, start, (jnp.arange(size // micro_batch, dtype=jnp.int32), slices)
         )
         grads = cast_like(total, params)
-        return grads, model_state, seen(grads, metrics)
+        return grads, model_state, add_norms(grads, metrics)
 
     return gradients
 
 
-def seen(grads: PyTree, metrics: Metrics) -> Metrics:
-    """Add to the metrics ||grad L_i||^2, and which leaves are finite.
+def add_norms(grads: PyTree, metrics: Metrics) -> Metrics:
+    """Add |grad L_i|^2 to the metrics, and which leaves are finite.
 
-    One look at each leaf serves both and keeps none of them alive. A leaf of a norm beyond 1.8e19 counts as infinite.
+    One pass over each leaf gives both and keeps no leaf alive. A leaf of a norm beyond 1.8e19 counts as infinite.
     """
-    each = [jnp.square(leaf.astype(jnp.float32)).sum() for leaf in jax.tree.leaves(grads)] or [jnp.zeros(())]
-    return metrics._replace(finite=jnp.isfinite(jnp.stack(each)), squares=sum(each, jnp.zeros(())))
+    squares = [jnp.square(leaf.astype(jnp.float32)).sum() for leaf in jax.tree.leaves(grads)] or [jnp.zeros(())]
+    return metrics._replace(finite=jnp.isfinite(jnp.stack(squares)), squares=sum(squares, jnp.zeros(())))
 
 
-def in_place(gradients: Callable) -> Callable:
+def after_all_gradients(gradients: Callable) -> Callable:
     """`local_gradients` of which each leaf waits for all others; the same gradients.
 
-    g <- 1 g, and 1 comes from sum_leaves |g|^2; NaN if that is NaN. So the update of a leaf of params comes after the
-    last look at it, which XLA must see from the data alone: else it copies that leaf at the start of every step.
+    g <- 1 g, where 1 is computed from sum_leaves |g|^2; NaN if that is NaN. The update of a leaf of params then comes
+    after its last use in the backward pass. XLA must see that from the data alone: without it, the update of the first
+    layer could overwrite params that are still read, so XLA copies such leaves at the start of every step.
     """
 
     @functools.wraps(gradients)
@@ -180,63 +203,34 @@ def in_place(gradients: Callable) -> Callable:
     return waiting
 
 
-def marked(gradients: Callable) -> Callable:
+# ---------------------------------------------------------------- steps that are not finite
+
+
+def poison_nonfinite(gradients: Callable) -> Callable:
     """`local_gradients` with a NaN unless the worker's loss and gradients are finite.
 
-    In the smallest leaf, so that only its bucket waits for all others: through an exchange all workers' params show it,
-    and `or_before` takes the update back on all of them.
+    The exchange spreads the NaN to the params of all workers, where `revert_if_nonfinite` finds it: no message is
+    needed. It is in the smallest leaf, so that only that leaf's bucket waits for all others.
     """
 
     @functools.wraps(gradients)
-    def telling(*args: Any) -> tuple[PyTree, PyTree, Metrics]:
+    def poisoned(*args: Any) -> tuple[PyTree, PyTree, Metrics]:
         grads, model_state, metrics = gradients(*args)
         leaves, structure = jax.tree.flatten(grads)
-        is_well = jnp.isfinite(metrics.loss) & metrics.finite.all()
-        place = min(range(len(leaves)), key=lambda i: leaves[i].size or np.inf)
-        leaves[place] = jnp.where(is_well, leaves[place], jnp.nan)
+        is_finite = jnp.isfinite(metrics.loss) & metrics.finite.all()
+        smallest = min(range(len(leaves)), key=lambda i: leaves[i].size or np.inf)
+        leaves[smallest] = jnp.where(is_finite, leaves[smallest], jnp.nan)
         return jax.tree.unflatten(structure, leaves), model_state, metrics
 
-    return telling
+    return poisoned
 
 
-def finite_leaves(tree: PyTree) -> jax.Array:
-    """bool[leaves]: which leaves are finite."""
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)] or [jnp.array(True)])
-
-
-Guard = Callable[[TrainState, TrainState], tuple[TrainState, jax.Array]]
-
-
-def train_step(
-    state: TrainState, batch: Batch, *, gradients: Callable, rule: Rule, guard: Guard | None = None
-) -> tuple[TrainState, Metrics]:
-    """One update; also runs outside jit, piece by piece.
-
-    Args:
-        guard: `or_before` or a jit of it, if an update that is not finite is not made; None if all are.
-    """
-    grads, model_state, metrics = gradients(state.params, state.model_state, batch, state.key, state.step)
-    if rule.measured:
-        params, rule_state, mean_square = rule.measured(grads, state.rule_state, state.params)
-        metrics = metrics._replace(mean_square=mean_square)
-    else:
-        params, rule_state = rule.update(grads, state.rule_state, state.params)
-    after = TrainState(
-        step=state.step + 1, params=params, model_state=model_state, rule_state=rule_state, key=state.key
-    )
-    if guard is None:
-        return after, metrics
-    after, applied = guard(state, after)
-    return after, metrics._replace(applied=applied)
-
-
-def or_before(before: TrainState, after: TrainState) -> tuple[TrainState, jax.Array]:
+def revert_if_nonfinite(before: TrainState, after: TrainState) -> tuple[TrainState, jax.Array]:
     """Keep an update if its params are finite; return (state, applied).
 
-    If a value is not finite on one worker, the params of all workers are not finite. All these params come from an
-    exchange, so workers agree without a message.
+    All params come from an exchange, so a value that is not finite on one worker is not finite on any.
     """
-    applied = finite_leaves(after.params).all()
+    applied = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(after.params)] or [jnp.array(True)]).all()
     kept = jax.tree.map(lambda new, old: jnp.where(applied, new, old), after, before)
     return kept._replace(step=after.step), applied
 
@@ -248,7 +242,7 @@ def eval_step(forward: Forward, params: PyTree, model_state: PyTree, batch: Batc
     """Sums of loss, count and metrics over examples of weight > 0."""
     unused = jax.random.key(0)  # nothing is random in evaluation
     losses, _, outputs = forward.losses(params, model_state, batch, unused, False)
-    each, real = forward.weights(batch), batch["weight"] > 0
+    weights, real = forward.weights(batch), batch["weight"] > 0
 
     def total(values: jax.Array) -> jax.Array:
         shape = (-1,) + (1,) * (values.ndim - 1)
@@ -258,18 +252,16 @@ def eval_step(forward: Forward, params: PyTree, model_state: PyTree, batch: Batc
         name: (total(sums), total(counts)) for name, (sums, counts) in forward.task.metrics(outputs, batch).items()
     }
     examples = real.sum(dtype=jnp.float32)
-    return {"loss": (total(losses * each), each.sum()), "count": (examples, examples), **ratios}
+    return {"loss": (total(losses * weights), weights.sum()), "count": (examples, examples), **ratios}
 
 
 def predict(forward: Forward, params: PyTree, model_state: PyTree, batch: Batch) -> Any:
     """Outputs in evaluation, floats in 32 bits; without weights all examples count."""
-    size = jax.tree.leaves(batch)[0].shape[0]
-    batch = {"weight": jnp.ones(size), **batch}
-    cast = cast_floats(params, forward.compute_dtype)
+    batch = {"weight": jnp.ones(jax.tree.leaves(batch)[0].shape[0]), **batch}
     if forward.task.predict:
-        outputs = forward.task.predict(cast, model_state, batch)
+        outputs = forward.task.predict(forward.cast(params), model_state, batch)
     else:
-        outputs = forward.task.loss(cast, model_state, batch, jax.random.key(0), False)[2]
+        outputs = forward.task.loss(forward.cast(params), model_state, batch, jax.random.key(0), False)[2]
     return cast_floats(outputs, jnp.float32)
 
 
@@ -277,11 +269,11 @@ def predict(forward: Forward, params: PyTree, model_state: PyTree, batch: Batch)
 
 
 def over_devices(function: Callable, mesh: Mesh, donate: tuple[int, ...] = ()) -> Callable:
-    """`function` on each mesh device, with arguments and results [workers, ...]."""
+    """`function` on each device of a mesh, with arguments and results [workers, ...]."""
 
-    def of_one_worker(*args: PyTree) -> PyTree:
+    def on_one_worker(*args: PyTree) -> PyTree:
         alone = jax.tree.map(lambda x: x[0], args)
         return jax.tree.map(lambda x: x[None], function(*alone))
 
-    spread = jax.shard_map(of_one_worker, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
-    return jax.jit(spread, donate_argnums=donate)
+    mapped = jax.shard_map(on_one_worker, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+    return jax.jit(mapped, donate_argnums=donate)

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -28,12 +29,16 @@ from jaxmpi.checkpoint import run_directory
 from jaxmpi.checkpoint.manifests import sealed
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm, add_rows
+from jaxmpi.comm.solo import SoloProcesses
+from jaxmpi.comm.topology import Workers
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
+from jaxmpi.experiments.digits import experiment as DIGITS
 from jaxmpi.runtime import caches
 from jaxmpi.tools import cli
-from jaxmpi.trainer import resolve_auto
+from jaxmpi.trainer import step_form
+from jaxmpi.trainer.plan import make_plan
 from launching import ROOT, train
 
 FREE = Link(0.0, 0.0)
@@ -395,14 +400,13 @@ def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
     ],
 )
 def test_a_choice_that_these_ranks_cannot_have_is_made_anew(strategy, hosts, overlap, goes_on):
-    assert (
-        resolve_auto.can_go_on(strategy, ExchangeConfig(overlap=overlap), AxisComm("w", len(hosts), hosts)) == goes_on
-    )
+    plan = plan_of(ExchangeConfig(overlap=overlap), AxisComm("w", len(hosts), hosts))
+    assert step_form.can_keep(plan, strategy) == goes_on
 
 
-def unfit(algorithm: str) -> str:
-    """Halves that travel beside a step: here all but those of ar."""
-    return "no halves beside a program" if algorithm == "ar" else ""
+def plan_of(exchange: ExchangeConfig, comm: AxisComm) -> Any:
+    """As much of a plan as the choice of a strategy looks at."""
+    return SimpleNamespace(experiment=SimpleNamespace(exchange=exchange), workers=SimpleNamespace(comm=comm))
 
 
 @pytest.mark.parametrize(
@@ -414,9 +418,12 @@ def unfit(algorithm: str) -> str:
         ("color4:32", {"overlap": "auto"}, False),
     ],
 )
-def test_a_choice_for_sharded_updates_goes_on_if_its_halves_travel_where_they_must(strategy, more: Any, goes_on):
-    asked = ExchangeConfig(shard_update="on", **more)
-    assert resolve_auto.can_go_on(strategy, asked, AxisComm("w", 4, (0, 0, 1, 1)), unfit) == goes_on
+def test_a_choice_for_sharded_updates_goes_on_if_its_halves_travel_where_they_must(
+    strategy, more: Any, goes_on, monkeypatch
+):
+    monkeypatch.setattr(step_form, "shards_obstacle", lambda plan, name: "it has no halves" if name == "ar" else "")
+    plan = plan_of(ExchangeConfig(shard_update="on", **more), AxisComm("w", 4, (0, 0, 1, 1)))
+    assert step_form.can_keep(plan, strategy) == goes_on
 
 
 @pytest.mark.parametrize(
@@ -461,15 +468,20 @@ def test_overlap_that_does_not_pay_stays_off_in_a_resumed_run(before, asked, goe
     assert settled == {"strategy": "asa:32", "bucket_bytes": None, "overlap": goes_on}
 
 
-@pytest.mark.parametrize(("pays", "overlap", "strategy"), [(True, "auto", "ring:32"), (False, "off", "shm:32")])
-def test_auto_overlaps_where_the_probe_says_that_it_pays(pays, overlap, strategy, monkeypatch):
+@pytest.mark.parametrize(
+    ("asked", "pays", "overlap", "strategy"),
+    [("auto", True, "auto", "ring:32"), ("auto", False, "off", "shm:32"), ("on", False, "on", "ring:32")],
+)
+def test_auto_overlaps_where_the_probe_says_that_it_pays(asked, pays, overlap, strategy, monkeypatch):
     def choose(comm, sizes, asked, bucket_bytes, among=()):
         return autotune.AutotuneResult("ring:32" if among == ("ring",) else "shm:32", 4, pays, "why")
 
-    monkeypatch.setattr(resolve_auto, "choose", choose)
-    asked, comm = ExchangeConfig("auto"), AxisComm("w", 2, (0, 1))
-    settled, why = resolve_auto.probed(asked, comm, [8], ("ring",))
-    assert (settled.overlap, settled.strategy) == (overlap, strategy)
-    assert ("overlap off" in why) != pays
-    settled, _ = resolve_auto.probed(dataclasses.replace(asked, overlap="on"), comm, [8], ("ring",), ("shm", "ring"))
-    assert (settled.overlap, settled.strategy) == ("on", "ring:32")
+    monkeypatch.setattr(step_form, "choose", choose)
+    monkeypatch.setattr(step_form, "algorithms_in_c", lambda hosts: ("ring",))
+    monkeypatch.setattr(step_form, "overlap_obstacle", lambda plan: "")
+    monkeypatch.setattr(step_form.overlap, "chosen", lambda *args: (True, ""))
+    workers = Workers(AxisComm("w", 2, (0, 1)), SoloProcesses(), (0,), None)
+    plan = make_plan(dataclasses.replace(DIGITS, exchange=ExchangeConfig("auto", overlap=asked)), workers)
+    settled = step_form.choose_exchange(plan, None)
+    assert (settled.experiment.exchange.overlap, settled.strategy) == (overlap, strategy)
+    assert ("overlap off" in settled.notes[-1]) == (overlap == "off")

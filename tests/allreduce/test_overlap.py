@@ -22,8 +22,8 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.models.cnn import digits_cnn
-from jaxmpi.trainer.step_form import unfit_for_overlap
-from jaxmpi.trainer.training_plan import job_of
+from jaxmpi.trainer.plan import make_plan
+from jaxmpi.trainer.step_form import UnfitForOverlap, overlap_obstacle
 from launching import CLUSTER, NOT_PERMITTED, ROOT, mpirun, run, session_of, train
 
 
@@ -34,7 +34,7 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
     thread: Any = comm_thread.CommThread.__new__(comm_thread.CommThread)
     thread._waited = polling.WaitClock()
     control: Any = SimpleNamespace(is_asked=lambda: False, late=lambda: [1], in_job=list)
-    control.roll = SimpleNamespace(where=lambda ranks: "")
+    control.waits = SimpleNamespace(where=lambda ranks: "")
     pending = comm_thread.PendingExchange("bucket 3", np.zeros(1, np.float32), iter(()), control=control)
     thread._begun = {pending: None}
     for _ in range(2):
@@ -236,16 +236,14 @@ def test_a_run_that_cannot_overlap_says_why(tmp_path):
     ("fields", "reason"),
     [
         ({}, ""),
-        ({"step_mode": "fused"}, ""),
-        ({"step_mode": "split"}, "the step is split (step_mode split)"),
-        ({"micro_batch": 8}, "gradients come to exist with the last micro-batch only"),
+        ({"micro_batch": 8}, UnfitForOverlap.MICRO_BATCHES),
         ({"micro_batch": 16}, ""),  # the local batch
     ],
 )
 def test_steps_that_cannot_hide_an_exchange(fields, reason):
     workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
     experiment = Experiment(digits_cnn(), effective_batch=16, data=Data("digits", channels=1), **fields)
-    assert unfit_for_overlap(job_of(experiment, workers)) == reason
+    assert overlap_obstacle(make_plan(experiment, workers)) == reason
 
 
 # ---------------------------------------------------------------- between hosts

@@ -34,19 +34,20 @@ PARAMS = {
 }
 
 
+def saved(folder, states, step=0, replicated=False, **how):
+    """The model in a checkpoint of these states, by path."""
+    files = files_of(states, replicated, **how)
+    save(folder, files, SoloProcesses(), step=step, workers=len(states), extra={}, keep=Retention(2))
+    return export.model_of(manifests.found(folder)[0])
+
+
 @pytest.fixture
 def run_dir(tmp_path):
     (tmp_path / "run").mkdir()
     for step in (3, 9):
         params = jax.tree.map(lambda x, step=step: x + np.asarray(step, x.dtype), PARAMS)
         state = create(params, STATE, {}, seed=0, worker=0)._replace(step=np.full((), step, np.int32))
-        save(
-            *(tmp_path / "run" / "checkpoints", files_of({0: state}, True), SoloProcesses()),
-            step=step,
-            workers=1,
-            extra={},
-            keep=Retention(2),
-        )
+        saved(tmp_path / "run" / "checkpoints", {0: state}, step, replicated=True)
     return tmp_path / "run"
 
 
@@ -82,11 +83,7 @@ def test_of_workers_with_params_of_their_own_the_mean_goes_out(tmp_path):
         params = jax.tree.map(lambda x, by=worker: np.asarray(x + np.asarray(2 * by, x.dtype)), PARAMS)
         model_state = {**STATE, "calls": np.full((), worker, np.int32), "var": np.full(2, worker, np.float32)}
         states[worker] = create(params, model_state, {}, seed=0, worker=worker)
-    save(
-        *(tmp_path / "checkpoints", files_of(states, False, same_params=False), SoloProcesses()),
-        **{"step": 0, "workers": 2, "extra": {}, "keep": Retention(2)},
-    )
-    mean = export.model_of(manifests.found(tmp_path / "checkpoints")[0])
+    mean = saved(tmp_path, states, same_params=False)
     for name, leaf in pytrees.named_leaves({"params": PARAMS}):
         np.testing.assert_array_equal(mean[name], leaf + np.asarray(1, leaf.dtype))
     np.testing.assert_array_equal(mean["model_state/var"], [0.5, 0.5])
@@ -104,11 +101,7 @@ def test_of_a_schedule_free_optimizer_its_x_goes_out_for_the_tensors_that_it_tra
         updates, rule_state = tx.update(jax.tree.map(jnp.ones_like, params), rule_state, params)
         params = optax.apply_updates(params, updates)
     states = {worker: create(params, {}, (rule_state,), seed=0, worker=worker) for worker in range(2)}
-    save(
-        *(tmp_path / "checkpoints", files_of(states, False), SoloProcesses()),
-        **{"step": 3, "workers": 2, "extra": {}, "keep": Retention(2)},
-    )
-    got = export.model_of(manifests.found(tmp_path / "checkpoints")[0])
+    got = saved(tmp_path, states, step=3)
     want = dict(pytrees.named_leaves({"params": params}))
     start = PARAMS["conv"]["kernel"]
     x = start - 0.5 * np.mean([1, 2, 3], dtype=np.float32)  # z falls by 0.5 a step
@@ -126,16 +119,14 @@ def test_of_a_rule_with_a_center_it_is_the_center_that_goes_out(tmp_path):
     exchange = base.Exchange(lambda tree: tree, lambda tree: tree)
     rule = easgd_sync(optax.sgd(0.1), exchange, RuleConfig("easgd_sync", alpha=0.5))
     synchronous = create(PARAMS, {}, rule.init(center), seed=0, worker=0)
-    save(
-        *(tmp_path / "sync", files_of({0: synchronous}, False, same_params=False), SoloProcesses()),
-        **{"step": 0, "workers": 1, "extra": {}, "keep": Retention(2)},
-    )
     apart = UncoordinatedCheckpoint(tmp_path / "apart", 1, Retention(2))
     apart.begin(0)
     apart.write_own(0, 0, create(PARAMS, {}, {}, seed=0, worker=0)._asdict())
     apart.end(0, {"center": center}, {}, None)
-    for folder in (tmp_path / "sync", tmp_path / "apart"):
-        got = export.model_of(manifests.found(folder)[0])
+    for got in (
+        saved(tmp_path / "sync", {0: synchronous}, same_params=False),
+        export.model_of(manifests.found(tmp_path / "apart")[0]),
+    ):
         assert set(got) == {name for name, _ in pytrees.named_leaves({"params": PARAMS})}
         for name, leaf in pytrees.named_leaves({"params": center}):
             np.testing.assert_array_equal(got[name], leaf)

@@ -24,7 +24,7 @@ from jaxmpi.data import ArraySource
 from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.sinks.base import read_state, write_state
-from jaxmpi.trainer import main, recovery
+from jaxmpi.trainer import lock_step, main
 from launching import PATH, Ended, mpirun_line, run, small_disk, train_here
 
 HOLD = """
@@ -268,14 +268,13 @@ def test_newer_checkpoints_than_those_that_are_there_are_lost(tmp_path):
 
 
 def left_alone(folder: Path) -> Any:
-    """The run of a rank that is the first of those that are left, as `handed_over` sees it."""
+    """The run of a rank that is the first of those that are left, as `take_over_record` sees it."""
     shrinking, feed = SimpleNamespace(recorder=None), SimpleNamespace(model=None, example=dict)
     return SimpleNamespace(
         shrinking=shrinking,
         folder=folder,
-        experiment=Experiment(),
         recorder=Recorder(None),
-        plan=SimpleNamespace(feed=feed),
+        plan=SimpleNamespace(experiment=Experiment(), feed=feed),
         saver=SimpleNamespace(home=HeldFolder(folder)),
     )
 
@@ -285,7 +284,7 @@ def test_a_rank_that_gets_the_run_directory_keeps_its_lock_where_folders_have_no
     monkeypatch.setattr(HeldFolder, "try_lock", lambda home: False)  # as on NFS
     run = left_alone(tmp_path)
     with contextlib.ExitStack() as ends:
-        assert recovery.handed_over(run, SoloProcesses(), 0, ends) is run.shrinking.recorder
+        assert lock_step.take_over_record(run, SoloProcesses(), 0, ends) is run.shrinking.recorder
         assert run.saver.home.fate() == ""
         (tmp_path / "lock").unlink()
         assert run.saver.home.fate() == "has lost its file `lock`, so another job may be in it"
@@ -307,7 +306,7 @@ def test_a_run_directory_that_is_not_handed_over_ends_a_run_that_nobody_misused(
     else:
         monkeypatch.setattr(fcntl, "flock", no_lock)
     with held, pytest.raises(TrainingError, match="the run directory cannot be used any more: "):
-        recovery.handed_over(run, SoloProcesses(), 0, held)
+        lock_step.take_over_record(run, SoloProcesses(), 0, held)
 
 
 @pytest.mark.e2e

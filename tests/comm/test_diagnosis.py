@@ -248,7 +248,7 @@ f(x).block_until_ready()
 time.sleep(3 * rank)
 f(x).block_until_ready()
 time.sleep(1.5)
-print("heard", [[*call] for call in jaxmpi.world().processes.roll.waiting_ranks.values()], flush=True)
+print("heard", [[*call] for call in jaxmpi.world().processes.waits.waiting_ranks.values()], flush=True)
 """
     ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=60)
     assert ended.code == 0, ended.out

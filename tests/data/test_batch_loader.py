@@ -1,3 +1,5 @@
+"""Batches in exact order: shapes, weights, memory that is used again, errors, and what ends with a loader."""
+
 import contextlib
 import gc
 import logging
@@ -39,37 +41,22 @@ def _no_thread_is_left():
     assert loader_names() == []
 
 
-class Damaged:
-    """Some of the numbered examples are corrupt."""
+class Odd(ArraySource):
+    """The numbered examples, some corrupt, each `read` after some seconds."""
 
-    def __init__(self, n: int, bad: set[int]) -> None:
-        self.inner, self.bad = numbered(n), bad
-        self.name, self.classes = "damaged", n
-
-    def __len__(self) -> int:
-        return len(self.inner)
+    def __init__(self, n: int, bad: tuple[int, ...] = (), seconds: float = 0) -> None:
+        super().__init__(numbered(n).images, np.arange(n), name="odd")
+        self.bad, self.seconds, self.read = bad, seconds, 0
 
     def where(self, index: int) -> str:
         return f"file{index}.jpg"
 
     def __getitem__(self, index: int):
-        if index in self.bad:
-            raise CorruptExample(self.where(index), index, "truncated")
-        return self.inner[index]
-
-
-class Slow:
-    def __init__(self, n: int, seconds: float) -> None:
-        self.inner, self.seconds, self.read = numbered(n), seconds, 0
-        self.name, self.classes = "slow", n
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getitem__(self, index: int):
         self.read += 1
         time.sleep(self.seconds)
-        return self.inner[index]
+        if index in self.bad:
+            raise CorruptExample(self.where(index), index, "truncated")
+        return super().__getitem__(index)
 
 
 def test_batch_fields():
@@ -83,20 +70,15 @@ def test_batch_fields():
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])
-@pytest.mark.parametrize("examples", [1, 11, 12])
-@pytest.mark.parametrize("batch", [1, 4, 32])
+@pytest.mark.parametrize(("examples", "batch"), [(1, 1), (1, 32), (11, 4), (12, 4), (12, 32)])
 def test_an_evaluation_counts_every_example_once(examples, batch, size):
     seen: list[int] = []
-    source = numbered(examples)
     for rank in range(size):
-        with loader(source, batch, rank, size, train=False, data=Data(loaders=1)) as batches:
-            shapes = set()
+        with loader(numbered(examples), batch, rank, size, train=False, data=Data(loaders=1)) as batches:
             for b in batches:
                 seen += b.label[b.weight > 0].tolist()
                 assert set(b.weight.tolist()) <= {0.0, 1.0}
-                shapes.add((b.image.shape, b.label.shape))
-            assert len(shapes) == 1
-            assert shapes.pop()[1] == (-(-batch // size),)
+                assert b.image.shape == (-(-batch // size), PX, PX, 3)
     assert sorted(seen) == list(range(examples))
 
 
@@ -122,7 +104,7 @@ def test_an_example_is_augmented_anew_every_epoch():
     assert np.mean(same) < 0.1  # 81 places, mirrored or not
 
 
-@pytest.mark.parametrize("start", [0, 4, 9])
+@pytest.mark.parametrize("start", [4, 9])
 def test_resumes_at_any_step(start):
     data = Data(crop=4, mirror=True)
     with loader(numbered(23), 5, data=data, stop_step=12) as batches:
@@ -131,6 +113,12 @@ def test_resumes_at_any_step(start):
         for a, b in zip(whole, batches, strict=True):
             assert (a.step, a.epoch) == (b.step, b.epoch)
             assert np.array_equal(a.image, b.image)
+
+
+def owns(image: np.ndarray) -> bool:
+    """Return True if a view is of memory of its own, not of a slot."""
+    assert image.base is not None
+    return image.base.flags.owndata
 
 
 def test_batches_that_are_kept_stay_as_they_are():
@@ -159,65 +147,50 @@ def test_labels_of_a_copied_batch_are_its_own(monkeypatch):
     assert all(np.array_equal(batch.image[:, 0, 0, 0], batch.label) for batch in kept)
 
 
-def owns(image: np.ndarray) -> bool:
-    """Return True if a view is of memory of its own, not of a slot."""
-    assert image.base is not None
-    return image.base.flags.owndata
-
-
 def test_made_ahead_is_bounded():
-    source = Slow(100, 0)
+    source = Odd(100)
     with loader(source, 2, data=Data(prefetch=3)) as batches:
         next(batches)
         bound = 1 + 2 * (1 + 3 + 1)  # to see the shape; given out, waiting, in the making
         wait_until(lambda: source.read >= bound)
-        time.sleep(0.2)
+        time.sleep(0.1)
         assert source.read == bound
 
 
-@pytest.mark.parametrize("loaders", ["threads", "processes"])
-def test_floats_that_f32_cannot_hold_are_refused_and_infinities_are_not(loaders):
-    data = Data(loader=loaders, loaders=1)
-    with loader(ArraySource(np.array([[np.inf], [1.0]]), [0] * 2), 2, train=False, data=data) as batches:
-        assert next(batches).image[0] == np.inf
-    with (
-        loader(ArraySource(np.array([[1.0], [1e300]]), [0] * 2), 2, train=False, data=data) as batches,
-        pytest.raises(UsageError, match=r"array\[1\]: image"),
-    ):
-        next(batches)
-
-
-@pytest.mark.parametrize(
-    ("label", "classes", "said"),
-    [(7, 3, "label 7; expected 0 <= label < 3"), (0.7, 3, "of float"), (np.float32(1), 3, "of float")],
-)
-def test_labels_that_cannot_be(label, classes, said):
-    source = ArraySource(np.zeros((2, 4, 4), np.uint8), [0, label], classes=classes)
-    with loader(source, 2, train=False) as batches, pytest.raises(UsageError, match=rf"array\[1\]: .*{said}"):
-        next(batches)
-
-
-@pytest.mark.parametrize("on_error", ["stop", "skip"])
-def test_labels_above_the_models_classes_where_the_source_has_none(on_error):
-    pairs = [(np.zeros((4, 4, 1), np.uint8), label) for label in (0, 12)]
-    data = Data("array", train=pairs, channels=1, on_error=on_error)
-    source = open_source(data, "train")
-    with (
-        loader(source, 2, train=False, data=data, classes=10) as batches,
-        pytest.raises(UsageError, match=r"data\.train\[1\]: got label 12; expected 0 <= label < 10"),
-    ):
-        next(batches)
-    with loader(source, 2, train=False, data=data) as batches:
-        assert next(batches).label.tolist() == [0, 12]
-
-
 class TestErrors:
-    def test_skip_in_an_evaluation_is_left_out_of_the_count(self, caplog):
-        skip = Data(on_error="skip")
+    @pytest.mark.parametrize("kind", ["threads", "processes"])
+    def test_floats_that_f32_cannot_hold_are_refused_and_infinities_are_not(self, kind):
+        data = Data(loader=kind, loaders=1)
+        with loader(ArraySource(np.array([[np.inf], [1.0]]), [0] * 2), 2, train=False, data=data) as batches:
+            assert next(batches).image[0] == np.inf
         with (
-            caplog.at_level(logging.WARNING),
-            loader(Damaged(10, {1, 8, 9}), 4, train=False, data=skip) as batches,
+            loader(ArraySource(np.array([[1.0], [1e300]]), [0] * 2), 2, train=False, data=data) as batches,
+            pytest.raises(UsageError, match=r"array\[1\]: image"),
         ):
+            next(batches)
+
+    @pytest.mark.parametrize(("label", "named"), [(7, "< 3"), (0.7, "float"), (np.float32(1), "float")])
+    def test_labels_that_cannot_be(self, label, named):
+        source = ArraySource(np.zeros((2, 4, 4), np.uint8), [0, label], classes=3)
+        with loader(source, 2, train=False) as batches, pytest.raises(UsageError, match=rf"array\[1\]: .*{named}"):
+            next(batches)
+
+    @pytest.mark.parametrize("on_error", ["stop", "skip"])
+    def test_labels_above_the_models_classes_where_the_source_has_none(self, on_error):
+        pairs = [(np.zeros((4, 4, 1), np.uint8), label) for label in (0, 12)]
+        data = Data("array", train=pairs, channels=1, on_error=on_error)
+        source = open_source(data, "train")
+        with (
+            loader(source, 2, train=False, data=data, classes=10) as batches,
+            pytest.raises(UsageError, match=r"data\.train\[1\]: got label 12; .*< 10"),
+        ):
+            next(batches)
+        with loader(source, 2, train=False, data=data) as batches:
+            assert next(batches).label.tolist() == [0, 12]
+
+    def test_skip_in_an_evaluation_is_left_out_of_the_count(self, caplog):
+        data = Data(on_error="skip")
+        with caplog.at_level(logging.WARNING), loader(Odd(10, (1, 8, 9)), 4, train=False, data=data) as batches:
             got = list(batches)
             assert batches.skipped == 3
         seen = [label for b in got for label in b.label[b.weight > 0].tolist()]
@@ -228,11 +201,10 @@ class TestErrors:
 
     @pytest.mark.parametrize("size", [1, 2, 4])
     def test_skip_in_training_is_the_same_on_any_number_of_workers(self, size):
-        source, skip = Damaged(8, {1, 2, 5}), Data(on_error="skip")
         losses = np.arange(8) + 1.0
         total, skipped = 0.0, 0
         for rank in range(size):
-            with loader(source, 8, rank, size, data=skip, stop_step=1) as batches:
+            with loader(Odd(8, (1, 2, 5)), 8, rank, size, data=Data(on_error="skip"), stop_step=1) as batches:
                 batch = next(batches)
                 total += (batch.weight * losses[batch.label]).sum() / size
                 skipped += batches.skipped
@@ -240,17 +212,19 @@ class TestErrors:
         assert skipped == 3
 
     def test_all_corrupt(self):
-        skip = Data(on_error="skip")
-        with loader(Damaged(3, {0, 1, 2}), 2, data=skip) as batches, pytest.raises(UsageError, match="not one of 3"):
+        data = Data(on_error="skip")
+        with loader(Odd(3, (0, 1, 2)), 2, data=data) as batches, pytest.raises(UsageError, match="not one of 3"):
             next(batches)
 
-    def test_images_of_different_size(self):
+    @pytest.mark.parametrize("batch", [1, 4])
+    def test_images_of_different_size(self, batch):
         images = [np.zeros((4, 4, 3), np.uint8)] * 3 + [np.zeros((4, 5, 3), np.uint8)]
-        source = ArraySource(images, [0] * 4)
-        match = r"\(4, 5, 3\); expected .*\(4, 4, 3\).*data\.crop"
-        for batch in (4, 1):
-            with loader(source, batch, train=False) as batches, pytest.raises(UsageError, match=match):
-                list(batches)
+        match = r"array\[3\]: got image of shape \(4, 5, 3\).*data\.crop"
+        with (
+            loader(ArraySource(images, [0] * 4), batch, train=False) as batches,
+            pytest.raises(UsageError, match=match),
+        ):
+            list(batches)
 
     def test_source_and_sampler_that_do_not_fit(self):
         empty = Sampler(0, 4, shuffle=False)
@@ -273,7 +247,7 @@ class TestClosing:
         monkeypatch.setattr("jaxmpi.data.loader_pool.JOIN_S", 0.1)
         gate = threading.Event()
 
-        class Held(Slow):
+        class Blocked(Odd):
             """All but the first batch cannot be read yet."""
 
             def __getitem__(self, index: int):
@@ -282,7 +256,7 @@ class TestClosing:
                     gate.wait(60)
                 return example
 
-        source, read = Held(1000, 0), 1 + 4 + 2  # to see the shape; the first batch; what each of two loaders is at
+        source, read = Blocked(1000), 1 + 4 + 2  # to see the shape; the first batch; what each of two loaders is at
         with loader(source, 4, train=False, data=Data(prefetch=8, loaders=2)) as batches:
             next(batches)
             wait_until(lambda: source.read >= read)
@@ -293,7 +267,7 @@ class TestClosing:
         assert source.read == read
 
     def test_closing_from_another_thread_frees_the_consumer(self):
-        batches = loader(Slow(8, 0.3), 8, data=Data(loaders=1))
+        batches = loader(Odd(8, seconds=0.3), 8, data=Data(loaders=1))
         timer = threading.Timer(0.1, batches.close)
         timer.start()
         with pytest.raises(CancelledError):

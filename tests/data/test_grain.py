@@ -1,16 +1,22 @@
-"""Grain's MapDataset: any example by its index, and epochs that go on."""
+"""Grain's MapDataset and IterDataset: exact order, states behind what was trained, and what is refused."""
 
+import dataclasses
 import itertools
+import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxmpi.config.data import Data
-from jaxmpi.core.errors import UsageError
+import jaxmpi
+from jaxmpi.config import Data, Experiment
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.data import Loader, Sampler, kind_for, open_source
 from jaxmpi.data.memory_source import MemorySource
+from jaxmpi.trainer import main
+from line_task import LINE, line, lines
 
 grain = pytest.importorskip("grain")
 
@@ -26,54 +32,186 @@ def maps() -> Any:
 
 
 def data(**kwargs: Any) -> Data:
-    return Data("grain", train=maps(), validation=maps(), **kwargs)
+    return Data("grain", **{"train": maps(), "validation": maps(), **kwargs})
 
 
-def batches(size: int, start: int) -> list[list[tuple[float, ...]]]:
-    """Steps `start` to 5 of batches of 4, sorted."""
-    steps = []
-    for rank in range(size):
-        source, sampler = open_source(data(), "train"), Sampler(ROWS, 4, rank, size, seed=1)
-        with Loader(source, sampler, data(), train=True, start_step=start, stop_step=6) as loader:
-            steps.append([[*map(tuple, batch.image[batch.weight > 0].tolist())] for batch in loader])
-    return [sorted(itertools.chain(*parts)) for parts in zip(*steps, strict=True)]
+class TestMaps:
+    @staticmethod
+    def batches(size: int, start: int) -> list[list[tuple[float, ...]]]:
+        """Steps `start` to 5 of batches of 4, sorted."""
+        steps = []
+        for rank in range(size):
+            source, sampler = open_source(data(), "train"), Sampler(ROWS, 4, rank, size, seed=1)
+            with Loader(source, sampler, data(), train=True, start_step=start, stop_step=6) as loader:
+                steps.append([[*map(tuple, batch.image[batch.weight > 0].tolist())] for batch in loader])
+        return [sorted(itertools.chain(*parts)) for parts in zip(*steps, strict=True)]
+
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_any_number_of_workers_sees_the_examples_of_one_after_a_resume_too(self, size):
+        assert self.batches(size, start=2) == self.batches(1, start=0)[2:]
+
+    def test_each_epoch_has_random_choices_of_its_own(self):
+        steps = self.batches(1, start=0)
+        for epoch in range(2):
+            seen = sorted(itertools.chain(*steps[3 * epoch : 3 * epoch + 3]))
+            expected = range(epoch * ROWS, (epoch + 1) * ROWS)
+            assert seen == sorted(tuple(maps()[i]["image"].tolist()) for i in expected)
+            assert [x for x, _ in seen] == [*range(ROWS)]
+
+    def test_they_are_read_by_threads_since_grain_imports_jax(self):
+        source = open_source(data(), "train")
+        assert kind_for(data(), source) == "threads"
+        with pytest.raises(UsageError, match=r"data\.loader: got processes"):
+            kind_for(data(loader="processes"), source)
+
+    @pytest.mark.parametrize("examples", [lambda: maps().repeat(), lambda: [1, 2]], ids=["repeat", "list"])
+    def test_what_is_no_map_of_one_epoch_is_refused(self, examples):
+        with pytest.raises(UsageError, match=r"data\.train: got"):
+            open_source(data(train=examples()), "train")
+
+    def test_examples_that_were_filtered_out_are_named_and_none_is_kept_in_memory(self):
+        source = open_source(data(train=maps().filter(lambda x: x["label"] == 0)), "train")
+        with pytest.raises(UsageError, match=r"data\.train\[1\], epoch 2: got None"):
+            source[2 * ROWS + 1]
+        with pytest.raises(UsageError, match=r"data\.memory"):
+            MemorySource(open_source(data(), "train"), data())
+
+    def test_a_package_that_is_missing_is_named(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "grain", None)
+        with pytest.raises(UsageError, match=r"jaxmpi\[grain\]"):
+            open_source(data(), "train")
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_any_number_of_workers_sees_the_examples_of_one_after_a_resume_too(size):
-    assert batches(size, start=2) == batches(1, start=0)[2:]
+# ---------------------------------------------------------------- streams
+
+POINTS = line(50)
 
 
-def test_each_epoch_has_random_choices_of_its_own():
-    steps = batches(1, start=0)
-    first, second = (sorted(itertools.chain(*steps[begin : begin + 3])) for begin in (0, 3))
-    assert [x for x, _ in first] == [x for x, _ in second] == [*range(ROWS)]
-    assert first == sorted(tuple(maps()[i]["image"].tolist()) for i in range(ROWS))
-    assert second == sorted(tuple(maps()[i]["image"].tolist()) for i in range(ROWS, 2 * ROWS))
+def point(i: int, rng: np.random.Generator) -> dict[str, Any]:
+    row = {name: values[i % 50] for name, values in POINTS.items()}
+    return row | {"x": row["x"] + rng.normal(0, 0.1, 3).astype(np.float32)}
 
 
-def test_it_is_read_by_threads_since_it_imports_jax():
-    source = open_source(data(), "train")
-    assert kind_for(data(), source) == "threads"
-    with pytest.raises(UsageError, match=r"data.loader: got processes; data.train can only be read by threads"):
-        kind_for(data(loader="processes"), source)
+def keeps(row: dict[str, Any]) -> bool:
+    return row["x"][0] < 1.0  # so that an example's place says nothing of its place in the file
 
 
-@pytest.mark.parametrize("examples", [lambda: maps().repeat(), lambda: [1, 2]], ids=["repeat", "list"])
-def test_what_is_no_map_of_one_epoch_is_refused(examples):
-    with pytest.raises(UsageError, match=r"data\.train: got"):
-        open_source(Data("grain", train=examples()), "train")
+def train(worker: int = 0, workers: int = 1) -> Any:
+    rows = grain.MapDataset.range(50)[worker::workers].seed(3).shuffle().repeat().random_map(point)
+    return rows.to_iter_dataset().filter(keeps)
 
 
-def test_examples_that_were_filtered_out_are_named_and_none_is_kept_in_memory():
-    source = open_source(Data("grain", train=maps().filter(lambda x: x["label"] == 0)), "train")
-    with pytest.raises(UsageError, match=r"data.train\[1\], epoch 2: got None"):
-        source[2 * ROWS + 1]
-    with pytest.raises(UsageError, match=r"data\.memory"):
-        MemorySource(open_source(data(), "train"), data())
+def held_out(worker: int = 0, workers: int = 1) -> Any:
+    rows = grain.MapDataset.range(13)[worker::workers].map(lambda i: {k: v[i] for k, v in line(13, 1).items()})
+    return rows.to_iter_dataset()
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "grain", None)
-    with pytest.raises(UsageError, match=r"grain: .*pip install 'jaxmpi\[grain\]'"):
-        open_source(data(), "train")
+ONE, EACH = data(train=train(), validation=held_out()), data(train=train, validation=held_out)
+
+
+def streams(folder: Path, data: Data = ONE, **fields: Any) -> Experiment:
+    lengths = {"eval_every": "0st", "checkpoint_every": "1st", "keep_checkpoints": 20, "train_for": "9st"}
+    return lines(folder, LINE, **{"data": data} | lengths | fields)
+
+
+def params(run_dir: str) -> bytes:
+    return jaxmpi.load(run_dir).params["w"].tobytes()
+
+
+class NoState(grain.IterDataset):
+    def __iter__(self) -> Any:
+        return Odd()
+
+
+class Odd(grain.DatasetIterator):
+    def __next__(self) -> Any:
+        return {name: values[0] for name, values in POINTS.items()}
+
+    def get_state(self) -> Any:
+        return {"rng": np.random.default_rng()}
+
+    def set_state(self, state: Any) -> None: ...
+
+
+def only_first(worker: int, workers: int) -> Any:
+    return held_out(worker, workers).filter(lambda row: worker == 0)
+
+
+PARTS = ((data(train=grain.MapDataset.range(50).map(point), validation=held_out()), 1.0),)
+REFUSED = {
+    "ends": ({"data": data(train=held_out(), validation=held_out())}, r"data\.train has ended after 13 examples"),
+    "endless": (
+        {"data": data(train=train(), validation=train(), stall_timeout_s=0.2)},
+        r"data\.validation: got \d+ examples in 0 s; expected a stream that ends",
+    ),
+    "empty": (
+        {"data": data(train=train, validation=only_first), "devices": 2},
+        r"data\.validation\(1, 2\): got no examples; expected >= 1: give each worker some",
+    ),
+    "part": ({"data": Data("mixture", train=PARTS)}, r"mixture: data\.validation: got an IterDataset"),
+    "epochs": ({"train_for": "2ep"}, r"train_for: got 2ep with data\.train"),
+    "evaluation": ({"eval_every": "1ep"}, "eval_every: got 1ep with"),
+    "state": ({"data": data(train=NoState(), validation=held_out())}, r"data\.train: state: .*JSON"),
+    "map": ({"data": data(train=lambda w, n: [1], validation=held_out())}, r"data\.train\(0, 1\): got list"),
+}
+
+
+class TestStreams:
+    @pytest.mark.e2e
+    def test_one_is_that_of_one_worker_for_any_number(self, tmp_path):
+        one, three = (main.train(streams(tmp_path, devices=n, train_for="5st"), "lines") for n in (1, 3))
+        assert one["eval_count"] == three["eval_count"] == 13
+        assert three["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
+
+    @pytest.mark.e2e
+    @pytest.mark.slow  # runs with several workers
+    def test_one_for_each_worker_is_evaluated_once(self, tmp_path):
+        run = streams(tmp_path, EACH, devices=3)  # 13 examples: 5, 4 and 4
+        figures = main.train(run, "lines")
+        w, data = jaxmpi.load(run.run_dir).params["w"], line(13, 1)
+        assert figures["eval_count"] == 13
+        assert figures["eval_loss"] == pytest.approx(np.square(data["x"] @ w - data["y"]).mean(), rel=1e-5)
+
+    @pytest.mark.e2e
+    @pytest.mark.parametrize(
+        ("data", "devices", "step"),
+        [(ONE, 2, 1), pytest.param(EACH, 2, 4, marks=pytest.mark.slow)],
+        ids=["one", "each"],
+    )
+    def test_a_resumed_run_is_that_which_did_not_end(self, data, devices, step, tmp_path):
+        whole = streams(tmp_path, data, devices=devices)
+        part = dataclasses.replace(whole, run_dir=str(tmp_path / "part"))
+        want = main.train(whole, "lines")
+        shutil.copytree(whole.run_dir, part.run_dir)
+        for later in range(step + 1, 10):
+            shutil.rmtree(Path(part.run_dir) / "checkpoints" / f"step_{later:08}")
+        assert main.train(dataclasses.replace(part, resume=True), "lines") == want
+        assert params(part.run_dir) == params(whole.run_dir)
+
+    @pytest.mark.slow
+    def test_a_rollback_reads_the_stream_again(self, tmp_path):
+        whole = streams(tmp_path)
+        main.train(whole, "lines")
+        back = streams(tmp_path, on_nonfinite="rollback", inject=("nan:step=6",))
+        main.train(back, "lines")
+        assert params(back.run_dir) == params(whole.run_dir)
+
+    @pytest.mark.e2e
+    @pytest.mark.slow  # three runs
+    def test_one_continues_with_another_number_of_workers_and_others_do_not(self, tmp_path):
+        for data in (ONE, EACH):
+            run = streams(tmp_path, data, devices=2, train_for="4st")
+            main.train(run, "lines")
+            more = dataclasses.replace(run, devices=3, resume=True, train_for="8st")
+            if data is EACH:
+                with pytest.raises(UsageError, match=r"got a stream for each of 3 workers, expected .* each of 2"):
+                    main.train(more, "lines")
+                continue
+            figures = main.train(more, "lines")
+            alone = streams(tmp_path, data, train_for="8st")
+            assert figures["eval_loss"] == pytest.approx(main.train(alone, "lines")["eval_loss"], rel=1e-5)
+
+    @pytest.mark.parametrize(("fields", "match"), REFUSED.values(), ids=REFUSED)
+    def test_what_they_cannot_do_is_refused(self, fields, match, tmp_path):
+        with pytest.raises((UsageError, TrainingError), match=match):
+            main.train(streams(tmp_path, **fields), "lines")

@@ -88,7 +88,7 @@ def command(pid: int) -> str:
     return ""
 
 
-def held() -> list[str]:
+def mapped() -> list[str]:
     """Memory of segments that this process has mapped or open."""
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:jaxmpi" in line]
 
@@ -98,7 +98,7 @@ def _nothing_is_left():
     yield
     gc.collect()
     assert children() == []
-    assert held() == []
+    assert mapped() == []
 
 
 class TestSameBatches:
@@ -140,16 +140,12 @@ class TestMemory:
     def test_batches_on_a_device_stay_as_they_are(self, photographs):
         """A device on the host takes images where they lie; their slot must not be filled again meanwhile."""
         data = folder_data(photographs, prefetch=1)
-        source = open_source(data, "train")
-        add = jax.jit(lambda x: x + np.uint8(1))
-        with loader(source, 4, data, stop_step=8) as batches:
+        with loader(open_source(data, "train"), 4, data, stop_step=8) as batches:
             on_device, expected = [], []
             for batch in batches:
                 expected.append(batch.image.copy())
                 on_device.append(jax.device_put(batch.image))
-                sums = add(on_device[-1])
                 del batch
-                assert np.array_equal(sums, expected[-1] + np.uint8(1))
         for kept, image in zip(on_device, expected, strict=True):
             assert np.array_equal(kept, image)
 
@@ -158,15 +154,15 @@ class TestMemory:
         with loader(open_source(data, "train"), 4, data) as batches:
             batch = next(batches)
             address = batch.image.__array_interface__["data"][0]
-            spans = [line.split()[0].split("-") for line in held()]
+            spans = [line.split()[0].split("-") for line in mapped()]
             assert any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
             array = jax.device_put(batch.image)
             assert array.unsafe_buffer_pointer() == address
 
-    def test_a_parcel_keeps_arrays_out_of_the_pickle(self):
-        content = {"images": np.arange(100_000), "name": "x", "empty": np.zeros(0), "labels": [np.arange(3)] * 2}
+    def test_a_source_s_arrays_stay_out_of_its_pickle(self):
+        content = {"images": np.arange(100_000), "empty": np.zeros(0), "labels": [np.arange(3)] * 2}
         pickled = SharedPickle(content)
-        assert len(pickled.text) < 2000
+        assert pickled.sizes[0] < 2000
         opened = pickled.open()
         assert np.array_equal(opened["images"], content["images"])
         assert not opened["images"].flags.writeable
@@ -239,16 +235,16 @@ class TestErrors:
             shape, dtype = (4, 4, 3), np.dtype("f4")
 
             def __array__(self, dtype=None, copy=None):
-                time.sleep(0.1)
+                time.sleep(0.05)
                 return np.zeros(self.shape, "f4")
 
         class Lazy(Numbered):
             def __getitem__(self, index):
                 return Late(), index
 
-        with loader(Lazy(20), 20, Data(loader="threads", loaders=1, stall_timeout_s=1), stop_step=1) as batches:
+        with loader(Lazy(20), 20, Data(loader="threads", loaders=1, stall_timeout_s=0.5), stop_step=1) as batches:
             assert len(next(batches).label) == 20
-            assert batches.wait_s > 1
+            assert batches.wait_s > 0.5
 
 
 def stick(folder: Path) -> Path:
@@ -425,34 +421,6 @@ def test_a_run_skips_and_counts_corrupt_examples(experiment):
     assert leftovers(experiment.parent) == []
 
 
-RANKS = """
-    import os, signal, sys, time
-    import jaxmpi
-    comm = jaxmpi.world()
-    from jaxmpi.config import Data
-    from jaxmpi.data import Loader, Sampler, open_source
-    data = Data(source="imagefolder", dir={folder!r}, crop=24, loaders=1)
-    source = open_source(data, "train")
-    batches = Loader(source, Sampler(6, 4, comm.rank, comm.size, seed=0), data, True)
-    next(batches)
-    jaxmpi.same_on_all_ranks("here", 1)
-    print("loading", flush=True)
-    if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(100)
-"""
-
-
-@pytest.mark.e2e
-def test_a_rank_that_is_killed_takes_all_loaders_with_it(own):
-    script = own / "job.py"
-    script.write_text(textwrap.dedent(RANKS).format(folder=str(own)))
-    ended = mpirun(2, str(script), timeout_s=60)
-    assert not ended.timed_out, ended.out[-3000:]
-    assert ended.out.count("loading") == 2
-    wait_until(lambda: leftovers(own) == [])
-
-
 SPAWNING = """
     import hashlib, os, signal, sys, time
     import jaxmpi
@@ -460,11 +428,11 @@ SPAWNING = """
     import jaxmpi.data.mpi_loaders
     from jaxmpi.config import Data
     from jaxmpi.data import LoaderPool, Loader, Sampler, open_source
-    found, told, send = [], [], jaxmpi.data.mpi_loaders.SpawnedLoaders._send
-    def heard(self, number, tag, message):
-        told.append((number, tag, bytes(message)))
+    found, sent, send = [], [], jaxmpi.data.mpi_loaders.SpawnedLoaders._send
+    def noted(self, number, tag, message):
+        sent.append((number, tag, bytes(message)))
         send(self, number, tag, message)
-    jaxmpi.data.mpi_loaders.SpawnedLoaders._send = heard
+    jaxmpi.data.mpi_loaders.SpawnedLoaders._send = noted
     for kind in ("threads", "spawn"):
         data = Data(source="imagefolder", dir={folder!r}, crop=24, crop_area=(0.2, 1.0), loader=kind, loaders=2)
         source = open_source(data, "train")
@@ -474,7 +442,7 @@ SPAWNING = """
                 with Loader(source, sampler, data, train, stop_step=stop, pool=pool) as batches:
                     found.append(b"".join(batch.image.tobytes() + batch.label.tobytes() for batch in batches))
     print("equal" if found[:2] == found[2:] else "different", flush=True)
-    words = [message.partition(b"\\0")[0] for number, tag, message in told if (number, tag) == (0, 40)]
+    words = [message.partition(b"\\0")[0] for number, tag, message in sent if (number, tag) == (0, 40)]
     modes = [word.split()[0] for word in words if not word.startswith(b"/")]
     names = [word for word in words if word.startswith(b"/")]
     print("words:", modes == [b"train", b"val", b"stop"], len(names), all(map(os.path.isfile, names)), flush=True)
@@ -521,7 +489,7 @@ def test_a_loader_that_mpi_started_is_named_with_its_file(loss, tmp_path):
     wait_until(lambda: leftovers(tmp_path) == [])
 
 
-def test_the_papers_words():
+def test_the_papers_answers():
     assert answer_to_bytes(Answer(17, [])) == b"copy_finished 17"
     assert answer_from_bytes(b"copy_finished 17") == Answer(17, [])
     failed = answer_from_bytes(answer_to_bytes(Answer(18, [RowFailure(2, KeyError("x"))])))

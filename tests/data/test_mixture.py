@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import ArraySource, Loader, Sampler, open_source
-from jaxmpi.data.sources.mixture import Mixture, counted
+from jaxmpi.data.sources.mixture import Mixture, split_by_weight
 
 
 def part(first: int, rows: int, classes: int = 10, name: str = "array") -> ArraySource:
@@ -34,7 +34,7 @@ def opened(*pairs: Any, **kwargs: Any) -> Mixture:
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 100)), min_size=1, max_size=4), st.integers(0, 5))
 def test_each_epoch_has_shares_by_weight(pairs, epoch):
-    counts = counted(sum(rows for rows, _ in pairs), [weight for _, weight in pairs])
+    counts = split_by_weight(sum(rows for rows, _ in pairs), [weight for _, weight in pairs])
     if min(counts) == 0:
         return
     source = opened(*((part(100 * k, rows), weight) for k, (rows, weight) in enumerate(pairs)))
@@ -109,9 +109,9 @@ def test_other_weights_are_other_data():
         ((), r"data.train: got \(\) for a mixture; expected \(\(Data"),
         ((part(0, 3),), "data.train: got .* for a mixture; expected"),
         (((part(0, 3), 0),), r"got the weights \[0\]; expected a number > 0 a part"),
-        (((part(0, 3), 1), (part(0, 3), 1e-9)), r"which give \[6, 0\] of an epoch's 6 examples; .*raise the smallest"),
+        (((part(0, 3), 1), (part(0, 3), 1e-9)), r"which give \[6, 0\] .*raise the smallest"),
         (((part(0, 3), 1), (part(0, 3, 7), 1)), r"got \[10, 7\] classes; expected one number"),
-        (((part(0, 3), 1), (part(0, 0), 1)), r"got parts of \[3, 0\] examples; expected >= 1"),
+        (((part(0, 3), 1), (part(0, 0), 1)), r"got parts of \[3, 0\] examples"),
     ],
 )
 def test_what_is_no_mixture_is_refused(pairs, said):

@@ -10,6 +10,7 @@ import resource
 import shutil
 import tempfile
 import tracemalloc
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ RNG = np.random.default_rng(0)
 PNG = PackingOptions(quality=0, shard_bytes=400)
 
 
-def noise(n: int, px: int = 6, channels: int = 3, classes: int = 0) -> ArraySource:
-    images = RNG.integers(0, 256, (n, px, px + 2, channels), np.uint8)
+def noise(n: int, px: int = 6, classes: int = 0) -> ArraySource:
+    images = RNG.integers(0, 256, (n, px, px + 2, 3), np.uint8)
     return ArraySource(images, np.arange(n) % max(classes, 5), classes)
 
 
@@ -53,6 +54,24 @@ def forge(folder: Path, rows: np.ndarray | None = None, **fields) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest | fields))
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def inodes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_ino for path in folder.glob("shard-*.bin")}
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[50] ^= 4
+    path.write_bytes(raw)
+
+
 # ---------------------------------------------------------------- what comes out
 
 
@@ -65,7 +84,7 @@ def test_what_was_packed_comes_out(packed):
         assert got[i][1] == source[i][1]
     assert got.where(19).startswith(str(folder / "shard-00009.bin at byte "))
     assert sorted(path.name for path in folder.iterdir()) == [INDEX, MANIFEST, *map(shard_name, range(10))]
-    assert packing.damaged(got, decode=True) == []
+    assert packing.find_damage(got, decode=True) == []
     copy = pickle.loads(pickle.dumps(got))  # which opens its files anew
     del got
     assert np.array_equal(copy[3][0], source[3][0])
@@ -73,7 +92,7 @@ def test_what_was_packed_comes_out(packed):
 
 def test_it_is_a_source_of_the_trainer(packed, monkeypatch):
     source, folder = packed
-    data = Data(source="packed", dir=str(folder.parent))
+    data = Data(source="packed", dir=str(folder.parent), loader="threads")
     with Loader(open_source(data, "train"), Sampler(20, 7, shuffle=False), data, train=False) as loader:
         labels = [label for batch in loader for label in batch.label[batch.weight > 0]]
     assert labels == list(source.labels)
@@ -87,16 +106,14 @@ def test_it_is_a_source_of_the_trainer(packed, monkeypatch):
 def test_the_digest_is_that_of_content_and_not_of_place(packed, tmp_path):
     source, folder = packed
     packing.pack(source, tmp_path / "again", PackingOptions(quality=0, shard_bytes=10**6), threads=1)
-    other = noise(20)
-    packing.pack(other, tmp_path / "other", PNG)
+    packing.pack(noise(20), tmp_path / "other", PNG)
     digests = [PackedSource(path).digest() for path in (folder, tmp_path / "again", tmp_path / "other")]
     assert digests[0] == digests[1] != digests[2]
 
 
 @pytest.mark.parametrize("n", [0, 1])
 def test_few_records(tmp_path, n):
-    source = noise(n, classes=5)
-    assert packing.pack(source, tmp_path / "few", PNG).records == n
+    assert packing.pack(noise(n, classes=5), tmp_path / "few", PNG).records == n
     assert len(PackedSource(tmp_path / "few")) == n
 
 
@@ -116,17 +133,21 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "src"
 
 
+def opened(folder: Path) -> Any:
+    return open_source(Data(source="imagefolder", dir=str(folder)), "train")
+
+
 def test_files_keep_their_bytes_unless_another_size_is_asked_for(folder, tmp_path):
-    source: Any = open_source(Data(source="imagefolder", dir=str(folder)), "train")
+    source = opened(folder)
     packing.pack(source, tmp_path / "as is")
     same = PackedSource(tmp_path / "as is")
     assert [same.encoded(i) for i in range(8)] == [source.encoded(i) for i in range(8)]
     assert same.names == ("cat", "dog")
     packing.pack(source, tmp_path / "small", PackingOptions(resize=16))
     small = PackedSource(tmp_path / "small")
-    images = [Image.open(io.BytesIO(small.encoded(i)[0])) for i in range(8)]
-    assert [image.size for image in images[:4]] == [(16, 24), (16, 24), (38, 16), (16, 16)]
-    assert [image.mode for image in images[:4]] == ["RGB", "RGB", "L", "RGB"]
+    images = [Image.open(io.BytesIO(small.encoded(i)[0])) for i in range(4)]
+    assert [image.size for image in images] == [(16, 24), (16, 24), (38, 16), (16, 16)]
+    assert [image.mode for image in images] == ["RGB", "RGB", "L", "RGB"]
     assert small.encoded(1) == source.encoded(1)  # it has that size: its very bytes
     low = PackingOptions(resize=16, quality=10)
     assert packing.pack(source, tmp_path / "low", low).size_bytes < sum(small.manifest.shard_bytes)
@@ -137,8 +158,7 @@ def test_classes_whose_names_are_not_utf_8(folder, tmp_path):
         (folder / "train" / "dog").rename(folder / "train" / os.fsdecode(b"b\xe9"))
     except OSError:
         pytest.skip("this file system wants UTF-8")
-    source = open_source(Data(source="imagefolder", dir=str(folder)), "train")
-    packing.pack(source, tmp_path / "out")
+    packing.pack(opened(folder), tmp_path / "out")
     got = PackedSource(tmp_path / "out")
     assert got.names == (os.fsdecode(b"b\xe9"), "cat")
     forge(tmp_path / "out", names=[os.fsdecode(b"b\xea"), "cat"])
@@ -156,9 +176,7 @@ def test_pack_and_check_digits(tmp_path, capsys):
     command.main(["check", str(tmp_path)])
     assert capsys.readouterr().out.count("all is well") == 2
     shard = tmp_path / "train" / shard_name(1)
-    raw = bytearray(shard.read_bytes())
-    raw[100] ^= 1
-    shard.write_bytes(raw)
+    flip(shard)
     with pytest.raises(SystemExit) as ended:
         command.main(["check", str(tmp_path / "train")])
     assert ended.value.code == 1
@@ -168,23 +186,24 @@ def test_pack_and_check_digits(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "named"),
     [
         (["check", "/nowhere"], "/nowhere"),
         (["check", "."], "jaxmpi data pack"),
         (["pack", "digits", "{}", "--quality", "101"], "--quality"),
         (["pack", "digits", "{}", "--verify", "not"], "--verify"),
+        (["pack", "digits", "{}", "--threads", "0"], "--threads"),
         *((["pack", "digits", "{}", "--shard-mb", mb], "--shard-mb") for mb in ("nan", "inf", "0")),
         (["pack", "{}/none", "{}"], "none/train.* with --train-split$"),
         (["pack", "{}", "{}", "--source", "tfds"], "--name"),
     ],
 )
-def test_what_cannot_be_asked_for(line, message, tmp_path):
-    with pytest.raises(UsageError, match=message):
+def test_what_cannot_be_asked_for(line, named, tmp_path):
+    with pytest.raises(UsageError, match=named):
         command.main([word.format(tmp_path) for word in line])
 
 
-# ---------------------------------------------------------------- stopped, and gone on with
+# ---------------------------------------------------------------- stopped, and continued
 
 
 class Breaks(ArraySource):
@@ -198,30 +217,33 @@ class Breaks(ArraySource):
         return super().__getitem__(index)
 
 
-def test_a_packing_that_was_stopped_goes_on(tmp_path):
-    whole = noise(40)
-    stopped = Breaks(whole.images, whole.labels)
+def half_packed(folder: Path, n: int = 12, at: int = 10) -> ArraySource:
+    whole = noise(n)
+    source = Breaks(whole.images, whole.labels)
+    source.at = at
     with pytest.raises(KeyboardInterrupt):
-        packing.pack(stopped, tmp_path / "a", PNG, threads=1)
-    kept = {path.name: path.stat().st_ino for path in (tmp_path / "a").glob("shard-*.bin")}
+        packing.pack(source, folder, PNG, threads=1)
+    return whole
+
+
+def test_a_packing_that_was_stopped_continues(tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    whole = half_packed(a, 40)
+    kept = inodes(a)
     assert len(kept) >= 2
     with pytest.raises(UsageError, match="resize: got 9, expected 0"):
-        packing.pack(whole, tmp_path / "a", PackingOptions(resize=9, quality=0, shard_bytes=400))
+        packing.pack(whole, a, PackingOptions(resize=9, quality=0, shard_bytes=400))
     steps: list[int] = []
-    packing.pack(whole, tmp_path / "a", PNG, progress=steps.append)
+    packing.pack(whole, a, PNG, progress=steps.append)
     assert steps[0] > 1  # those that were done, at once
     assert sum(steps) == 40
-    assert kept.items() <= {path.name: path.stat().st_ino for path in (tmp_path / "a").glob("shard-*.bin")}.items()
-    packing.pack(whole, tmp_path / "b", PNG)
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
-    assert packing.pack(whole, tmp_path / "a", PNG).records == 40  # done already
+    assert kept.items() <= inodes(a).items()
+    packing.pack(whole, b, PNG)
+    assert contents(a) == contents(b)
+    assert packing.pack(whole, a, PNG).records == 40  # done already
     with pytest.raises(UsageError, match="examples: got 39, expected 40"):
-        packing.pack(noise(39), tmp_path / "a", PNG)
-    assert packing.pack(whole, tmp_path / "a", PNG).records == 40  # the refused job is not what was begun here
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-3])
+        packing.pack(noise(39), a, PNG)
+    assert packing.pack(whole, a, PNG).records == 40  # the refused job has left nothing here
 
 
 @pytest.mark.parametrize(
@@ -234,31 +256,25 @@ def cut(path: Path) -> None:
 )
 def test_shards_are_made_again_from_the_first_that_is_damaged(tmp_path, capsys, name, damage, kept):
     """Also if this is stopped once more: what lies behind is never counted on."""
-    whole = noise(7)
-    source, folder = Breaks(whole.images, whole.labels), tmp_path / "a"
-    for source.at in (6, 3):
-        with pytest.raises(KeyboardInterrupt):
-            packing.pack(source, folder, PNG, threads=1)
-        if source.at == 6:
-            assert (folder / "shard-00002.rows").exists()
-            first = (folder / shard_name(0)).stat().st_ino
-            damage(folder / name)
+    folder = tmp_path / "a"
+    whole = half_packed(folder, 7, at=6)
+    assert (folder / "shard-00002.rows").exists()
+    first = inodes(folder)[shard_name(0)]
+    damage(folder / name)
+    source = Breaks(whole.images, whole.labels)
+    source.at = 3
+    with pytest.raises(KeyboardInterrupt):
+        packing.pack(source, folder, PNG, threads=1)
     assert shard_name(kept) in capsys.readouterr().err
     assert [(folder / f"shard-{i:05d}.rows").exists() for i in range(3)] == [True, False, False]
-    assert ((folder / shard_name(0)).stat().st_ino == first) == bool(kept)
+    assert (inodes(folder)[shard_name(0)] == first) == bool(kept)
     packing.pack(whole, folder, PNG)
     packing.pack(whole, tmp_path / "b", PNG)
     assert contents(folder) == contents(tmp_path / "b")
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def test_leftovers_that_cannot_be_read_are_named(tmp_path):
-    whole = noise(12)
-    with pytest.raises(KeyboardInterrupt):
-        packing.pack(Breaks(whole.images, whole.labels), tmp_path, PNG, threads=1)
+    whole = half_packed(tmp_path)
     rows = tmp_path / "shard-00001.rows"
     rows.unlink()
     rows.mkdir()
@@ -269,7 +285,7 @@ def test_leftovers_that_cannot_be_read_are_named(tmp_path):
 def test_two_at_once_are_refused(tmp_path):
     class Nested(ArraySource):
         def __getitem__(self, index):
-            with pytest.raises(UsageError, match="another process packs into it"):
+            with pytest.raises(UsageError, match="another process"):
                 packing.pack(noise(3), tmp_path, PNG)
             return super().__getitem__(index)
 
@@ -295,15 +311,13 @@ for room_bytes in (0, 4096, 65536, 1 << 20):  # for no folder, no note, not all 
 
 
 @pytest.mark.e2e
-def test_the_command_on_a_full_disk_says_one_sentence_and_goes_on_when_there_is_room(tmp_path):
+def test_the_command_on_a_full_disk_says_one_sentence_and_continues_when_there_is_room(tmp_path):
     ended = on_small_disk(tmp_path, COMMAND_ON_FULL_DISK)
     assert ended.code == 0, ended.out
     *refused, done = ended.out.splitlines()
     assert len(refused) == 3
     for line in refused:
-        assert re.fullmatch(
-            r"[12] False 1 jaxmpi: error: .*No space left on device; \d+ of 1437 .* same line again.*", line
-        )
+        assert re.fullmatch(r"[12] False 1 jaxmpi: error: .*No space left on device; \d+ of 1437 .*", line)
     assert done == "0 False 0"
 
 
@@ -325,8 +339,8 @@ def test_corrupt_examples_stop_or_are_skipped_and_counted(tmp_path, capsys):
     with pytest.raises(CorruptExample, match=r"file7\.jpg"):
         packing.pack(bad, tmp_path / "stop", PNG)
     skip = PackingOptions(quality=0, shard_bytes=400, on_error="skip")
-    assert packing.pack(bad, tmp_path / "skip", skip)[::2] == (19, 1)
-    assert packing.pack(bad, tmp_path / "skip", skip)[::2] == (19, 1)  # read from what was done
+    for _ in range(2):  # the second reads what was done
+        assert packing.pack(bad, tmp_path / "skip", skip)[::2] == (19, 1)
     got = PackedSource(tmp_path / "skip")
     assert np.array_equal(got[7][0], source[8][0])
     assert got.manifest.made["skipped"] == 1
@@ -340,20 +354,20 @@ def half_of(blob: bytes) -> bytes:
 TRUNCATED = [half_of(jpeg((40, 40))), half_of(encoded(RNG.integers(0, 256, (40, 40, 3), np.uint8), quality=0))]
 
 
-@pytest.mark.parametrize("blob", [b"no image at all" * 9, *TRUNCATED])
-def test_the_command_refuses_what_no_training_could_decode_and_goes_on_without_it(folder, tmp_path, capsys, blob):
+@pytest.mark.parametrize("blob", [b"no image at all" * 9, *TRUNCATED], ids=["text", "JPEG", "PNG"])
+def test_the_command_refuses_what_no_training_could_decode_and_continues_without_it(folder, tmp_path, capsys, blob):
     (folder / "train" / "dog" / "1.jpg").write_bytes(blob)
     line = ["pack", str(folder), str(tmp_path / "out"), "--validation-split", "", "--shard-mb", "0.0001"]
     with pytest.raises(UsageError, match=r"dog/1\.jpg \(example 5\).* --on-error skip"):
         command.main(line)
-    kept = {path.name: path.stat().st_ino for path in (tmp_path / "out" / "train").glob("shard-*.bin")}
+    kept = inodes(tmp_path / "out" / "train")
     assert len(kept) == 5
     command.main([*line, "--on-error", "skip"])
-    assert "skipped: " in (printed := capsys.readouterr()).err
+    printed = capsys.readouterr()
+    assert "skipped: " in printed.err
     assert "data.on_error" not in printed.err
     assert "7 records" in printed.out
-    now = {path.name: path.stat().st_ino for path in (tmp_path / "out" / "train").glob("shard-*.bin")}
-    assert kept.items() <= now.items()
+    assert kept.items() <= inodes(tmp_path / "out" / "train").items()
     command.main(["check", str(tmp_path / "out"), "--decode"])
     assert "all is well" in capsys.readouterr().out
     with pytest.raises(UsageError, match="--on-error skip, which has left out 1"):
@@ -361,26 +375,34 @@ def test_the_command_refuses_what_no_training_could_decode_and_goes_on_without_i
 
 
 def test_the_header_alone_is_verified_on_request(folder, tmp_path):
-    path = folder / "train" / "dog" / "1.jpg"
+    path, verify = folder / "train" / "dog" / "1.jpg", PackingOptions(verify="header")
     path.write_bytes(half_of(jpeg((40, 40))))
-    source = open_source(Data(source="imagefolder", dir=str(folder)), "train")
-    assert packing.pack(source, tmp_path / "x", PackingOptions(verify="header")).records == 8
+    assert packing.pack(opened(folder), tmp_path / "x", verify).records == 8
     path.write_bytes(b"no image at all" * 9)
     with pytest.raises(CorruptExample, match=r"dog/1\.jpg"):
-        packing.pack(source, tmp_path / "y", PackingOptions(verify="header"))
+        packing.pack(opened(folder), tmp_path / "y", verify)
 
 
 @pytest.mark.parametrize(
-    ("images", "label", "said"),
+    ("images", "label", "named"),
     [
         *((np.zeros((1, 4, 4, 3), np.uint8), label, rf"array\[0\]: got label {label}") for label in (-1, 5, 1.5)),
         (np.zeros((1, 4, 4, 3), np.float32), 0, "expected u8"),
         (np.zeros((1, 4), np.uint8), 0, "expected u8"),
     ],
 )
-def test_labels_out_of_range_and_what_is_no_image_are_refused(tmp_path, images, label, said):
-    with pytest.raises(UsageError, match=said):
+def test_labels_out_of_range_and_what_is_no_image_are_refused(tmp_path, images, label, named):
+    with pytest.raises(UsageError, match=named):
         packing.pack(ArraySource(images, [label], classes=5), tmp_path / "x", PNG)
+
+
+@pytest.mark.parametrize("name", ["\ud800", 3])
+def test_names_that_no_reader_takes_are_refused(tmp_path, name):
+    source: Any = noise(3)
+    source.names = ("cat", name)
+    with pytest.raises(UsageError, match="names"):
+        packing.pack(source, tmp_path, PNG)
+    assert not (tmp_path / MANIFEST).exists()
 
 
 # ---------------------------------------------------------------- damage
@@ -388,17 +410,15 @@ def test_labels_out_of_range_and_what_is_no_image_are_refused(tmp_path, images, 
 
 def test_a_failed_checksum_stops_or_is_skipped_and_counted(packed):
     _, folder = packed
-    raw = bytearray((folder / shard_name(2)).read_bytes())
-    raw[50] ^= 4
-    (folder / shard_name(2)).write_bytes(raw)
-    for data in (Data(), Data(on_error="skip")):
-        source = PackedSource(folder)
-        with Loader(source, Sampler(20, 5, shuffle=False), data, train=False) as loader:
-            if data.on_error == "stop":
-                with pytest.raises(CorruptExample, match=r"shard-00002\.bin at byte 0 \(example 4\)"):
-                    list(loader)
-            else:
-                assert sum(int((batch.weight == 0).sum()) for batch in loader) == loader.skipped == 1
+    flip(folder / shard_name(2))
+    source, order = PackedSource(folder), Sampler(20, 5, shuffle=False)
+    with (
+        Loader(source, order, Data(loader="threads"), train=False) as loader,
+        pytest.raises(CorruptExample, match=r"shard-00002\.bin at byte 0 \(example 4\)"),
+    ):
+        list(loader)
+    with Loader(source, order, Data(on_error="skip", loader="threads"), train=False) as loader:
+        assert sum(int((batch.weight == 0).sum()) for batch in loader) == loader.skipped == 1
 
 
 def test_missing_and_short_shards_are_named(packed):
@@ -415,12 +435,6 @@ def test_missing_and_short_shards_are_named(packed):
     shard.unlink()
     with pytest.raises(UsageError, match=r"shard-00000\.bin"):
         PackedSource(folder)
-
-
-def flip(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[50] ^= 4
-    path.write_bytes(raw)
 
 
 @pytest.mark.parametrize("damage", [cut, Path.unlink, flip])
@@ -443,7 +457,7 @@ def test_no_path_leaves_the_folder_and_none_is_special(packed, tmp_path, name, k
     moved = tmp_path / "elsewhere"
     (folder / name).rename(moved)
     {"link": lambda p: p.symlink_to(moved), "folder": Path.mkdir, "pipe": os.mkfifo}[kind](folder / name)
-    with pytest.raises(UsageError, match=rf"{name}: .*expected a"):
+    with pytest.raises(UsageError, match=name):
         PackedSource(folder)
 
 
@@ -490,6 +504,19 @@ def test_an_index_that_is_wrong(packed, field, row, value):
         PackedSource(folder)
 
 
+def test_an_index_with_holes_larger_than_memory(packed):
+    _, folder = packed
+    forge(folder, records=1 << 32)
+    os.truncate(folder / INDEX, 20 << 32)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (64 << 30, before[1]))
+    try:
+        with pytest.raises(UsageError, match="holes"):
+            PackedSource(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 # ---------------------------------------------------------------- strangers' files
 
 
@@ -533,19 +560,18 @@ def read_all(folder: Path) -> list[tuple[bytes, int] | None] | None:
 
 
 FILES = st.sampled_from([MANIFEST, INDEX, shard_name(0), shard_name(1)])
+FLIPS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), min_size=1, max_size=4)
 
 
-@given(
-    FILES, st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), min_size=1, max_size=4), st.integers(0, 9)
-)
-def test_damaged_bytes_never_pass_for_good_ones(pristine, name, flips, cut):
+@given(FILES, FLIPS, st.integers(0, 9))
+def test_damaged_bytes_never_pass_for_good_ones(pristine, name, flips, missing):
     folder, expected = pristine
     with tempfile.TemporaryDirectory() as place:
         copy = Path(shutil.copytree(folder, Path(place) / "copy"))
         raw = bytearray((copy / name).read_bytes())
         for at, bits in flips:
             raw[at % len(raw)] ^= bits
-        (copy / name).write_bytes(raw[: len(raw) - cut])
+        (copy / name).write_bytes(raw[: len(raw) - missing])
         got = outcome(copy)
     if got is not None and name != MANIFEST:
         assert all(a in (None, b) for a, b in zip(got, expected, strict=True))
@@ -598,16 +624,6 @@ def test_a_forged_manifest_is_refused_or_harmless(pristine, field, value):
     assert got in (None, expected)
 
 
-# ---------------------------------------------------------------- a half-packed set of a stranger's
-
-
-def half_packed(folder: Path) -> ArraySource:
-    whole = noise(12)
-    with pytest.raises(KeyboardInterrupt):
-        packing.pack(Breaks(whole.images, whole.labels), folder, PNG, threads=1)
-    return whole
-
-
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 @pytest.mark.parametrize("name", [packing.JOB, "shard-00000.rows", "shard-00004.bin.tmp", "index.bin.tmp"])
 def test_packing_writes_through_no_link_and_waits_for_no_pipe(tmp_path, name, kind):
@@ -628,7 +644,19 @@ def test_a_forged_note_counts_as_damaged(tmp_path, field, value):
     table[field][0] = value
     table.tofile(path)
     assert packing.pack(source, tmp_path, PNG).records == 12
-    assert packing.damaged(PackedSource(tmp_path)) == []
+    assert packing.find_damage(PackedSource(tmp_path)) == []
+
+
+def test_forged_labels_of_a_half_packed_set_are_not_finished(tmp_path):
+    """Their checksum fits, so only the last check of a packing sees them."""
+    source, path = half_packed(tmp_path), tmp_path / "shard-00001.rows"
+    table = np.fromfile(path, ROW)
+    table["label"][1:] = 77
+    table["crc32"][0] = zlib.crc32(table[1:].tobytes())
+    table.tofile(path)
+    with pytest.raises(UsageError, match="label"):
+        packing.pack(source, tmp_path, PNG)
+    assert not (tmp_path / MANIFEST).exists()
 
 
 @pytest.mark.parametrize("skipped", ["x", -1])
@@ -637,16 +665,3 @@ def test_a_finished_packing_that_lies_about_what_it_left_out(packed, skipped):
     forge(folder, made={**PackedSource(folder).manifest.made, "skipped": skipped})
     with pytest.raises(UsageError, match=r"skipped|made"):
         packing.pack(source, folder, PNG)
-
-
-def test_an_index_with_holes_larger_than_memory(packed):
-    _, folder = packed
-    forge(folder, records=1 << 32)
-    os.truncate(folder / INDEX, 20 << 32)
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (64 << 30, before[1]))
-    try:
-        with pytest.raises(UsageError, match="holes"):
-            PackedSource(folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)

@@ -1,16 +1,22 @@
-"""Text: windows of bytes, the standard library as a corpus, what is held out."""
+"""Text: windows of bytes or of a tokenizer's tokens, the standard library as a corpus, vocabularies of words."""
 
+import math
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import command, open_source, write_words
+from jaxmpi.data import Loader, Sampler, command, open_source, write_words
 from jaxmpi.data.memory_source import MemorySource
-from jaxmpi.data.sources.text import TextSource, is_held_out, library_files, module_of
+from jaxmpi.data.sources.text import TextSource, library_files
+from jaxmpi.observe.recorder import Recorder, Unit
+
+tokenizers = pytest.importorskip("tokenizers")
 
 
 @pytest.fixture
@@ -27,106 +33,215 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def opened(folder: Path, split: str = "train", window: int = 4) -> TextSource:
-    source = open_source(Data("text", dir=str(folder), window=window), split)
-    assert isinstance(source, TextSource)
-    return source
+def opened(folder: Path, split: str = "train", window: int = 4, tokenizer: Any = "") -> Any:
+    return open_source(Data("text", dir=str(folder), window=window, tokenizer=tokenizer), split)
 
 
-def test_every_byte_but_the_first_is_predicted_once_from_those_before_it(folder):
-    source = opened(folder)
-    text = b"0123456789\0abcdefghijklmnopqrstuvwxyz\0"
-    assert len(source) == (len(text) - 1) // 4 == 9
-    inputs, labels = (np.concatenate(part).tolist() for part in zip(*(source[i] for i in range(9)), strict=True))
-    assert (bytes(inputs), bytes(labels)) == (text[:36], text[1:37])
-    assert {part.dtype for part in source[0]} == {np.dtype(np.int32)}
-    assert (source.classes, source.bytes_each) == (256, 4)
-    for index in (-1, 9):
-        with pytest.raises(IndexError, match=f"text: got window {index} of 9"):
-            source[index]
+class TestBytes:
+    def test_every_byte_but_the_first_is_predicted_once_from_those_before_it(self, folder):
+        source = opened(folder)
+        text = b"0123456789\0abcdefghijklmnopqrstuvwxyz\0"
+        assert len(source) == (len(text) - 1) // 4 == 9
+        inputs, labels = (np.concatenate(part).tolist() for part in zip(*(source[i] for i in range(9)), strict=True))
+        assert (bytes(inputs), bytes(labels)) == (text[:36], text[1:37])
+        assert {part.dtype for part in source[0]} == {np.dtype(np.int32)}
+        assert (source.classes, source.bytes_each) == (256, 4)
+        assert [source.where(i) for i in (0, 2, 3)] == ["a/x, byte 0", "a/x, byte 8", "b.txt, byte 1"]
+        for index in (-1, 9):
+            with pytest.raises(IndexError, match="of 9"):
+                source[index]
+
+    def test_splits_are_folders(self, folder):
+        assert len(opened(folder, "validation")) == 2
+        (folder / "validation").rename(folder / "test")
+        with pytest.raises(UsageError, match=r"validation; .*--data.validation-split"):
+            opened(folder, "validation")
+        source = open_source(Data("text", dir=str(folder), validation_split="test", window=4), "validation")
+        assert len(source) == 2
+
+    @pytest.mark.parametrize("change", ["name", "byte"])
+    def test_digest_sees_every_name_and_byte(self, folder, change):
+        before, file = opened(folder).digest(), folder / "train" / "b.txt"
+        assert opened(folder).digest() == before
+        file.rename(file.with_name("c.txt")) if change == "name" else file.write_bytes(file.read_bytes()[:-1] + b"Z")
+        assert opened(folder).digest() != before
+
+    def test_names_that_are_not_utf_8(self, folder):
+        digests = set()
+        for name in (b"\xfe.txt", b"\xff.txt"):
+            path = folder / "train" / os.fsdecode(name)
+            try:
+                path.write_bytes(b"x")
+            except OSError:
+                pytest.skip("this file system wants UTF-8")
+            digests.add(opened(folder).digest())
+            path.unlink()
+        assert len(digests) == 2
+        assert library_files([os.fsdecode(b"\xff.py")], held_out=True) in ([], [os.fsdecode(b"\xff.py")])
+
+    def test_bad_input_is_named(self, folder):
+        with pytest.raises(UsageError, match=r"data\.dir"):
+            open_source(Data("text"), "train")
+        with pytest.raises(UsageError, match=r"38 bytes .* 39"):
+            opened(folder, window=38)
+        assert len(opened(folder, window=37)) == 1
+        with pytest.raises(UsageError, match=r"data\.window"):
+            Data("text", window=0)
+        with pytest.raises(UsageError, match=r"data\.memory"):  # all of it is in memory anyway
+            MemorySource(opened(folder), Data())
+        os.truncate(folder / "train" / "b.txt", 200 << 30)
+        with pytest.raises(UsageError, match="GB"):  # a file with holes, larger than memory
+            opened(folder)
 
 
-def test_where_a_window_begins(folder):
-    source = opened(folder)
-    assert [source.where(i) for i in (0, 2, 3)] == ["a/x, byte 0", "a/x, byte 8", "b.txt, byte 1"]
+class TestLibrary:
+    def test_it_is_there_and_its_splits_are_apart(self):
+        train, held_out = (open_source(Data("stdlib", window=128), split) for split in ("train", "validation"))
+        assert isinstance(train, TextSource)
+        assert isinstance(held_out, TextSource)
+        assert len(train.text) > 10_000_000  # some distributions leave the tests out
+        assert 0 < len(held_out.text) < len(train.text) / 10
+        modules = [{file.split("/")[0] for file in source.files} - {"test"} for source in (train, held_out)]
+        assert not modules[0] & modules[1]
+        assert list(train.files) == sorted(train.files)  # all names are ASCII: the order of bytes
+        assert "operator.py" in held_out.files
+
+    def test_what_is_not_the_librarys_own_is_left_out(self):
+        others = ["site-packages/numpy/x.py", "_sysconfigdata__linux_.py", "config-3.12-x/y.py", "sitecustomize.py"]
+        assert library_files(["a.py", *others], held_out=False) == ["a.py"]
+
+    def test_modules_are_held_out_whole(self):
+        files = ["test/test_asyncio/utils.py", "test/test_asyncio/x.py", "test/test_ast.py", "curses/ascii.py"]
+        assert library_files(files, held_out=True) == ["curses/ascii.py"]
+        many = len(library_files([f"{i}/x.py" for i in range(5000)], held_out=True))
+        assert many == pytest.approx(100, abs=5 * (5000 * 0.02 * 0.98) ** 0.5)
 
 
-def test_splits_are_folders(folder):
-    assert len(opened(folder, "validation")) == 2
-    (folder / "validation").rename(folder / "test")
-    with pytest.raises(UsageError, match=r"validation; .*--data.validation-split"):
-        opened(folder, "validation")
-    source = open_source(Data("text", dir=str(folder), validation_split="test", window=4), "validation")
-    assert len(source) == 2
+# ---------------------------------------------------------------- tokenizers
+
+TOKENS = [1, 2, 3, 4, 1, 2, 4, 3, 2, 1, 0, 0]
 
 
-@pytest.mark.parametrize("change", ["name", "byte"])
-def test_digest_sees_every_name_and_byte(folder, change):
-    before = opened(folder).digest()
-    assert opened(folder).digest() == before
-    if change == "name":
-        (folder / "train" / "b.txt").rename(folder / "train" / "c.txt")
-    else:
-        (folder / "train" / "b.txt").write_bytes(b"abcdefghijklmnopqrstuvwxyZ")
-    assert opened(folder).digest() != before
+def words() -> Any:
+    vocabulary = {word: i for i, word in enumerate(["[UNK]", "a", "b", "c", "d"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return made
 
 
-def test_names_that_are_not_utf_8(folder):
-    digests = []
-    for name in (b"\xfe.txt", b"\xff.txt"):
-        path = folder / "train" / os.fsdecode(name)
-        try:
-            path.write_bytes(b"x")
-        except OSError:
-            pytest.skip("this file system wants UTF-8")
-        digests.append(opened(folder).digest())
-        path.unlink()
-    assert digests[0] != digests[1]
-    assert is_held_out(os.fsdecode(b"\xff.py")) in (True, False)
+def function(encode: Any, vocab_size: Any = 5) -> Any:
+    def given(text: str) -> Any:
+        if isinstance(encode, Exception):
+            raise encode
+        return encode(text) if callable(encode) else encode
+
+    given.vocab_size = vocab_size  # type: ignore[attr-defined]
+    return given
 
 
-def test_bad_input_is_named(folder):
-    with pytest.raises(UsageError, match=r"data\.dir"):
-        open_source(Data("text"), "train")
-    with pytest.raises(UsageError, match=r"38 bytes .* 39"):
-        opened(folder, window=38)
-    assert len(opened(folder, window=37)) == 1
-    with pytest.raises(UsageError, match=r"data\.window"):
-        Data("text", window=0)
-    with pytest.raises(UsageError, match=r"data\.memory"):  # all of it is in memory anyway
-        MemorySource(opened(folder), Data())
-    with (folder / "train" / "a.txt").open("wb") as file:
-        file.truncate(200 << 30)
-    with pytest.raises(UsageError, match="GB"):  # a file with holes, larger than memory
-        opened(folder)
+def lengths(text: str) -> list[int]:
+    return [len(word) for word in text.split()]
 
 
-# ---------------------------------------------------------------- the standard library
+@pytest.fixture
+def sentences(tmp_path: Path) -> Path:
+    """Twelve words in two files, 24 bytes."""
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "0").write_text("a b c d a b\n")
+    (tmp_path / "train" / "1").write_text("d c b a e e\n")
+    return tmp_path
 
 
-def test_the_library_is_there_and_its_splits_are_apart():
-    train, held = (open_source(Data("stdlib", window=128), split) for split in ("train", "validation"))
-    assert isinstance(train, TextSource)
-    assert isinstance(held, TextSource)
-    assert len(train.text) > 10_000_000  # some distributions leave the tests out
-    assert 0 < len(held.text) < len(train.text) / 10
-    modules = [{module_of(file) for file in source.files} for source in (train, held)]
-    assert not modules[0] & modules[1]
-    assert list(train.files) == sorted(train.files)  # all names are ASCII: the order of bytes
-    assert "operator.py" in held.files
-    assert train.where(0).startswith(train.files[0])
+class TestTokenizers:
+    @pytest.mark.parametrize("kind", ["JSON", "object"])
+    def test_windows_are_of_the_tokenizers_tokens(self, sentences, tmp_path, kind):
+        given: Any = words()
+        given.enable_truncation(2)  # a tokenizer that truncates and pads is given whole files all the same
+        given.enable_padding(length=40)
+        if kind == "JSON":
+            given.save(path := str(tmp_path / "words.json"))
+            given = path
+        source = opened(sentences, window=3, tokenizer=given)
+        assert (len(source), source.classes) == (3, 5)
+        for i in range(3):
+            image, label = source[i]
+            assert (image.tolist(), label.tolist()) == (TOKENS[3 * i : 3 * i + 3], TOKENS[3 * i + 1 : 3 * i + 4])
+            assert image.dtype == label.dtype == np.int32
+        assert source.where(2) == "1, token 0"
+        assert (source.bytes_each, source.tokens_each) == (6, 3)  # 24 bytes in 12 tokens
 
+    def test_functions_and_objects_that_encode_are_tokenizers(self, sentences):
+        """Those of tiktoken and SentencePiece; the latter's `vocab_size` is a method."""
 
-def test_what_is_not_the_librarys_own_is_left_out():
-    files = ["a.py", "site-packages/numpy/x.py", "_sysconfigdata__linux_.py", "config-3.12-x/y.py", "sitecustomize.py"]
-    assert library_files(files, held_out=False) == ["a.py"]
+        class Lengths:
+            n_vocab = 70_000
+            encode = staticmethod(lengths)
 
+        class Pieces(Lengths):
+            def vocab_size(self) -> int:
+                return self.n_vocab
 
-def test_modules_are_held_out_whole():
-    files = ["test/test_asyncio/utils.py", "test/test_asyncio/x.py", "test/test_ast.py", "curses/ascii.py", "ast.py"]
-    assert [module_of(file) for file in files[1:4]] == ["test/test_asyncio", "test/test_ast.py", "curses"]
-    assert library_files(files, held_out=True) == ["curses/ascii.py"]
-    assert sum(map(is_held_out, map(str, range(5000)))) == pytest.approx(100, abs=5 * (5000 * 0.02 * 0.98) ** 0.5)
+        given = (function(lengths, 70_000), Lengths(), Pieces())
+        sources = [opened(sentences, tokenizer=tokenizer) for tokenizer in given]
+        assert [(source.classes, source[0][0].tolist()) for source in sources] == [(70_000, [1, 1, 1, 1])] * 3
+        assert len({source.digest() for source in sources}) == 1
+        assert opened(sentences, tokenizer=words()).digest() != sources[0].digest()
+
+    def test_added_tokens_count_although_vocab_size_leaves_them_out(self, sentences):
+        class Added:
+            vocab_size = 5
+
+            def __len__(self) -> int:
+                return 7
+
+            def encode(self, text: str) -> list[int]:
+                return [6] * 4
+
+        assert opened(sentences, tokenizer=Added()).classes == 7
+        given = words()
+        given.add_tokens(["e"])
+        assert opened(sentences, tokenizer=given).classes == 6
+
+    def test_loader_processes_need_no_tokenizer(self, sentences):
+        tokenizer = function(lambda text: [1] * 7, 2)
+        data = Data("text", dir=str(sentences), window=3, tokenizer=tokenizer, loader="processes", loaders=1)
+        with Loader(open_source(data, "train"), Sampler(4, 2, shuffle=False), data, train=False) as loader:
+            assert [batch.image.tolist() for batch in loader] == [[[1, 1, 1]] * 2] * 2
+
+    def test_the_library_may_have_what_is_no_utf_8(self):
+        first = function(lambda text: [len(text) % 7], 7)
+        source: Any = open_source(Data("stdlib", window=4, tokenizer=first), "validation")
+        assert len(source) == (len(source.files) - 1) // 4
+
+    @pytest.mark.parametrize(
+        ("tokenizer", "named"),
+        [
+            (len, "vocab_size 0"),
+            (3, "got int"),
+            ("nowhere.json", "nowhere.json"),
+            (function([0, 5]), "train/0: .*from 0 to 5"),
+            (function([0.5]), r"train/0: .*float64\[1\]"),
+            (function(KeyError("a")), "train/0: .*KeyError: 'a'"),
+        ],
+    )
+    def test_what_is_no_tokenizer_is_refused(self, sentences, tokenizer, named):
+        with pytest.raises(UsageError, match=named) as caught:
+            opened(sentences, tokenizer=tokenizer)
+        assert "data.tokenizer" in str(caught.value)
+
+    def test_files_that_cannot_be_and_too_few_tokens_are_named(self, sentences, tmp_path, monkeypatch):
+        (tmp_path / "other.json").write_text("{}")
+        with pytest.raises(UsageError, match=r"other\.json"):
+            opened(sentences, tokenizer=str(tmp_path / "other.json"))
+        with pytest.raises(UsageError, match=r"12 tokens .* 13 tokens"):
+            opened(sentences, tokenizer=words(), window=12)
+        (sentences / "train" / "2").write_bytes(b"a \xff")
+        with pytest.raises(UsageError, match=r"train/2: .*UTF-8"):
+            opened(sentences, tokenizer=words())
+        given = words()
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
+        with pytest.raises(UsageError, match=r"data\.tokenizer: .*jaxmpi\[tokenizers\]"):
+            opened(sentences, tokenizer=given)
 
 
 def test_a_vocabulary_has_the_most_frequent_words_and_reads_the_text_whole(folder, tmp_path, capsys):
@@ -136,9 +251,14 @@ def test_a_vocabulary_has_the_most_frequent_words_and_reads_the_text_whole(folde
     (folder / "validation" / "c").write_text("a b ?")
     command.main(["words", str(folder), str(tmp_path / "words.json"), "--words", "4"])
     assert "words.json: 4 words; 80.0 % of the held-out ones are among them" in capsys.readouterr().out
-    data = Data("text", dir=str(folder), window=1, tokenizer=str(tmp_path / "words.json"))
-    source = open_source(data, "validation")
-    assert isinstance(source, TextSource)
+    source = opened(folder, "validation", window=1, tokenizer=str(tmp_path / "words.json"))
     assert (source.classes, source.text.tolist()) == (4, [3, 1, 2, 1, 0])
-    with pytest.raises(UsageError, match="got source digits; expected stdlib or text"):
+    with pytest.raises(UsageError, match="source digits"):
         write_words(Data("digits"), tmp_path / "words.json")
+
+
+def test_the_record_has_bits_of_bytes(tmp_path):
+    record = Recorder(tmp_path, unit=Unit("tokens", 3, bytes_each=6))
+    record.evaluation(step=1, epoch=1.0, examples=3, eval_count=3, tokens_per_byte=0.5, eval_loss=math.log(4))
+    record.close()
+    assert '"eval_bits_per_byte": 1.0' in (tmp_path / "record.jsonl").read_text()

@@ -99,21 +99,18 @@ def test_packing_from_a_file_system_that_answers_eio(folder, kind, tmp_path):
 def test_checking_on_a_file_system_that_answers_eio_names_the_file_and_goes_on(folder):
     source, path = PackedSource(folder / "packed" / "train"), file_of(folder, "packed", BAD)
     break_disk(source, path)
-    wrong = packing.damaged(source)
+    wrong = packing.find_damage(source)
     assert [f"(example {index}) cannot be read" in text for index, text in enumerate(wrong, BAD)] == [True] * 2
     assert all(str(path) in text for text in wrong)
 
 
-class Failing(io.FileIO):
-    """A file whose reading fails, once it is open."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
+def test_a_manifest_on_a_file_system_that_answers_eio(folder, monkeypatch):
+    def fail(self, size=-1):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-
-def test_a_manifest_on_a_file_system_that_answers_eio(folder, monkeypatch):
-    monkeypatch.setattr("jaxmpi.core.files.open", Failing, raising=False)
-    with pytest.raises(UsageError, match=rf"{folder}/packed/train/{MANIFEST}: cannot be read: .*Input/output error"):
+    failing = type("Failing", (io.FileIO,), {"read": fail})
+    monkeypatch.setattr("jaxmpi.core.files.open", failing, raising=False)
+    with pytest.raises(UsageError, match=rf"{folder}/packed/train/{MANIFEST}: .*Input/output error"):
         PackedSource(folder / "packed" / "train")
 
 
@@ -123,7 +120,7 @@ def test_a_manifest_on_a_file_system_that_answers_eio(folder, monkeypatch):
         ("numpy", "train.npz"),
         ("parquet", "train.parquet"),
         ("webdataset", "train-0.tar"),
-        ("huggingface", "train/data.arrow"),
+        ("huggingface", "train/state.json"),
         ("text", "tokens.json"),
     ],
 )
@@ -157,11 +154,11 @@ class Late(PackedSource):
 
     gate = threading.Event()
 
-    def unchecked(self, index: int) -> bytes:
+    def read_unchecked(self, index: int) -> bytes:
         if index == BAD:
             self.gate.wait(20)
         time.sleep(0.01)
-        return super().unchecked(index)
+        return super().read_unchecked(index)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -247,17 +244,3 @@ def test_a_disk_that_is_full_while_batch_files_are_written(tmp_path):
     said, left = ended.out.splitlines()
     assert said.startswith(f"{tmp_path}/train/00003.npy: No space left on device; the files before it are whole. ")
     assert left == "train 00000.npy 00001.npy 00002.npy"
-
-
-def test_images_in_fortran_order_are_written_so_that_they_can_be_read(tmp_path):
-    """An array in Fortran order that NumPy would write as such.
-
-    One image alone, as in the last file here, is such an array.
-    """
-    images = np.random.default_rng(0).integers(0, 256, (4, 4, 6, 3), np.uint8)
-    turned = ArraySource([np.asfortranarray(image) for image in images], range(4))
-    assert np.stack(turned.images[3:]).flags.f_contiguous
-    write_batch_files(turned, tmp_path, "train", rows=3, seed=None)
-    source = open_source(Data(source="batchfiles", dir=str(tmp_path)), "train")
-    for i in range(4):
-        assert np.array_equal(source[i][0], images[i])

@@ -30,7 +30,8 @@ from jaxmpi.observe.flops import (
 from jaxmpi.runtime.process import my_gpu
 from jaxmpi.tasks.registry import make_task
 from jaxmpi.trainer import build, main, step
-from jaxmpi.trainer.training_plan import job_of
+from jaxmpi.trainer.plan import make_plan
+from jaxmpi.trainer.state import initial_states
 
 W, X = jnp.zeros((8, 8)), jnp.zeros((3, 8))
 PRODUCT = 2 * 3 * 8 * 8  # FLOPs of X @ W
@@ -161,12 +162,12 @@ def test_every_form_of_the_step_counts_the_same_for_one_batch(tmp_path):
         exchange=ExchangeConfig("asa32"),
     )
     each = 24 * 32 * 4 + 32 * 10 * 6
-    for changed in ({}, {"step_mode": "split"}, {"micro_batch": 4}):
-        job = job_of(dataclasses.replace(experiment, **changed), gather_workers(1))
-        functions = build.build_functions(job)
-        [state] = build.initial_states(job, functions.rule).values()
-        with job.plan.feed.pool:
-            functions.train_step(jax.tree.map(jnp.array, state), next(job.plan.feed.batches()))
+    for changed in ({}, {"micro_batch": 4}):
+        plan = make_plan(dataclasses.replace(experiment, **changed), gather_workers(1))
+        functions = build.build_functions(plan)
+        [state] = initial_states(plan, functions.rule).values()
+        with plan.feed.pool:
+            functions.train_step(jax.tree.map(jnp.array, state), next(plan.feed.batches()))
         assert functions.flops.per_worker == 16 * each, changed
     run = {"train_for": "8st", "log_every": 4, "quiet": True, "run_dir": str(tmp_path / "run")}
     main.train(dataclasses.replace(experiment, **run, compute_dtype="bfloat16"), "flops")

@@ -27,8 +27,8 @@ from jaxmpi.observe.sinks.files import TensorBoard
 from jaxmpi.observe.step_timing import HEAD, LOCAL, Summary, summary, summary_asynchronous
 from jaxmpi.observe.terminal import Plain
 from jaxmpi.runtime.progress import Span
+from jaxmpi.trainer.plan import make_plan
 from jaxmpi.trainer.progress import unit_of
-from jaxmpi.trainer.training_plan import make_plan
 from launching import small_disk, train
 from line_task import LINE
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def test_a_loop_goes_on_from_a_state_bit_for_bit(done):
         assert loop(second, done, 16) == expected[done:]
 
 
-def with_one_damaged(folder: Path, on_error: str) -> Data:
+def with_one_damaged(folder: Path, on_error: Literal["stop", "skip"]) -> Data:
     """Four images, of which one is none."""
     for split in ("train", "validation"):
         for label in ("a", "b"):

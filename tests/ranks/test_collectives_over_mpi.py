@@ -205,7 +205,7 @@ def test_more_communicators_than_mpi4py_has_error_handlers_can_be_used_in_jit():
 @pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
 def test_a_freed_communicator_leaves_nothing_and_is_refused():
     def counts() -> tuple[int, ...]:
-        return len(made), len(COMM.processes._own), len(watch()._rolls), len(mappings())
+        return len(made), len(COMM.processes._comms), len(watch()._registries), len(mappings())
 
     used(COMM.split(0))
     before = []
@@ -235,7 +235,7 @@ def test_what_was_made_for_a_communicator_of_mpi4py_goes_when_that_is_freed():
         theirs = MPI.COMM_WORLD.Split(0, -RANK) if turn % 2 else MPI.COMM_WORLD.Dup()
         assert jax.jit(lambda x, comm=theirs: mpi.allreduce(x, comm=comm))(jnp.ones(2)).tolist() == [SIZE] * 2
         theirs.Free()
-        kept.append((len(made), len(COMM.processes._own)))
+        kept.append((len(made), len(COMM.processes._comms)))
     assert len(set(kept[2:])) == 1, kept
 
 

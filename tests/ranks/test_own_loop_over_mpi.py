@@ -214,18 +214,18 @@ def test_keys_differ_and_rank_0_alone_acts(capsys):
 @pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
 def test_a_rank_that_is_waited_for_is_named_with_its_line(monkeypatch, capfd):
     monkeypatch.setattr(diagnosis, "SAID_AFTER_S", 0.6)
-    roll, last, said, deadline_s = COMM.processes.roll, SIZE - 1, "", time.monotonic() + 60
+    waits, last, said, deadline_s = COMM.processes.waits, SIZE - 1, "", time.monotonic() + 60
     line = r"test_own_loop_over_mpi.py:\d+ in test_a_rank_that_is_waited_for_is_named_with_its_line"
     late = f"waits in a call for rank {last}, for 0.6 s now; all ranks must call it as often; rank {last}"
     if RANK != last:
-        with roll.waiting(diagnosis.BESIDE, "a call"):
+        with waits.waiting(diagnosis.BESIDE, "a call"):
             while late not in said and time.monotonic() < deadline_s:
                 time.sleep(0.05)
                 said += capfd.readouterr().err
         assert re.search(rf"{late} waits in a barrier, {line}\n", said), said
     COMM.processes.barrier()
     if RANK == last:  # has called it as often now, for tests to come
-        with roll.waiting(diagnosis.BESIDE, "a call"):
+        with waits.waiting(diagnosis.BESIDE, "a call"):
             pass
 
 

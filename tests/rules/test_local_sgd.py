@@ -3,6 +3,7 @@
 import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,8 +24,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.optim.optimizers import optimizer
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.synchronous import LocalState
-from jaxmpi.trainer.step_form import unfit_for_overlap
-from jaxmpi.trainer.training_plan import Job
+from jaxmpi.trainer.step_form import overlap_obstacle
 from launching import train as run
 from tolerances import leaf_bound
 
@@ -217,10 +217,8 @@ def test_what_a_rule_says_of_itself(name, scaling):
     registry.check_wire(RuleConfig(name), "asa:8")
     experiment = Experiment(rule=RuleConfig(name), exchange=ExchangeConfig("asa32", overlap="on"))
     workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
-    plan: Any = None  # not looked at
-    assert "exchanges every so many steps only" in unfit_for_overlap(
-        Job(experiment=experiment, workers=workers, plan=plan)
-    )
+    plan: Any = SimpleNamespace(experiment=experiment, workers=workers)
+    assert "exchanges every so many steps only" in overlap_obstacle(plan)
 
 
 # ---------------------------------------------------------------- whole runs
@@ -278,7 +276,7 @@ def test_every_form_of_the_step_is_the_same_algorithm(tmp_path):
     """Losses of 20 steps of Adam at 0.01, which moves a param by 0.2 at most, from 2.3 down: rounding stays small."""
     (tmp_path / "tiny.py").write_text(TINY)
     args = ("--exchange.strategy", "asa32", "--optim.name", "momentum", "--eval-every", "20st")
-    forms = {"split": (2, ()), "fused": (2, ("--step-mode", "fused")), "devices": (1, ("--devices", "2"))}
+    forms = {"split": (2, ()), "devices": (1, ("--devices", "2"))}
     folders = [started(tmp_path, name, *args, *more, ranks=ranks) for name, (ranks, more) in forms.items()]
     split, *others = ([row["loss"] for row in rows_of(folder, "train")] for folder in folders)
     for other in others:

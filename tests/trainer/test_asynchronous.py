@@ -21,7 +21,6 @@ from jaxmpi.allreduce.wires import BLOCK
 from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint
 from jaxmpi.checkpoint.manifests import found
 from jaxmpi.comm.solo import SoloProcesses
-from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import HeldFolder
@@ -46,7 +45,7 @@ from jaxmpi.trainer import asynchronous
 from jaxmpi.trainer.asynchronous import MANY, AsyncLeader, SharedEvaluation, find_stragglers
 from jaxmpi.trainer.callbacks import Callback
 from jaxmpi.trainer.loop import RunProgress
-from jaxmpi.trainer.resolve_auto import to_center
+from jaxmpi.trainer.step_form import center_strategy
 from jaxmpi.trainer.timetable import DueEvents, Timetable
 from launching import ROOT, kill_session, mpirun_line, run, train, train_here
 from simulated_mpi import Line
@@ -252,7 +251,7 @@ class Saves(Callback):
 
 
 def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(asynchronous, "extra_of", lambda *run: {})
+    monkeypatch.setattr(asynchronous, "run_facts", lambda *run: {})
     saves = Saves()
     state = TrainState(*(np.zeros(2, np.float32) for _ in TrainState._fields))
     timetable = Timetable(compare_every=100, log_every=1, eval_every=100, save_every=1, total_steps=10)
@@ -573,4 +572,4 @@ def test_a_single_rank_is_told_to_start_several(tmp_path):
 
 def test_of_a_strategy_the_wire_counts():
     wires = {"auto": "32", "auto:16": "16", "ring16": "16", "asa:bf16": "bf16", "hier-ring": "32"}
-    assert {name: to_center(ExchangeConfig(name)).partition(":")[2] for name in wires} == wires
+    assert {name: center_strategy(name).partition(":")[2] for name in wires} == wires

@@ -87,7 +87,6 @@ SLOW = [
     ("local", 2, 0, 2, ()),
     ("synchronised", 2, 3, 2, ()),
     ("synchronised", 3, 0, 3, ()),
-    ("synchronised", 2, 0, 2, ("--step-mode", "fused")),
     ("synchronised", 4, 3, 1, ("--devices", "4")),
 ]
 

@@ -20,7 +20,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.averaged import averaged, schedule_free
 from jaxmpi.trainer.callbacks import EarlyStop, ReduceOnPlateau
-from jaxmpi.trainer.compatibility import IN_A_JOB, REFUSALS, check_compatible, check_step_mode
+from jaxmpi.trainer.conflicts import IN_A_JOB, REFUSALS, check_compatible
 from launching import ROOT
 
 EASGD, H = {"rule": RuleConfig("easgd")}, {"rule": RuleConfig("local_sgd")}
@@ -34,7 +34,6 @@ HELD_OUT = Data("mixture", train=(([1], 1.0),), validation=STREAM)
 REFUSED: list[dict[str, Any]] = [
     {"on_nonfinite": "rollback", **EASGD},
     {"batch_statistics": "synchronised", **EASGD},
-    {"step_mode": "split", **EASGD},
     {"callbacks": (EarlyStop(),), **EASGD},
     {"data": Data(memory="partition"), **EASGD},
     {"data": STREAM, **EASGD},
@@ -75,7 +74,6 @@ REFUSED: list[dict[str, Any]] = [
     {"local_batch": 8, "effective_batch": 16},
     {"resume": True, "from_start": True},
     {"continue_from": "a", "params": "b"},
-    {"step_mode": "split", "comm": "xla"},
 ]
 
 
@@ -105,16 +103,6 @@ def made(options: dict[str, Any]) -> Experiment:
 )
 def test_others_go_together(options):
     check_compatible(Experiment(**options))
-
-
-def test_several_devices_have_one_jit_in_one_process_and_a_split_step_in_several():
-    split, fused = (Experiment(devices=2, step_mode=mode) for mode in ("split", "fused"))
-    with pytest.raises(UsageError, match="step_mode: got split"):
-        check_step_mode(split, 1)
-    with pytest.raises(UsageError, match="step_mode: got fused"):
-        check_step_mode(fused, 3)
-    check_step_mode(split, 3)
-    check_step_mode(fused, 1)
 
 
 def test_each_row_of_the_table_is_tried_with_all_its_words():
@@ -154,7 +142,6 @@ BESIDE_A_RULE: dict[str, dict[str, Any] | Callable[[RuleConfig], Any]] = {
     "`--exchange.shard-update on`": SHARDED,
     "`--devices K`": {"devices": 2},
     "`--comm xla`": {"comm": "xla"},
-    "`--step-mode split`": {"step_mode": "split"},
     "`--batch-statistics synchronised`": {"batch_statistics": "synchronised"},
     "`--data.memory partition`": {"data": Data(memory="partition")},
     "`--on-nonfinite skip`": {"on_nonfinite": "skip"},

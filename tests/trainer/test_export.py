@@ -23,20 +23,13 @@ from jaxmpi.checkpoint import manifests
 from jaxmpi.checkpoint.export import dotted
 from jaxmpi.checkpoint.restore import read_leaves
 from jaxmpi.comm.topology import gather_workers
-from jaxmpi.config.data import Data
-from jaxmpi.config.optim import Optim
-from jaxmpi.config.schema import Experiment
 from jaxmpi.core import pytrees
 from jaxmpi.data import open_source
 from jaxmpi.model.contract import Model
-from jaxmpi.models.googlenet import googlenet_loss
-from jaxmpi.models.googlenetbn import TINY_BLOCKS, GoogLeNetBN, googlenetbn_tiny
-from jaxmpi.models.resnet import BASIC, TINY_STAGES, WIDTH, ResNet, resnet18_tiny
 from jaxmpi.rules import base, gradients
 from jaxmpi.tools import cli
-from jaxmpi.trainer.build import initial_states
-from jaxmpi.trainer.main import train
-from jaxmpi.trainer.training_plan import job_of
+from jaxmpi.trainer.plan import make_plan
+from jaxmpi.trainer.state import initial_states
 from launching import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax's own
@@ -104,7 +97,7 @@ def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, proje
     again = dataclasses.replace(experiment, params="exported")
     rule = gradients.gradients(optax.sgd(0.1), base.Exchange(lambda tree: tree, lambda tree: tree))
     workers = gather_workers(1)
-    [state] = initial_states(job_of(again, workers), rule).values()  # another run begins with both
+    [state] = initial_states(make_plan(again, workers), rule).values()  # another run begins with both
     for name, leaf in pytrees.named_leaves({"params": params, "model_state": model_state}):
         np.testing.assert_array_equal(dict(pytrees.named_leaves(state._asdict()))[name], leaf)
 
@@ -147,48 +140,6 @@ def in_plain_library(
         return jax.vmap(lambda one: net(one, state, key=None)[0], axis_name="batch")(jnp.moveaxis(x, -1, 1))
 
     return forward, arrays
-
-
-ZOO = {
-    "resnet18_tiny": (resnet18_tiny, lambda rngs: ResNet(10, 3, BASIC, TINY_STAGES, WIDTH // 8, rngs), None),
-    "googlenetbn_tiny": (
-        googlenetbn_tiny,
-        lambda rngs: GoogLeNetBN(10, 3, rngs, shrink=16, blocks=TINY_BLOCKS),
-        googlenet_loss,
-    ),
-}
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("name", ["resnet18_tiny", pytest.param("googlenetbn_tiny", marks=pytest.mark.slow)])
-def test_a_trained_network_of_the_zoo_gives_the_runs_logits_in_plain_flax(name, tmp_path, no_launcher):
-    make, build, loss = ZOO[name]
-    model = make(classes=10, image_size=32)
-    experiment = Experiment(
-        model=model,
-        loss=loss,
-        data=Data("digits", resize=32, mean=(0.305,), std=(0.376,)),
-        optim=Optim("sgd", lr=0.01),
-        effective_batch=8,
-        train_for="4st",
-        eval_every="4st",
-        checkpoint_every="4st",
-        run_dir=str(tmp_path / "run"),
-        quiet=True,
-    )
-    train(experiment, name)
-    cli.run(["export", str(tmp_path / "run"), str(tmp_path / "model.safetensors")])
-    net = jaxmpi.load(tmp_path / "model.safetensors").into(build(nnx.Rngs(1)))
-    graph, state = nnx.split(net)
-
-    params, model_state = trained(model, tmp_path)
-    x = jax.random.normal(jax.random.key(0), (4, 32, 32, 3))
-    ours = jax.jit(lambda params, model_state: model.apply(params, model_state, x, jax.random.key(0), False)[0])
-    want = ours(params, model_state)
-    np.testing.assert_array_equal(jax.jit(lambda state: nnx.merge(graph, state)(x, False))(state), want)
-    fresh = model.init(jax.random.key(0), x[:1])
-    for left_out in ((fresh[0], model_state), (params, fresh[1])):  # both have been trained
-        assert (np.asarray(ours(*left_out)) != np.asarray(want)).any()
 
 
 def trained(model: Model, project: Path) -> tuple[Any, Any]:

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,13 +18,12 @@ from flax import nnx
 import jaxmpi
 from jaxmpi.config import Data, Experiment, Optim
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import open_source
 from jaxmpi.model import nnx_model
 from jaxmpi.models.gpt import gpt_tiny
 from jaxmpi.models.norm import BatchNorm
 from jaxmpi.tools import cli
-from jaxmpi.trainer import finished_runs
-from launching import ROOT, mpirun_line, run, small_disk, train_here
+from jaxmpi.trainer import finished
+from launching import ROOT
 from line_task import LINE, line, lines
 
 [SNIPPET] = re.findall(
@@ -83,7 +81,7 @@ def test_jax_alone_gives_the_trainers_outputs_bit_for_bit(name, tmp_path, no_lau
     trainer = jaxmpi.Trainer(dataclasses.replace(make(tmp_path), **SHORT, run_dir=str(tmp_path / "run")))
     trainer.fit()
     trainer.export(tmp_path / "model.jaxexport")
-    images = np.asarray(finished_runs.open_finished(trainer.experiment, trainer.run_dir).example()["image"])
+    images = np.asarray(finished.open_finished(trainer.experiment, trainer.run_dir).example()["image"])
     for n in (1, 7):
         np.save(tmp_path / f"image{n}.npy", images[:n])
     line = [sys.executable, "-c", JAX_ALONE]
@@ -92,27 +90,6 @@ def test_jax_alone_gives_the_trainers_outputs_bit_for_bit(name, tmp_path, no_lau
     assert f"step_3 ('cpu', 'cuda', 'tpu') {inputs} {outputs}" in done.stdout
     for n in (1, 7):
         np.testing.assert_array_equal(np.load(tmp_path / f"outputs{n}.npy"), trainer.predict({"image": images[:n]}))
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # two commands of what the other test proves
-def test_the_command_gives_the_outputs_of_predict_bit_for_bit(tmp_path, monkeypatch, as_users_have_it):
-    argv = ["experiments/digits.py", "--train-for", "6st", "--run-dir", str(tmp_path / "run")]
-    monkeypatch.setattr(sys, "argv", ["jaxmpi/train.py", *argv])
-    done = train_here(*argv)
-    assert done.code == 0, done.out
-    cli.run(["export", str(tmp_path / "run"), str(tmp_path / "model.jaxexport"), "--platforms", "cpu"])
-    cli.run(["predict", str(tmp_path / "run"), str(tmp_path / "outputs.npz")])
-    want = np.load(tmp_path / "outputs.npz")["outputs"]
-    source = open_source(Data("digits", channels=1), "validation")
-    images = np.stack([source[i][0] for i in range(32)])  # as many as `jaxmpi predict` takes at once
-    got = called(tmp_path / "model.jaxexport", {"image": images})["outputs"]
-    np.testing.assert_array_equal(got, want[:32])
-    out = tmp_path / "partition.jaxexport"  # where ranks keep the data together
-    asked = [str(tmp_path / "run"), str(out), "--platforms", "cpu", "--data.memory", "partition"]
-    done = run([*mpirun_line(2), "jaxmpi", "export", *asked], timeout_s=60)
-    assert done.code == 0, done.out
-    assert done.out.count("by the model of step 6") == 1
 
 
 def test_a_flipped_bit_of_a_program_is_noticed(line_run, tmp_path):
@@ -137,14 +114,6 @@ def test_a_flipped_bit_of_a_program_is_noticed(line_run, tmp_path):
     facts.unlink()
     with pytest.raises(UsageError, match=r"model\.jaxexport\.json"):
         jaxmpi.load_program(file)
-
-
-def test_a_full_disk_leaves_nothing_of_a_program(line_run, tmp_path):
-    with small_disk(tmp_path / "disk", "8k") as disk:
-        (disk / "ballast").write_bytes(b"x" * (4 << 10))
-        with pytest.raises(UsageError, match="cannot be written"):
-            trainer_of(line_run, heights).export(disk / "model.jaxexport", platforms=("cpu",))
-        assert os.listdir(disk) == ["ballast"]
 
 
 @pytest.fixture

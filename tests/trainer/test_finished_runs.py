@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -18,8 +17,8 @@ import jaxmpi
 from jaxmpi.config import Data, Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.tools import cli
-from jaxmpi.trainer import finished_runs, main
-from launching import PATH, ROOT, mpirun_line, run, small_disk, train_here, wait_until
+from jaxmpi.trainer import finished, main
+from launching import mpirun_line, run, small_disk, train_here
 from line_task import LINE, line, lines
 
 
@@ -42,14 +41,6 @@ def test_a_trainer_evaluates_what_it_has_trained(devices, tmp_path):
     np.testing.assert_allclose(trainer.predict(batch, step=2), batch["x"] @ before - batch["y"], atol=1e-5)
 
 
-def test_a_task_has_a_prediction_of_its_own(tmp_path):
-    task = dataclasses.replace(LINE, predict=lambda params, model_state, batch: {"y": batch["x"] @ params["w"]})
-    trainer = jaxmpi.Trainer(lines(tmp_path, task))
-    trainer.fit()
-    x = np.eye(3, dtype=np.float32)
-    np.testing.assert_allclose(trainer.predict({"x": x})["y"], jaxmpi.load(trainer.run_dir).params["w"], rtol=1e-6)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Experiment:
     """An experiment whose run directory holds a finished run, to be read only."""
@@ -60,7 +51,7 @@ def trained(tmp_path_factory) -> Experiment:
 
 def test_outputs_are_in_the_order_of_the_data(trained):
     data, w = line(13, 1), jaxmpi.load(trained.run_dir).params["w"]
-    outputs = finished_runs.open_finished(trained, Path(trained.run_dir)).predict_all()
+    outputs = finished.open_finished(trained, Path(trained.run_dir)).predict_all()
     np.testing.assert_allclose(outputs["outputs"], data["x"] @ w - data["y"], atol=1e-5)
 
 
@@ -139,18 +130,17 @@ def digits_run(tmp_path_factory):
 
 
 @pytest.mark.e2e
-def test_the_command_line_by_one_and_by_three_workers(digits_run, tmp_path):
+def test_the_command_line_by_one_and_by_three_workers(digits_run, tmp_path, capsys):
     run_dir, figures = digits_run
-    done = run([*mpirun_line(3), "jaxmpi", "evaluate", str(run_dir)], timeout_s=100)
-    assert done.code == 0, done.out
-    got = json.loads(done.out.splitlines()[-1])
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
+        cli.run(["evaluate", str(run_dir)])
+        got = json.loads(capsys.readouterr().out.splitlines()[-1])
+        cli.run(["predict", str(run_dir), str(tmp_path / "one.npz")])
     assert got["step"] == 6
     for name in ("eval_count", "eval_top1", "eval_top5", "eval_loss"):
         assert got[name] == pytest.approx(figures[name], rel=2e-6)  # the record has six digits
     done = run([*mpirun_line(3), "jaxmpi", "predict", str(run_dir), str(tmp_path / "three.npz")], timeout_s=100)
     assert "outputs float32[360, 10], by the model of step 6" in done.out
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
-        cli.run(["predict", str(run_dir), str(tmp_path / "one.npz")])
     outputs = [np.load(tmp_path / f"{name}.npz")["outputs"] for name in ("one", "three")]
     np.testing.assert_allclose(*outputs, atol=1e-5)
 
@@ -160,19 +150,12 @@ def test_arrays_of_a_file_are_predicted_without_labels(digits_run, tmp_path, cap
     np.savez(tmp_path / "in.npz", image=images)
     cli.run(["predict", str(digits_run[0]), str(tmp_path / "out.npz"), "--data", str(tmp_path / "in.npz")])
     assert "outputs float32[7, 10]" in capsys.readouterr().out
-    experiment = finished_runs.begun_with(digits_run[0], [])
-    want = finished_runs.open_finished(experiment, digits_run[0]).predict({"image": images})
+    experiment = finished.experiment_of(digits_run[0], [])
+    want = finished.open_finished(experiment, digits_run[0]).predict({"image": images})
     np.testing.assert_array_equal(np.load(tmp_path / "out.npz")["outputs"], want)
     np.savez(tmp_path / "odd.npz", picture=images)
     with pytest.raises(UsageError, match=r"got the fields picture, weight; .* takes image"):
         cli.run(["predict", str(digits_run[0]), str(tmp_path / "x.npz"), "--data", str(tmp_path / "odd.npz")])
-
-
-def test_outputs_of_any_name_are_written(tmp_path):
-    outputs = {"file": np.arange(3), "more/allow_pickle": np.ones((2, 2), np.float32)}
-    finished_runs.write_arrays(tmp_path / "out.npz", outputs)
-    with np.load(tmp_path / "out.npz") as opened:
-        assert {name: opened[name].tolist() for name in opened.files} == {k: v.tolist() for k, v in outputs.items()}
 
 
 def test_a_file_without_arrays_of_examples_is_named(tmp_path):
@@ -180,13 +163,15 @@ def test_a_file_without_arrays_of_examples_is_named(tmp_path):
     np.savez(tmp_path / "number.npz", x=1.0)
     for name, got in (("one.npy", "got one array"), ("number.npz", "x: got one number")):
         with pytest.raises(UsageError, match=rf"{name}: {got}.*; expected arrays \[n, \.\.\.\] that np\.savez"):
-            finished_runs.with_inputs(lines(tmp_path), tmp_path / name)
+            finished.with_inputs(lines(tmp_path), tmp_path / name)
 
 
 def test_outputs_that_the_trainer_has_names_for_are_not_lost(trained):
-    predict = lambda params, state, batch: {"": batch["x"], "weight": batch["x"] @ params["w"], "outputs": batch["y"]}  # noqa: E731
+    def predict(params, state, batch):
+        return {"": batch["x"], "weight": batch["x"] @ params["w"], "outputs": batch["y"], "file": batch["x"] > 0}
+
     task = dataclasses.replace(LINE, predict=predict)
-    outputs = finished_runs.open_finished(dataclasses.replace(trained, task=task), Path(trained.run_dir)).predict_all()
+    outputs = finished.open_finished(dataclasses.replace(trained, task=task), Path(trained.run_dir)).predict_all()
     data, w = line(13, 1), jaxmpi.load(trained.run_dir).params["w"]
     np.testing.assert_allclose(outputs["weight"], data["x"] @ w, atol=1e-5)
     np.testing.assert_array_equal(outputs["outputs"], data["y"])
@@ -195,17 +180,16 @@ def test_outputs_that_the_trainer_has_names_for_are_not_lost(trained):
 
 def test_a_flipped_bit_of_a_file_of_inputs_is_noticed(tmp_path):
     file, experiment = tmp_path / "in.npz", lines(tmp_path)
-    finished_runs.write_arrays(file, line(5))
+    arrays: Any = line(5)
+    np.savez(file, **arrays)
     raw = file.read_bytes()
-    want = {
-        name: values.tobytes() for name, values in finished_runs.with_inputs(experiment, file).data.validation.items()
-    }
+    want = {name: values.tobytes() for name, values in finished.with_inputs(experiment, file).data.validation.items()}
     for place in np.random.default_rng(0).choice(8 * len(raw), 2000, replace=False).tolist():
         changed = bytearray(raw)
         changed[place // 8] ^= 1 << place % 8
         file.write_bytes(changed)
         try:
-            got = finished_runs.with_inputs(experiment, file).data.validation
+            got = finished.with_inputs(experiment, file).data.validation
         except UsageError:
             continue
         assert {name: values.tobytes() for name, values in got.items()} == want
@@ -217,22 +201,6 @@ def test_a_full_disk_leaves_nothing_of_the_outputs(digits_run, tmp_path):
         with pytest.raises(UsageError, match=r"out\.npz: cannot be written"):
             cli.run(["predict", str(digits_run[0]), str(disk / "out.npz")])
         assert os.listdir(disk) == ["ballast"]
-
-
-FOLDERS = {
-    "as the run": (["{folder}", "{folder}/x.npz"], "config.json"),
-    "as the output": (["{run}", "{folder}"], "folder"),
-    "as the data": (["{run}", "{folder}/x.npz", "--data", "{folder}"], "folder: got no plain file"),
-    "as its parent, which is not there": (["{run}", "{folder}/b/c/x.npz/y.npz", "--data", "{folder}/b"], "b"),
-}
-
-
-@pytest.mark.parametrize(("argv", "match"), FOLDERS.values(), ids=FOLDERS)
-def test_a_folder_in_the_place_of_a_file_is_named(argv, match, digits_run, tmp_path):
-    folder = tmp_path / "folder"
-    (folder / "a.npz").mkdir(parents=True)
-    with pytest.raises(UsageError, match=match):
-        cli.run(["predict", *(word.format(run=digits_run[0], folder=folder) for word in argv)])
 
 
 REFUSED = {
@@ -247,13 +215,6 @@ REFUSED = {
 def test_what_cannot_be_evaluated_is_named(argv, match, digits_run):
     with pytest.raises(UsageError, match=match):
         cli.run(["evaluate", *(word.format(run=digits_run[0]) for word in argv)])
-
-
-def test_a_run_that_python_started_says_so(trained, tmp_path):
-    config = Path(shutil.copytree(trained.run_dir, tmp_path / "run")) / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "command": ["notebook"]}))
-    with pytest.raises(UsageError, match="--experiment FILE"):
-        cli.run(["evaluate", str(config.parent)])
 
 
 CODE = """
@@ -353,34 +314,3 @@ def test_a_run_that_python_started_is_evaluated_by_a_file_that_is_named(tmp_path
     assert got == {"step": 7, **{name: pytest.approx(value, rel=1e-6) for name, value in figures.items()}}
     with pytest.raises(UsageError, match=r"mine\.py is not the run's:\n  compute_dtype: got bfloat16"):
         cli.run(["evaluate", *named, "--compute-dtype", "bfloat16"])
-
-
-NOTEBOOK = """
-import sys
-from pathlib import Path
-from typing import Any
-import jaxmpi
-from line_task import lines
-
-experiment = lines(Path(sys.argv[1]), run_dir=sys.argv[1] + "/run", train_for="1000000st", log_every=1)
-jaxmpi.Trainer(experiment, workers=2).fit()
-"""
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # a job more
-def test_a_notebook_that_is_killed_leaves_no_pickle_and_no_folder(tmp_path):
-    (tmp_path / "notebook.py").write_text(NOTEBOOK)
-    env = {**os.environ, "PYTHONPATH": f"{PATH}:{ROOT / 'tests'}"}
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    job = subprocess.Popen([sys.executable, str(tmp_path / "notebook.py"), str(tmp_path)], env=env, **quiet)
-    record = tmp_path / "run" / "record.jsonl"
-    try:
-        wait_until(lambda: record.exists() and b'"kind": "train"' in record.read_bytes(), 120)
-        [folder] = (tmp_path / "run").glob("from_python*")
-        assert (folder / "from_python.py").exists()
-        assert not (folder / "from_python.pickle").exists()  # all have read it
-    finally:
-        job.kill()
-        job.wait()
-    wait_until(lambda: not [*(tmp_path / "run").glob("from_python*")], 60)

@@ -1,7 +1,6 @@
 """A trained model out of a run: newest, best, from a folder or a file, bit for bit; what does not fit is named."""
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jaxmpi
@@ -21,7 +20,6 @@ from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.data.example import nested
 from jaxmpi.tools import cli
 from jaxmpi.trainer import main
-from launching import small_disk
 from line_task import LINE, lines
 
 TREE = {
@@ -142,14 +140,6 @@ def test_a_module_of_other_arrays_is_named():
         model.into(jax.nn.relu)
 
 
-def test_a_linen_module_comes_back_bound():
-    net = linen.Dense(3)
-    x = np.ones((1, 2), np.float32)
-    params = dict(net.init(jax.random.key(0), x)["params"])
-    bound = export.TrainedModel(params=params, model_state={}).into(net)
-    np.testing.assert_array_equal(bound(x), net.apply({"params": params}, x))
-
-
 # ---------------------------------------------------------------- flipped bits, lost leaves, full disks
 
 
@@ -185,17 +175,6 @@ def test_a_flipped_bit_of_a_file_is_noticed(tmp_path):
     for _ in flipped(file, 0, 1500):
         assert_refused_or_equal(file, want)
     assert bits(jaxmpi.load(file)) == want
-
-
-def test_a_flipped_bit_of_a_folder_is_noticed(finished, tmp_path):
-    folder = tmp_path / "exported"
-    cli.run(["export", str(finished), str(folder)])
-    want = bits(jaxmpi.load(folder))
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    for number, file in enumerate(files):
-        for _ in flipped(file, number, 6):
-            assert_refused_or_equal(folder, want)
-    assert bits(jaxmpi.load(folder)) == want
 
 
 COLLISIONS = [("params", "params.v"), ("params.v.w", "params.v")]
@@ -237,12 +216,3 @@ def test_an_older_checkpoint_does_not_stand_for_a_damaged_one(damage, options, f
     with pytest.raises(UsageError, match="step_00000007"):
         jaxmpi.load(run_dir, **options)
     assert jaxmpi.load(run_dir, step=6).step == 6
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "folder"])
-def test_a_full_disk_leaves_nothing_of_an_export(name, finished, tmp_path):
-    with small_disk(tmp_path / "disk", "16k") as disk:
-        (disk / "ballast").write_bytes(b"x" * (16 << 10) if name == "model.safetensors" else b"x" * (8 << 10))
-        with pytest.raises(UsageError, match=rf"{name}: cannot be written"):
-            cli.run(["export", str(finished), str(disk / name)])
-        assert os.listdir(disk) == ["ballast"]

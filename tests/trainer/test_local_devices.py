@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,30 +16,10 @@ from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.local_devices import layout_of
 from jaxmpi.comm.axis import AxisComm
 from launching import Ended, mpirun, train
-from test_comm_xla import EXPERIMENT, ON_CPU, assert_close, params
+from test_comm_xla import EXPERIMENT, ON_CPU, assert_close
 
 PROCESSES, DEVICES = 3, 2
 A_PROXY = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # nobody is there
-# EXPERIMENT, and what each device of a process holds of the optimizer's state, in bytes.
-WEIGHED = (
-    EXPERIMENT
-    + """
-import dataclasses
-import jax
-import jaxmpi
-
-
-class Weigh(jaxmpi.Callback):
-    def after_dispatch(self, step, state):
-        if step == 20:
-            parts = [part for x in jax.tree.leaves(state.rule_state) for part in x.addressable_shards]
-            for device in {part.device for part in parts}:
-                print("device holds", sum(part.data.nbytes for part in parts if part.device == device), flush=True)
-
-
-experiment = dataclasses.replace(experiment, callbacks=(Weigh(),))
-"""
-)
 # `python -m jaxmpi.train`, with the first half of the ranks on one host and the other half on another.
 TWO_HOSTS = """
 import os, socket, sys
@@ -203,33 +182,6 @@ def test_resume_is_bit_exact_and_so_are_two_devices_a_process(over_xla, folder):
     assert facts(folder / "xla-resumed")["workers"] == 4
     assert binaries(folder / "xla-resumed") == binaries(over_xla)
     assert figures(folder / "xla-resumed", "train", "loss") == figures(over_xla, "train", "loss")
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # a job more; along an axis: test_sharded.py
-def test_sharded_updates_leave_what_whole_ones_leave_with_a_share_of_the_velocity(over_xla, folder):
-    (folder / "weighed.py").write_text(WEIGHED)
-    args = ("--comm", "xla", "--devices", "2", "--exchange.strategy", "ar", "--exchange.shard-update", "on")
-    args = (str(folder / "weighed.py"), "--run-dir", str(folder / "xla-sharded"), *args)
-    ended = ended_well(train(2, *args, env=ON_CPU))
-    assert_close(folder / "xla-sharded", over_xla, "ar")
-    assert_devices_hold(params(over_xla).nbytes / 4, ended, devices=4)
-
-
-def assert_devices_hold(velocity_bytes: float, ended: Ended, devices: int) -> None:
-    """Each, of the velocity, which has as many bytes as params; slices are rounded up, and there is a counter."""
-    held = [int(word) for word in re.findall(r"device holds (\d+)", ended.out)]
-    assert len(held) == devices
-    assert all(velocity_bytes <= each <= 1.05 * velocity_bytes for each in held), held
-
-
-@pytest.mark.slow
-def test_slices_of_devices_are_those_of_a_process_each(over_devices, folder):
-    options = ("--exchange.overlap", "off", "--exchange.shard-update", "on", "--resume")
-    for name, run, strategy in (("sliced", of_devices, "ring32"), ("sliced-each", of_processes, "hier-ring32")):
-        from_step_10(over_devices, name)
-        run(folder, name, "--exchange.strategy", strategy, *options)
-    assert_same_run(folder / "sliced", folder / "sliced-each")
 
 
 RULES = {

@@ -51,11 +51,11 @@ class Mode(NamedTuple):
 SHARED = "--exchange.strategy shm --exchange.shard-update on"
 EASGD = "--optim.name sgd --rule.name easgd --effective-batch 0 --local-batch 8"
 DEFAULT = {
-    "split": Mode("--step-mode split --exchange.overlap off"),
+    "split": Mode("--exchange.overlap off"),
     "xla": Mode("--comm xla"),
     "devices": Mode("--devices 2", ranks=1),
-    "beside": Mode("--exchange.overlap on --exchange.strategy asa32", times_exchanges="measured"),
-    "in_memory": Mode("--step-mode fused --exchange.overlap off --data.memory partition --data.loader threads"),
+    "overlap": Mode("--exchange.overlap on --exchange.strategy asa32", times_exchanges="measured"),
+    "in_memory": Mode("--exchange.overlap off --data.memory partition --data.loader threads"),
     "diloco": Mode("--rule.name diloco --rule.local-steps 3 --comm xla"),
     "easgd": Mode(EASGD, times_exchanges="measured", steps_together=False),
     "shrink": Mode("--on-rank-loss shrink"),
@@ -63,8 +63,7 @@ DEFAULT = {
 }
 SLOW = {
     "one": Mode(ranks=1, times_exchanges="none"),
-    "fused": Mode("--step-mode fused --exchange.overlap off"),
-    "shm": Mode("--exchange.strategy shm --step-mode fused", times_exchanges="measured"),
+    "shm": Mode("--exchange.strategy shm", times_exchanges="measured"),
     "compressed": Mode("--exchange.strategy topk0.1/asa32"),
     "subgd": Mode("--rule.name subgd"),
     "awagd": Mode("--rule.name awagd --rule.average-momentum --comm xla"),
@@ -77,16 +76,16 @@ SLOW = {
     "xla_devices": Mode("--comm xla --devices 2"),
     "xla_in_memory": Mode("--comm xla --data.memory partition --data.loader threads"),
     "devices_in_memory": Mode("--devices 2 --data.memory partition --data.loader threads", ranks=1),
-    "beside_in_memory": Mode(
+    "overlap_in_memory": Mode(
         "--exchange.overlap on --exchange.strategy asa32 --data.memory partition --data.loader threads",
         times_exchanges="measured",
     ),
-    "skip": Mode("--on-nonfinite skip --inject nan:rank=1,step=6 --step-mode fused --exchange.overlap off"),
+    "skip": Mode("--on-nonfinite skip --inject nan:rank=1,step=6"),
     "shared_params_of_whole_gradients": Mode(f"{SHARED} --exchange.overlap off", times_exchanges="measured"),
     "shared_params_roll_back": Mode(
         f"{SHARED} --from-start --on-nonfinite rollback --inject nan:rank=1,step=6", times_exchanges="measured"
     ),
-    "slices_beside": Mode(
+    "sharded_overlap": Mode(
         "--exchange.overlap on --exchange.strategy ring32 --exchange.shard-update on --optim.ema 0.9",
         times_exchanges="measured",
     ),
@@ -97,7 +96,6 @@ SLOW = {
     "sharded_shrink": Mode("--on-rank-loss shrink --exchange.shard-update on"),
     "roll_back": Mode("--from-start --on-nonfinite rollback --inject nan:rank=1,step=6 --comm xla"),
     "micro": Mode("--micro-batch 4 --comm xla"),
-    "shrink_fused": Mode("--on-rank-loss shrink --step-mode fused"),
     "bfloat16": Mode("--compute-dtype bfloat16 --comm xla"),
 }
 
@@ -105,7 +103,7 @@ SLOW = {
 WITH_TESTS = (
     "split",
     "devices",
-    "beside",
+    "overlap",
     "xla",
     "in_memory",
     "easgd",

@@ -28,21 +28,6 @@ experiment = Experiment(
     effective_batch=60, eval_every="100st", log_every=5,
 )
 """
-# A file that stalls: one of these examples takes longer than anybody waits.
-STALLS = """
-import time
-import numpy as np
-
-class Stalls:
-    name, classes = "stalls", 10
-
-    def __len__(self):
-        return 10
-
-    def __getitem__(self, index):
-        time.sleep(1000 * (index == 9))
-        return np.full((8, 8, 1), index, np.uint8), index
-""" + TINY.replace("data=Data(", 'data=Data("array", train=Stalls(), validation=Stalls(), ')
 PARTITION = ("--data.memory", "partition")
 SLOW = pytest.mark.slow
 pytestmark = pytest.mark.timeout(1200)  # each job has a limit of its own
@@ -60,11 +45,9 @@ def records(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
-def run(
-    folder: Path, until: str, *args: str, ranks: int = 2, timeout_s: float = 300, experiment_text: str = TINY
-) -> Ended:
+def run(folder: Path, until: str, *args: str, ranks: int = 2, timeout_s: float = 300) -> Ended:
     experiment = folder.parent / "tiny.py"
-    experiment.write_text(experiment_text)
+    experiment.write_text(TINY)
     line = (str(experiment), "--exchange.strategy", "ring16", "--run-dir", str(folder), "--train-for", until)
     return train(ranks, *line, *args, timeout_s=timeout_s) if ranks > 1 else train_here(*line, *args)
 
@@ -116,34 +99,6 @@ def test_resume_in_the_middle_of_an_epoch_is_bit_exact(tmp_path, packed, group):
         assert ended.code == 0, ended.out
     assert "resumed at step 50" in ended.out
     assert result(tmp_path / "parts", 60) == result(tmp_path / "whole", 60)
-
-
-@pytest.mark.slow
-def test_resume_on_other_numbers_of_workers(tmp_path, packed):
-    """From memory beside from files, in groups of all workers: three begin, two go on into the next epoch."""
-    args = (*packed, "--checkpoint-every", "20st", "--eval-every", "1000st")
-    for name, more in (("files", ()), ("memory", PARTITION)):
-        for ranks, until, resume in ((3, "20st", ()), (2, "40st", ("--resume",))):
-            ended = run(tmp_path / name, until, *args, *more, *resume, ranks=ranks)
-            assert ended.code == 0, ended.out
-        assert "resumed at step 20" in ended.out
-    assert result(tmp_path / "memory", 40) == result(tmp_path / "files", 40)
-    steps = [[row["step"], row["examples"], row["loss"]] for row in records(tmp_path / "memory", "train")]
-    assert steps == [[row["step"], row["examples"], row["loss"]] for row in records(tmp_path / "files", "train")]
-
-
-@pytest.mark.slow
-def test_where_the_order_depends_on_the_group_another_size_is_refused(tmp_path, packed):
-    args = (*packed, *PARTITION, "--data.shuffle-period", "2", "--checkpoint-every", "30st")
-    for folder, until, more in (("whole", "60st", ()), ("parts", "30st", ()), ("parts", "60st", ("--resume",))):
-        ended = run(tmp_path / folder, until, *args, *more)
-        assert ended.code == 0, ended.out
-    assert result(tmp_path / "parts", 60) == result(tmp_path / "whole", 60)
-    ended = run(tmp_path / "parts", "70st", *args, "--resume", "--data.group-size", "auto")  # one worker would fit
-    assert "groups of 2 workers" in ended.out, ended.out
-    ended = run(tmp_path / "parts", "90st", *args, "--resume", "--data.group-size", "1")
-    assert ended.code != 0
-    assert re.search(r"order: got\s*, expected shuffled over 2 workers every 2 epochs", ended.out), ended.out
 
 
 @pytest.mark.e2e
@@ -238,13 +193,4 @@ def test_a_file_that_cannot_be_read_ends_a_job_that_loads_it_into_memory(tmp_pat
     ended = run(tmp_path / "run", "2ep", *files, "--data.on-error", "skip", "--effective-batch", "4", *PARTITION)
     assert ended.code not in (0, -9), ended.out
     assert re.search(rf"{path} \(example 9\) cannot be read: .*Input/output error", ended.out), ended.out
-    assert "rank 1" in ended.out
-
-
-@pytest.mark.slow
-def test_a_read_that_stalls_ends_a_job_that_loads_it_into_memory(tmp_path):
-    options = ("--data.on-error", "skip", "--data.stall-timeout-s", "2", "--effective-batch", "4")
-    ended = run(tmp_path / "run", "2ep", *options, *PARTITION, experiment_text=STALLS)
-    assert ended.code not in (0, -9), ended.out
-    assert re.search(r"stalls\[9\] \(example 9\) has not been read for 2 s", ended.out), ended.out
     assert "rank 1" in ended.out

@@ -13,21 +13,16 @@ from jax.sharding import Mesh
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.comm import topology
 from jaxmpi.comm.axis import AxisComm
-from jaxmpi.comm.topology import gather_workers, put
 from jaxmpi.config.data import Data
-from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.rule_config import RuleConfig
-from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.train_state import TrainState, create
+from jaxmpi.core.train_state import create
 from jaxmpi.data import ArraySource, Augment, Loader, Sampler
 from jaxmpi.model.contract import Model
-from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.rules import base, registry
-from jaxmpi.tasks import classes, inputs
-from jaxmpi.tasks.supervised import Supervised
-from jaxmpi.trainer import build, step
-from jaxmpi.trainer.training_plan import job_of
+from jaxmpi.tasks import classes
+from jaxmpi.tasks.supervised import Supervised, normalise
+from jaxmpi.trainer import step
 from tolerances import U
 
 KEY = jax.random.key_data(jax.random.key(0))
@@ -250,29 +245,16 @@ def test_bf16_is_what_computes_and_f32_what_is_kept():
 def test_normalise_per_channel():
     data = Data(mean=(0.5, 0.25, 0.0), std=(0.5, 1.0, 2.0))
     image = np.array([[[[255, 0, 51]]]], np.uint8)
-    np.testing.assert_allclose(inputs.normalise(jnp.asarray(image), data), [[[[1.0, -0.25, 0.1]]]], rtol=4 * U)
-
-
-@pytest.mark.parametrize("data", [Data(), Data(mean=(0.0,)), Data(std=(1.0,))])
-def test_normalise_by_one_number_for_all_channels(data):
-    image = jnp.asarray(np.arange(24, dtype=np.uint8).reshape(1, 2, 4, 3))
-    np.testing.assert_allclose(inputs.normalise(image, data), np.asarray(image) / 255, rtol=2 * U)
-
-
-def test_prepared_images_are_not_normalised():
-    image = jnp.ones((1, 2, 2, 3))
-    assert inputs.normalise(image, Data()) is image
-    with pytest.raises(UsageError, match="for images of uint8; got float32, which are taken as ready"):
-        inputs.normalise(image, Data(mean=(0.5,)))
+    np.testing.assert_allclose(normalise(jnp.asarray(image), data), [[[[1.0, -0.25, 0.1]]]], rtol=4 * U)
 
 
 def test_images_that_the_loader_took_a_mean_image_from_are_ready_and_others_are_refused():
     data, image = Data(channels=1, std=(0.376,), mean_image="mean.npy"), np.full((1, 2, 2, 1), 51, np.uint8)
     subtracted = Augment(data, False, 0, np.full((2, 2, 1), 25.5, np.float32))(image[0], 0, 0, "photo0.jpg")
-    ready = inputs.normalise(jnp.asarray(subtracted), data)
+    ready = normalise(jnp.asarray(subtracted), data)
     np.testing.assert_allclose(ready, np.full((2, 2, 1), 0.1 / 0.376), rtol=4 * U)
     with pytest.raises(UsageError, match=r"data\.mean_image is subtracted by loaders; got images of uint8"):
-        inputs.normalise(jnp.asarray(image), data)
+        normalise(jnp.asarray(image), data)
 
 
 def test_evaluation_counts_real_examples_only():
@@ -317,16 +299,6 @@ def test_a_sequences_loss_and_hits_are_means_over_its_tokens():
     np.testing.assert_allclose(grads["logits"], expected, atol=64 * U)
 
 
-def test_tokens_are_whole_numbers_of_the_models_length():
-    batch = {"image": np.zeros((1, 4), np.float32), "label": np.zeros((1, 4), np.int32), "weight": np.ones(1)}
-    with pytest.raises(UsageError, match="test: got examples of float32; expected tokens, whole numbers"):
-        step.eval_step(of_tokens(), {"logits": np.eye(6, dtype=np.float32)}, {}, batch)
-    with pytest.raises(
-        UsageError, match=r"test: got examples of shape \(3,\); expected \(4,\): change the data's window"
-    ):
-        step.eval_step(of_tokens(), {}, {}, batch | {"image": np.zeros((1, 3), np.int32)})
-
-
 # ---------------------------------------------------------------- workers on devices
 
 
@@ -338,16 +310,6 @@ def test_over_devices_gives_each_device_its_row():
 
     got = step.over_devices(shift, mesh)(np.arange(4.0, dtype=np.float32), np.full(4, 10, np.float32))
     assert jax.tree.map(lambda x: x.tolist(), got) == {"sum": [6] * 4, "own": [10, 11, 12, 13]}
-
-
-def test_stack_and_state():
-    states = [create({"w": np.ones(2)}, {}, {}, seed=3, worker=worker) for worker in range(3)]
-    stacked = topology.stack(states)
-    assert isinstance(stacked, TrainState)
-    assert stacked.params["w"].shape == (3, 2)
-    assert len({row.tobytes() for row in stacked.key}) == 3  # dropout differs between workers
-    assert (create({}, {}, {}, seed=3, worker=1).key == stacked.key[1]).all()
-    assert (create({}, {}, {}, seed=4, worker=1).key != stacked.key[1]).any()
 
 
 # ---------------------------------------------------------------- memory
@@ -375,31 +337,13 @@ def temporary_bytes(compiled: jax.stages.Compiled) -> int:
     return memory.temp_size_in_bytes
 
 
-def test_looking_at_gradients_keeps_none_of_them_alive():
-    """Memory of a step that tells what it saw of gradients.
-
-    Such a step takes no more memory than one that tells nothing of them, but for what it tells.
-    """
-    gradients, params, batch = tanh_layers([64, 512, 512, 512, 2])
-
-    def update(params, sees: bool):
-        grads, _, metrics = gradients(params, {}, batch, KEY, jnp.array(0))
-        after = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-        return (after, metrics) if sees else (after, None)
-
-    jitted = jax.jit(update, static_argnums=1, donate_argnums=0)
-
-    of_one = [temporary_bytes(jitted.lower(params, sees).compile()) for sees in (False, True)]
-    assert of_one[1] - of_one[0] < 4 * 512 * 512
-
-
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="how XLA copies on CPUs")
 def test_params_are_updated_in_place_with_the_same_bits():
     """No leaf is copied before a step, for which all gradients are there at once instead: as much memory, but for a
     leaf."""
     gradients, params, batch = tanh_layers([64, 512, 512, 512, 2])
     jitted = {}
-    for name, form in {"early": gradients, "waiting": step.in_place(gradients)}.items():
+    for name, form in {"early": gradients, "waiting": step.after_all_gradients(gradients)}.items():
 
         def update(params, form=form):
             grads, _, metrics = form(params, {}, batch, KEY, jnp.array(0))
@@ -413,28 +357,10 @@ def test_params_are_updated_in_place_with_the_same_bits():
     assert [leaf.tobytes() for leaf in jax.tree.leaves(early)] == [leaf.tobytes() for leaf in jax.tree.leaves(waiting)]
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="how XLA copies on CPUs")
-def test_one_workers_step_is_made_so(monkeypatch):
-    workers = gather_workers(1)
-    data = Data("digits", channels=1)
-    experiment = Experiment(model=digits_cnn_tiny(), data=data, effective_batch=20, exchange=ExchangeConfig("asa32"))
-    job = job_of(experiment, workers)
-
-    def copies() -> int:
-        functions = build.build_functions(job)
-        state = put(build.initial_states(job, functions.rule), workers)
-        program = functions.train_step.lower(state, next(job.plan.feed.batches()))  # pyright: ignore[reportFunctionMemberAccess]
-        return program.compile().as_text().count(" copy(%state_params")
-
-    as_it_is = copies()
-    monkeypatch.setattr(step, "in_place", lambda gradients: gradients)
-    assert as_it_is < copies()
-
-
 def test_waiting_gradients_that_are_not_finite_stay_so():
     gradients, params, batch = tanh_layers([4, 3, 2])
     bad = [params[0].at[0, 0].set(jnp.nan), params[1]]
-    grads, _, metrics = step.in_place(gradients)(bad, {}, batch, KEY, jnp.array(0))
+    grads, _, metrics = step.after_all_gradients(gradients)(bad, {}, batch, KEY, jnp.array(0))
     assert not np.asarray(metrics.finite).any()
     assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(grads))
 
@@ -445,7 +371,7 @@ def test_marked_gradients_tell_all_workers_what_is_not_finite_on_one(bad):
     grads = {"w": jnp.ones((2, 3)), "b": jnp.ones(3), "empty": jnp.zeros(0)}
     loss = jnp.inf if bad == "loss" else 1.0
     metrics = step.Metrics(jnp.asarray(loss), jnp.ones(()), jnp.array([True, True, bad != "a gradient"]))
-    told, _, _ = step.marked(lambda: (grads, {}, metrics))()
+    told, _, _ = step.poison_nonfinite(lambda: (grads, {}, metrics))()
     assert np.isnan(told["b"]).all() == (bad != "nothing")
     assert (told["w"] == 1).all()
 
@@ -460,8 +386,8 @@ def test_a_step_that_is_skipped_changes_nothing(bad):
         RuleConfig(), optax.sgd(0.1, 0.9), base.Exchange(lambda g: g, lambda g: g), optimizer="sgd", linear=True
     )
     before = create(params, {"mean": np.zeros(2, np.float32)}, rule.init(params), seed=0, worker=0)
-    made = step.marked(lambda *_: (grads, {"mean": jnp.ones(2)}, metrics))
-    one = functools.partial(step.train_step, gradients=made, rule=rule, guard=step.or_before)
+    made = step.poison_nonfinite(lambda *_: (grads, {"mean": jnp.ones(2)}, metrics))
+    one = functools.partial(step.train_step, gradients=made, rule=rule, guard=step.revert_if_nonfinite)
     after, told = jax.jit(one)(before, {})
     assert not told.applied
     assert after.step == before.step + 1

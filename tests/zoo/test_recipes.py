@@ -14,7 +14,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.data import open_source
 from jaxmpi.optim import schedules
 from jaxmpi.rules import registry
-from jaxmpi.trainer.training_plan import by_batch
+from jaxmpi.trainer.plan import rate_for_batch
 from launching import ROOT, train
 
 FILES = sorted((ROOT / "experiments").glob("*.py"))
@@ -33,7 +33,7 @@ def recipe(name: str) -> Experiment:
 def rates(experiment: Experiment, workers: int, epochs: list[float]) -> list[float]:
     """Return the rates that each worker runs at these epochs."""
     factor, _ = registry.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, workers)
-    factor *= by_batch(experiment.optim, experiment.local_batch)
+    factor *= rate_for_batch(experiment.optim, experiment.local_batch)
     clock = schedules.Clock(STEPS, experiment.local_batch * workers, 90 * STEPS)
     lr = schedules.schedule(experiment.schedule, clock, experiment.optim.lr * factor, workers)
     return [np.asarray(lr(round(epoch * STEPS))).item() for epoch in epochs]

@@ -1,16 +1,11 @@
-"""Sources in memory: arrays, scikit-learn's digits, silhouettes of animals, synthetic images.
+"""Sources in memory: arrays and objects of an experiment, digits, silhouettes of animals, synthetic images.
 
-`ArraySource` and `FieldSource` hold arrays that an experiment file sets; `PythonSource` wraps any object with a length
-and items. Ranks compare a digest of their arrays, which covers some of the examples. Digits (Alpaydin and Kaynak 1998)
-are read from scikit-learn's file without importing it, which takes seconds on every rank. The loader of the animals'
-package imports TensorFlow, so its files are read here, too. They are pickles of two NumPy arrays; only the three names
-that such a pickle needs are let through. Synthetic images have a pattern for each class under noise, so that a model
-can learn them.
+Ranks compare a digest of arrays, which covers some of the examples. Digits and animals are read from the files of their
+packages without importing those, which takes seconds on every rank, and TensorFlow.
 """
 
 import gzip
 import hashlib
-import importlib
 import importlib.metadata
 import importlib.util
 import io
@@ -24,7 +19,7 @@ import numpy as np
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.env import installing
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.data.decode import resized
 from jaxmpi.data.sampler import random_bits
@@ -39,20 +34,18 @@ class ArraySource:
     """Images and labels that are in memory.
 
     Args:
-        images: u8[n, height, width, channels] or [n, height, width], or prepared arrays (such as
-            f32[n, ...]). Prepared arrays are handed on as they are.
+        images: u8[n, height, width, channels] or [n, height, width], or prepared arrays, which are handed on as they
+            are.
         labels: int[n], in [0, classes); or numbers [n, ...] for tasks that come near to them.
         classes: 0 counts up to the largest label; the model may have more.
         name: in errors.
-
-    Raises:
-        UsageError: the lengths differ.
     """
 
     def __init__(self, images: Any, labels: Any, classes: int = 0, name: str = "array") -> None:
         for field, value in {"images": images, "labels": labels}.items():
             check_unmasked(f"{name}: {field}", value)
-        check(len(images) == len(labels), f"{name}: got {len(images)} images, {len(labels)} labels")
+        if len(images) != len(labels):
+            raise UsageError(f"{name}: got {len(images)} images, {len(labels)} labels; expected as many")
         self.images, self.labels, self.name = images, labels, name
         is_whole = np.asarray(labels[:1]).dtype.kind in "iu"
         counted = int(np.max(labels)) + 1 if is_whole and np.size(labels) else 0
@@ -88,15 +81,16 @@ class PythonSource:
             if example.keys() != {"image", "label"}:
                 return example
             example = example["image"], example["label"]
-        is_pair = isinstance(example, tuple) and len(example) == 2
-        check(is_pair, f"got {type(example).__name__}; expected (image, label), or a dict of arrays of any names")
+        if not isinstance(example, tuple) or len(example) != 2:
+            got = type(example).__name__
+            raise UsageError(f"got {got}; expected (image, label), or a dict of arrays of any names")
         image, label = example
         mode = getattr(image, "mode", "L") if hasattr(image, "getbands") else "L"
-        check(
-            mode in PILLOW_MODES or mode.startswith("I;16"),
-            f"{where(self, index)}: got a Pillow image of mode {mode}, whose numbers are not its colours; expected "
-            f'{", ".join(PILLOW_MODES)}: convert it, as image.convert("RGB")',
-        )
+        if mode not in PILLOW_MODES and not mode.startswith("I;16"):
+            raise UsageError(
+                f"{where(self, index)}: got a Pillow image of mode {mode}, whose numbers are not its colours; expected "
+                f'{", ".join(PILLOW_MODES)}: convert it, as image.convert("RGB")'
+            )
         return to_array(image, where(self, index)), label
 
     def _read(self, index: int) -> Any:
@@ -109,11 +103,11 @@ class FieldSource:
     def __init__(self, fields: dict[str, Any], name: str = "array") -> None:
         self.fields, self.name, self.classes = fields, name, 0
         lengths = {field: len(array) for field, array in _leaves(fields)}
-        check(bool(lengths), f"{name}: got no fields; expected a dict of arrays [examples, ...]")
-        check(
-            len(set(lengths.values())) == 1,
-            f"{name}: got fields of lengths {lengths}; expected one length: each row is an example",
-        )
+        if len(set(lengths.values())) != 1:
+            raise UsageError(
+                f"{name}: got fields of lengths {lengths}; expected a dict of arrays [examples, ...] of one length: "
+                "each row is an example"
+            )
         self.examples = next(iter(lengths.values()))
 
     def __len__(self) -> int:
@@ -158,45 +152,42 @@ def _content(value: Any) -> bytes:
 
 def array(config: Data, split: str) -> Source:
     """`data.train` or `data.validation`, objects that an experiment file sets."""
-    examples = config.train if split == "train" else config.validation
+    examples, name = config.train if split == "train" else config.validation, f"data.{split}"
     if isinstance(examples, dict):
-        is_pair, name = examples.keys() == {"image", "label"}, f"data.{split}"
-        examples = (
-            ArraySource(examples["image"], examples["label"], name=name) if is_pair else FieldSource(examples, name)
+        if examples.keys() == {"image", "label"}:
+            return ArraySource(examples["image"], examples["label"], name=name)
+        return FieldSource(examples, name)
+    if not hasattr(examples, "__len__") or not hasattr(examples, "__getitem__"):
+        raise UsageError(
+            f"{name}: got {type(examples).__name__}; expected an object with __len__ and __getitem__(i) -> (image, "
+            "label), such as jaxmpi.data.ArraySource(images, labels), or -> a dict of arrays; or a dict of arrays "
+            "[n, ...]"
         )
-    check(
-        hasattr(examples, "__len__") and hasattr(examples, "__getitem__"),
-        f"data.{split}: got {type(examples).__name__}; expected an object with __len__ and "
-        "__getitem__(i) -> (image, label), such as jaxmpi.data.ArraySource(images, labels), or -> a dict of arrays; or "
-        "a dict of arrays [n, ...]",
-    )
-    known = isinstance(examples, Source)
-    return examples if known else PythonSource(examples, f"data.{split}")
+    return examples if isinstance(examples, Source) else PythonSource(examples, name)
 
 
 def digits(config: Data, split: str) -> Source:
     """Handwritten digits of scikit-learn: 1,797 grey images of 8 x 8 px.
 
-    Held out for validation, the same for ever: every fifth example, from the first, of all
-    examples sorted by label (file order within a label). That is 360, and 20 % of each digit.
-    Enlarged to `data.resize` once, here. Source: Alpaydin and Kaynak 1998, UCI repository.
+    Held out for validation, always the same: every fifth example, from the first, of all examples sorted by label (file
+    order within a label). That is 360, and 20 % of each digit. Enlarged to `data.resize` once, here. Source: Alpaydin
+    and Kaynak 1998, UCI repository.
     """
-    # Importing scikit-learn takes seconds, and every worker of a host would pay them at once.
     package = importlib.util.find_spec("sklearn")
-    if package is None or package.origin is None:
-        raise UsageError("digits: scikit-learn is missing")
-    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    check(path.is_file(), f"digits: {path} is missing; reinstall scikit-learn")
+    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz" if package and package.origin else None
+    if path is None or not path.is_file():
+        raise UsageError(f"digits: scikit-learn or its file {path} is missing; install it")
     rows = np.loadtxt(path, delimiter=",", dtype=np.uint8)
-    check(rows.shape == (1797, 65), f"digits: {path}: got {rows.shape}; expected 64 pixels and a label: reinstall it")
+    if rows.shape != (1797, 65):
+        raise UsageError(f"digits: {path}: got {rows.shape}; expected 64 pixels and a label: reinstall it")
     held_out = np.zeros(len(rows), bool)
     held_out[np.argsort(rows[:, -1], kind="stable")[::5]] = True
     rows = rows[held_out if split == "validation" else ~held_out]
     grey = ((rows[:, :-1].astype(np.uint16) * 255 + 8) // 16).astype(np.uint8)  # 0..16 -> 0..255
-    return _resized_source(grey.reshape(-1, 8, 8, 1), rows[:, -1], config, "digits")
+    return _enlarged_source(grey.reshape(-1, 8, 8, 1), rows[:, -1], config, "digits")
 
 
-def _resized_source(images: np.ndarray, labels: np.ndarray, config: Data, name: str) -> Source:
+def _enlarged_source(images: np.ndarray, labels: np.ndarray, config: Data, name: str) -> Source:
     """A source of ten classes, its images enlarged once."""
     if config.resize:
         images = np.stack([resized(image, config.resize) for image in images])
@@ -207,14 +198,14 @@ PACKAGE = "animal-shape-mnist"
 FILES = ("animal_data_version_3.gz", "animal_label_version_3.gz")
 ANIMALS_SHAPE = (10_000, 28, 28)
 MOST_BYTES = 1 << 24  # bytes of a file at most, unpacked; twice the larger one
-_ALLOWED: dict[tuple[str, str], Any] = {
+_ALLOWED: dict[tuple[str, str], Any] = {  # all that a pickle of a NumPy array needs
     ("numpy.core.multiarray", "_reconstruct"): lambda cls, shape, kind: np.ndarray.__new__(np.ndarray, shape, "u1"),
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
 }
 
 
-class _Arrays(pickle.Unpickler):
+class _ArrayUnpickler(pickle.Unpickler):
     """Reads arrays and calls nothing else."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
@@ -226,27 +217,22 @@ class _Arrays(pickle.Unpickler):
 def animals(config: Data, split: str) -> Source:
     """Silhouettes of ten kinds of animals; needs `jaxmpi[animals]`.
 
-    The set has 9,716 different grey images of 28 x 28 px. The package has 10,000 images, 1,000 a class. Those that
-    repeat an earlier one are left out, so that no held-out image is one of training. Held out is every fifth of each
-    class, from its first. Enlarged to `data.resize` once, here. Source: animal-shape-mnist 0.39 (Mohammadi 2025, MIT
-    licence).
-
-    Raises:
-        UsageError: the package is missing, or its files are not those of this version.
+    The package has 10,000 grey images of 28 x 28 px, 1,000 a class. Those that repeat an earlier one are left out, so
+    that no held-out image is one of training: 9,716 differ. Held out is every fifth of each class, from its first.
+    Enlarged to `data.resize` once, here. Source: animal-shape-mnist 0.39 (Mohammadi 2025, MIT licence).
     """
     images, labels = (_read_animals(name) for name in FILES)
-    got = [(array.shape, array.dtype.kind, array.itemsize) for array in (images, labels)]
-    check(
-        got[0] == (ANIMALS_SHAPE, "u", 1) and got[1][0] == ANIMALS_SHAPE[:1] and got[1][1] in "iu",
-        f"animals: got {images.dtype}{list(images.shape)} and {labels.dtype}{list(labels.shape)}; expected "
-        f"u8{list(ANIMALS_SHAPE)} and int{list(ANIMALS_SHAPE[:1])}, as in {PACKAGE} 0.39",
-    )
+    if images.shape != ANIMALS_SHAPE or images.dtype != np.uint8 or labels.shape != ANIMALS_SHAPE[:1]:
+        raise UsageError(
+            f"animals: got {images.dtype}{list(images.shape)} and {labels.dtype}{list(labels.shape)}; expected "
+            f"u8{list(ANIMALS_SHAPE)} and int{list(ANIMALS_SHAPE[:1])}, as in {PACKAGE} 0.39"
+        )
     firsts = {image.tobytes(): i for i, image in reversed([*enumerate(images)])}
     kept = np.sort([*firsts.values()])
     kept = kept[np.argsort(labels[kept], kind="stable")]
     place_in_class = np.concatenate([np.arange(n) for n in np.bincount(labels[kept], minlength=10)])
     rows = kept[(place_in_class % 5 == 0) == (split == "validation")]
-    return _resized_source(images[rows][..., None], labels[rows], config, "animals")
+    return _enlarged_source(images[rows][..., None], labels[rows], config, "animals")
 
 
 def _read_animals(name: str) -> np.ndarray:
@@ -256,15 +242,14 @@ def _read_animals(name: str) -> np.ndarray:
         raise UsageError(
             f"animals: the package {PACKAGE} is missing; install it with {installing('jaxmpi[animals]')}"
         ) from error
-    found = [Path(str(file.locate())) for file in files if file.name == name]
-    check(bool(found), f"animals: {PACKAGE} has no file {name}; install version 0.39")
+    paths = [Path(str(file.locate())) for file in files if file.name == name]
     try:
-        with gzip.open(found[0]) as file:
-            content = file.read(MOST_BYTES)
-        array = _Arrays(io.BytesIO(content)).load()
-    except (OSError, EOFError, zlib.error, pickle.UnpicklingError, ValueError, TypeError) as error:
-        raise UsageError(f"animals: {found[0]}: {error}; install {PACKAGE} 0.39 again") from error
-    check(isinstance(array, np.ndarray), f"animals: {found[0]}: got {type(array).__name__}; expected an array")
+        with gzip.open(paths[0]) as file:
+            array = _ArrayUnpickler(io.BytesIO(file.read(MOST_BYTES))).load()
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"got {type(array).__name__}; expected an array")
+    except (OSError, EOFError, IndexError, zlib.error, pickle.UnpicklingError, ValueError, TypeError) as error:
+        raise UsageError(f"animals: {name}: {error}; install {PACKAGE} 0.39 again") from error
     return array
 
 

@@ -3,25 +3,29 @@
 A row of Parquet cannot be read alone: its row group is read, decompressed and kept. If all of them are small, all are
 kept. Otherwise training takes whole groups, one after another in a new order each epoch, as it takes batch files: with
 examples in random order nearly each would cost a row group. A saved data set is mapped into memory instead, and its
-rows are read where they lie. Nothing is downloaded or unpickled. No other file knows Arrow's types.
+rows are read where they lie. Nothing is downloaded or unpickled.
 """
 
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxmpi.config.data import Data, data_dir
+from jaxmpi.config.data import Data
 from jaxmpi.core.env import installing
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
+from jaxmpi.core.json_tree import read_json
 from jaxmpi.data.sources.base import (
     Source,
     TableSource,
     check_plain_files,
-    chosen,
+    choose_columns,
+    data_root,
+    open_table,
     place_in_parts,
     split_files,
     split_name,
@@ -31,29 +35,67 @@ from jaxmpi.data.sources.open_files import LastUsed
 KEPT_BYTES = 1 << 28  # bytes of row groups kept by each process that reads them; two groups at least
 CELLS = "numbers, lists of them that are equally long, or the bytes of images"
 DATA_SET = "a folder that Dataset.save_to_disk has written"
-END = b"\xff\xff\xff\xff\0\0\0\0"  # the last bytes of an Arrow stream
+STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
+MOST_JSON_BYTES = 64 << 20  # names of a million classes
 
 
-class ParquetSource(TableSource):
-    """One split of Parquet files.
+class ArrowSource(TableSource):
+    """Rows of Arrow tables: row groups of Parquet files, or batches of a saved data set.
 
-    Attributes:
-        file_ends: of each row group, the index behind its last row; None if all are kept.
-
-    Raises:
-        UsageError: a file is no Parquet file, or a column is missing or holds neither numbers nor images.
+    Refused: a file that is damaged or of another kind, or a column that is missing or has neither numbers nor images.
     """
+
+    file_ends: tuple[int, ...] | None = None
+    ends: np.ndarray  # of each table, the index behind its last row
+    tables: Any  # by number
+
+    def add_schema(self, schema: Any, path: str) -> None:
+        """Check a file's columns, of text, dates or what else is neither numbers nor images, and images as labels."""
+        for place, name in enumerate(self.columns):
+            if schema.names.count(name) != 1:
+                raise UsageError(f"{path}: got column {name} not once; expected the columns of the first file")
+            kind, is_label = schema.field(name).type, self.is_pair and place == 1
+            expected = "numbers: write a label as its number" if is_label else CELLS
+            if not (_holds_numbers(kind) or (_holds_images(kind) and not is_label)):
+                raise UsageError(f"{path}: column {name}: got {kind}; expected {expected}")
+        self.is_compressed = _holds_images(schema.field(self.columns[0]).type)
+
+    def add_labels(self, column: Any, path: str) -> None:
+        """Note more labels if they are whole numbers."""
+        import pyarrow.types as types
+
+        if not types.is_integer(column.type):
+            return
+        if column.null_count:
+            raise UsageError(
+                f"{path}: column {self.columns[1]}: got {column.null_count} rows without a value; leave them out"
+            )
+        before = np.empty(0, np.int64) if self.labels is None else self.labels
+        self.labels = np.concatenate([before, column.to_numpy(zero_copy_only=False).astype(np.int64)])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def cells(self, index: int) -> Sequence[Any]:
+        number, row = place_in_parts(self.ends, index)
+        table = self.tables[number]
+        return [_read_cell(table.column(name)[row], f"{self.where(index)}: column {name}") for name in self.columns]
+
+
+# ---------------------------------------------------------------- Parquet
+
+
+class ParquetSource(ArrowSource):
+    """One split of Parquet files."""
 
     def __init__(self, config: Data, files: Sequence[str]) -> None:
         with _open_parquet(files[0]) as file:
-            super().__init__(config, chosen(config, file.schema_arrow.names, files[0]))
+            super().__init__(config, choose_columns(config, file.schema_arrow.names, files[0]))
         self.groups: list[tuple[str, int]] = []
-        rows, size_bytes, labels = [], [], []
+        rows, size_bytes = [], []
         for path in files:
             with _open_parquet(path) as file:
-                odd = [name for name in self.columns if file.schema_arrow.names.count(name) != 1]
-                check(not odd, f"{path}: got column {', '.join(odd)} not once; expected the columns of the first file")
-                self.is_compressed = _check_types(file.schema_arrow, self.columns, path)
+                self.add_schema(file.schema_arrow, path)
                 for number in range(file.num_row_groups):
                     group = file.metadata.row_group(number)
                     chunks = [group.column(i) for i in range(group.num_columns)]
@@ -62,152 +104,143 @@ class ParquetSource(TableSource):
                     rows.append(group.num_rows)
                     size_bytes.append(sum(chunk.total_uncompressed_size for chunk in wanted))
                 if self.is_pair:
-                    column, n = file.read([self.columns[1]]).column(0), file.metadata.num_rows
-                    check(len(column) == n, f"{path}: got {len(column)} labels for {n} rows; copy it again")
-                    labels.append(_whole_numbers(column, path, self.columns[1]))
+                    column = file.read([self.columns[1]]).column(0)
+                    if len(column) != file.metadata.num_rows:
+                        raise UsageError(
+                            f"{path}: got {len(column)} labels for {file.metadata.num_rows} rows; copy it again"
+                        )
+                    self.add_labels(column, path)
         self.ends = np.cumsum(rows, dtype=np.int64)
-        if labels and all(part is not None for part in labels):
-            self.labels = np.concatenate(labels)
+        if self.labels is not None and len(self.labels) < len(self):  # some files have other numbers
+            self.labels = None
         is_small = sum(size_bytes) <= KEPT_BYTES
         self.file_ends = None if is_small else tuple(self.ends.tolist())
         most = len(self.groups) if is_small else max(2, KEPT_BYTES // max(size_bytes))
         # The loaders of a batch need the same row group: one reads it.
-        self.tables = LastUsed(partial(_row_group, self.groups, self.columns), most)
-
-    def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    def cells(self, index: int) -> Sequence[Any]:
-        group, row = place_in_parts(self.ends, index)
-        table, name = self.tables[group], self.where(index)
-        return [_cell(table.column(column)[row], name, column) for column in self.columns]
+        self.tables = LastUsed(partial(_read_row_group, self.groups, self.columns), most)
 
     def where(self, index: int) -> str:
-        group, row = place_in_parts(self.ends, index)
-        path, number = self.groups[group]
-        return f"{path}, row group {number}[{row}]"
+        number, row = place_in_parts(self.ends, index)
+        path, group = self.groups[number]
+        return f"{path}, row group {group}[{row}]"
 
     def digest(self) -> str:
         names = [f"{os.path.basename(path)}:{number}" for path, number in self.groups]
         return self.sha256([*names, *self.columns], [self.ends.tobytes()])
 
 
-def _row_group(groups: Sequence[tuple[str, int]], columns: Sequence[str], group: int) -> Any:
-    path, number = groups[group]
+def _read_row_group(groups: Sequence[tuple[str, int]], columns: Sequence[str], number: int) -> Any:
+    path, group = groups[number]
     try:
         with _open_parquet(path) as file:
-            return file.read_row_group(number, columns=list(columns), use_threads=False)
+            return file.read_row_group(group, columns=list(columns), use_threads=False)
     except UsageError as error:  # the file has changed: it was sound at the start
-        raise OSError(f"row group {number} of {path}: {error}") from error
+        raise OSError(f"row group {group} of {path}: {error}") from error
 
 
 @contextlib.contextmanager
 def _open_parquet(path: str) -> Iterator[Any]:
+    pyarrow = _import_arrow("parquet")
     try:
-        import pyarrow
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise UsageError(f"parquet: {error}; install it with {installing('jaxmpi[parquet]')}") from error
-    try:
-        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
             yield file
     except (OSError, pyarrow.ArrowException) as error:
         raise UsageError(f"{path}: {error}; expected a Parquet file: it is damaged, or another kind of file") from error
 
 
+def _import_arrow(source: str) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UsageError(f"{source}: {error}; install it with {installing(f'jaxmpi[{source}]')}") from error
+    return pyarrow
+
+
 def parquet(config: Data, split: str) -> Source:
     """Parquet files in DIR/<split>/, or DIR/<split>-<any>.parquet; classes are counted, training's too."""
-
-    def opened(split: str) -> ParquetSource:
-        return ParquetSource(config, split_files(config, split, ".parquet"))
-
-    return opened(split).count_classes(config, split, lambda: opened("train").labels)
+    return open_table(config, split, lambda split: ParquetSource(config, split_files(config, split, ".parquet")))
 
 
-class HuggingFaceSource(TableSource):
-    """One split that `datasets` has saved in a folder."""
+# ---------------------------------------------------------------- saved data sets
+
+
+class HuggingFaceSource(ArrowSource):
+    """One split that `datasets` has saved in a folder, read without `datasets`."""
 
     def __init__(self, config: Data, folder: str) -> None:
-        rows = _load_saved(folder)
-        super().__init__(config, chosen(config, rows.column_names, folder))
         self.config, self.folder = config, folder
-        self.is_compressed = _check_types(rows.features.arrow_schema, self.columns, folder)
-        self.rows = rows.select_columns(list(self.columns)).with_format("arrow")
-        if self.is_pair:
-            label = self.columns[1]
-            self.labels = _whole_numbers(rows.select_columns([label]).with_format("arrow")[:].column(0), folder, label)
-            self.classes = getattr(rows.features[label], "num_classes", 0) or 0
+        pyarrow = _import_arrow("huggingface")
+        paths, features = _read_saved(Path(folder))
+        self.tables = []
+        for path in paths:
+            try:
+                schema, batches = _map_batches(pyarrow, path)
+            except (OSError, pyarrow.ArrowException) as error:
+                raise UsageError(f"{path}: {error}; expected {DATA_SET}") from error
+            if not self.tables:
+                super().__init__(config, choose_columns(config, schema.names, folder))
+            self.add_schema(schema, path)
+            self.tables += batches
+        if self.is_pair and self.tables:
+            label_parts = [batch.column(self.columns[1]) for batch in self.tables]
+            self.add_labels(pyarrow.chunked_array(label_parts), folder)
+        self.ends = np.cumsum([len(batch) for batch in self.tables], dtype=np.int64)
+        label = features.get(self.columns[1]) if self.is_pair else None
+        self.classes = len(label["names"]) if isinstance(label, dict) and label.get("_type") == "ClassLabel" else 0
+        self.facts = f"{features}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HuggingFaceSource, (self.config, self.folder)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def cells(self, index: int) -> Sequence[Any]:
-        row, name = self.rows[int(index)], self.where(index)
-        return [_cell(row.column(column)[0], name, column) for column in self.columns]
 
     def where(self, index: int) -> str:
         return f"{self.folder}[{index}]"
 
     def digest(self) -> str:
-        return self.sha256([f"{len(self)}", f"{self.rows.features}"])
+        return self.sha256([f"{len(self)}", self.facts])
 
 
-def _load_saved(folder: str) -> Any:
+def _read_saved(folder: Path) -> tuple[list[str], dict[str, Any]]:
+    """Paths of the Arrow files of a saved data set, and its features."""
+    if (folder / "dataset_dict.json").is_file():
+        raise UsageError(f"{folder}: got several splits; expected one split: name it with data.train_split")
+    state, info = (read_json(folder / name, MOST_JSON_BYTES, DATA_SET) for name in ("state.json", "dataset_info.json"))
     try:
-        import datasets
-    except ImportError as error:
-        raise UsageError(f"huggingface: {error}; install it with {installing('jaxmpi[huggingface]')}") from error
-    try:
-        names = os.listdir(folder) if os.path.isdir(folder) else []
-        files = [path for path in (os.path.join(folder, name) for name in names) if not os.path.isdir(path)]
-        check_plain_files(files, DATA_SET)
-        found = datasets.load_from_disk(folder)
-    except Exception as error:  # errors of JSON, Arrow, files; there is no one error for damage
-        raise UsageError(f"{folder}: {error}; expected {DATA_SET}") from error
-    if not isinstance(found, datasets.Dataset):
-        raise UsageError(
-            f"{folder}: got the splits {', '.join(map(str, found))}; expected one split: name it with data.train_split"
-        )
-    for file in found.cache_files:
-        _check_whole(file["filename"])
-    return found
+        names = [file["filename"] for file in state["_data_files"]]
+        features = dict(info["features"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{folder}: {error!r} in its JSON files; expected {DATA_SET}") from error
+    odd = [name for name in names if not isinstance(name, str) or os.path.basename(name) != name]
+    if odd or not names or state.get("_indices_data_files"):
+        raise UsageError(f"{folder}: got the files {odd or names}, or indices; expected {DATA_SET}: save it again")
+    paths = [str(folder / name) for name in names]
+    check_plain_files(paths, DATA_SET)
+    return paths, features
 
 
-def _check_whole(path: str) -> None:
-    """Refuse a stream that is not closed, or not at the end of its file.
+def _map_batches(pyarrow: Any, path: str) -> tuple[Any, list[Any]]:
+    """Schema and batches of an Arrow stream, mapped into memory.
 
-    To Arrow a cut between two batches of rows is the end of a stream, and so is a hole of zeros.
+    To Arrow a cut between two batches is the end of a stream, and so is a hole of zeros; here the mark of the end must
+    be the file's last bytes.
     """
-    import pyarrow
-
     with pyarrow.memory_map(path) as file:
-        for _ in pyarrow.ipc.open_stream(file):
-            pass
+        reader = pyarrow.ipc.open_stream(file)
+        batches = [*reader]
         end = file.tell()
-        is_closed = end >= len(END) and file.read_at(len(END), end - len(END)) == END
-        check(
-            is_closed and end == file.size(),
-            f"{path}: cut off or damaged: got an end at byte {end}; expected the mark of the end at byte "
-            f"{file.size()}: save it again",
-        )
+        is_closed = end >= len(STREAM_END) and file.read_at(len(STREAM_END), end - len(STREAM_END)) == STREAM_END
+        if not is_closed or end != file.size():
+            raise UsageError(
+                f"{path}: cut off or damaged: got an end at byte {end}; expected the mark of the end at byte "
+                f"{file.size()}: save it again"
+            )
+        return reader.schema, batches
 
 
 def huggingface(config: Data, split: str) -> Source:
     """The saved data set in DIR/<split>; classes without names are counted."""
-    base = data_dir(config)
-    check(bool(base), "huggingface: set data.dir or JAXMPI_DATA to a folder that DatasetDict.save_to_disk has written")
-
-    def opened(split: str) -> HuggingFaceSource:
-        return HuggingFaceSource(config, os.path.join(base, split_name(config, split)))
-
-    source = opened(split)
-    return source if source.classes else source.count_classes(config, split, lambda: opened("train").labels)
-
-
-# ---------------------------------------------------------------- types and cells
+    base = data_root(config, "DIR/<split>/, as DatasetDict.save_to_disk writes it")
+    return open_table(config, split, lambda split: HuggingFaceSource(config, f"{base}/{split_name(config, split)}"))
 
 
 def _holds_images(kind: Any) -> bool:
@@ -227,51 +260,29 @@ def _holds_numbers(kind: Any) -> bool:
     return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
 
 
-def _check_types(schema: Any, columns: tuple[str, ...], path: str) -> bool:
-    """Return True if the first column holds images.
-
-    Refuse columns of text, dates or what else is neither numbers nor images, and images as labels.
-    """
-    for place, name in enumerate(columns):
-        kind, is_label = schema.field(name).type, len(columns) == 2 and place == 1
-        expected = "numbers: write a label as its number" if is_label else CELLS
-        fits = _holds_numbers(kind) or (_holds_images(kind) and not is_label)
-        check(fits, f"{path}: column {name}: got {kind}; expected {expected}")
-    return _holds_images(schema.field(columns[0]).type)
-
-
-def _whole_numbers(column: Any, path: str, name: str) -> np.ndarray | None:
-    """i64[n] of a column of whole numbers; None of another."""
-    import pyarrow.types as types
-
-    if not types.is_integer(column.type):
-        return None
-    check(not column.null_count, f"{path}: column {name}: got {column.null_count} rows without a value; leave them out")
-    return column.to_numpy().astype(np.int64)
-
-
-def _cell(scalar: Any, where: str, name: str) -> Any:
+def _read_cell(scalar: Any, where: str) -> Any:
     """An Arrow scalar as a number, an array, or an image's bytes."""
     scalar = getattr(scalar, "value", scalar) if hasattr(scalar.type, "storage_type") else scalar
-    try:
-        if _holds_images(scalar.type):
-            blob = scalar.as_py()
-            blob = blob["bytes"] if isinstance(blob, dict) else blob
-            check(blob is not None, "got an image without bytes; save the data set with them, not with paths")
-            return blob
-        check(scalar.is_valid, "got no value; leave such rows out")
-        return _array(scalar.values) if hasattr(scalar, "values") else np.asarray(scalar.as_py())
-    except UsageError as error:
-        raise UsageError(f"{where}: column {name}: {error}") from error
+    if _holds_images(scalar.type):
+        blob = scalar.as_py()
+        blob = blob["bytes"] if isinstance(blob, dict) else blob
+        if blob is None:
+            raise UsageError(f"{where}: got an image without bytes; save the data set with them, not with paths")
+        return blob
+    if not scalar.is_valid:
+        raise UsageError(f"{where}: got no value; leave such rows out")
+    return _to_array(scalar.values, where) if hasattr(scalar, "values") else np.asarray(scalar.as_py())
 
 
-def _array(values: Any) -> np.ndarray:
+def _to_array(values: Any, where: str) -> np.ndarray:
     """An Arrow array of numbers, or of lists of them that are equally long, as [n, ...]."""
     values = getattr(values, "storage", values)
-    check(not values.null_count, f"got {values.null_count} missing values in a list; expected numbers")
+    if values.null_count:
+        raise UsageError(f"{where}: got {values.null_count} missing values in a list; expected numbers")
     if not hasattr(values, "flatten") or not hasattr(values, "value_lengths"):
         return values.to_numpy(zero_copy_only=False)
     lengths = set(values.value_lengths().to_pylist())
-    check(len(lengths) <= 1, f"got lists of lengths {sorted(lengths)}; expected one length: pad them")
-    inner = _array(values.flatten())
+    if len(lengths) > 1:
+        raise UsageError(f"{where}: got lists of lengths {sorted(lengths)}; expected one length: pad them")
+    inner = _to_array(values.flatten(), where)
     return inner.reshape(len(values), lengths.pop() if lengths else 0, *inner.shape[1:])

@@ -1,30 +1,26 @@
-"""The protocol of a source, what all sources share, and tables with named columns.
-
-Two columns of a table are an input and its label. Any other number makes a dict, for a task of the user's own.
-"""
+"""The protocol of a source, what sources share, and tables with named columns."""
 
 import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from jaxmpi.config.data import Data, data_dir
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.data.decode import MODES, corrupt_if_it_fails, decoded
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Examples by index. Read from several threads at once.
+    """Examples by index, read from several threads at once.
 
-    `source[i]` is (image, label), or a dict of arrays with other names. A task of the user's own takes
-    the fields of such a dict. An image is u8[height, width, channels], or any array that its owner has
-    prepared, such as i32[window] tokens. A label is an int in [0, classes), or an array of such. A
-    source may also have
+    `source[i]` is (image, label), or a dict of arrays with other names for a task of the user's own. An image is
+    u8[height, width, channels], or any array that its owner has prepared, such as i32[window] tokens. A label is an int
+    in [0, classes), or an array of such. A source may also have
 
     - `where(i) -> str`: the name of example i in errors.
     - `notes: tuple[str, ...]`: lines for the user at the start.
@@ -62,28 +58,64 @@ def where(source: Source, index: int) -> str:
 
 def pair(source: Source, index: int) -> tuple[np.ndarray, Any]:
     """(image, label) of an example."""
-    example = source[index]
+    example, name = source[index], where(source, index)
     if isinstance(example, dict):
-        check(False, f"{where(source, index)}: got the fields {', '.join(example)}; expected an image and a label")
+        raise UsageError(f"{name}: got the fields {', '.join(example)}; expected an image and a label")
     image, label = example
-    check_unmasked(f"{where(source, index)}: label", label)
-    return to_array(image, where(source, index)), label
-
-
-def place_in_parts(ends: np.ndarray, index: int) -> tuple[int, int]:
-    """The part that has example `index`, and its place there.
-
-    Args:
-        ends: of each part, the index behind its last example.
-    """
-    part = int(np.searchsorted(ends, index, side="right"))
-    return part, index - (int(ends[part - 1]) if part else 0)
+    check_unmasked(f"{name}: label", label)
+    return to_array(image, name), label
 
 
 def to_array(value: Any, where: str) -> np.ndarray:
     """`np.asarray`, but a masked array is refused."""
     check_unmasked(where, value)
     return np.asarray(value)
+
+
+def place_in_parts(ends: np.ndarray, index: int) -> tuple[int, int]:
+    """The part that has example `index`, and its place there; `ends`: of each part, the index behind its last."""
+    part = int(np.searchsorted(ends, index, side="right"))
+    return part, index - (int(ends[part - 1]) if part else 0)
+
+
+def decode_image(blob: Any, where: str, index: int, channels: int, resize: int) -> np.ndarray:
+    """u8[height, width, channels] of a compressed image; raise `CorruptExample` if it cannot be decoded."""
+    with corrupt_if_it_fails(blob, where, index):
+        return decoded(blob, channels, resize)
+
+
+class EncodedSource:
+    """A source of compressed images: a class of it has `encoded` and `where`."""
+
+    def __init__(self, name: str, channels: int, resize: int) -> None:
+        if channels not in MODES:
+            raise UsageError(f"data.channels: got {channels}; {name} makes {', '.join(map(str, MODES))}")
+        self.name, self.channels, self.resize = name, channels, resize
+
+    def encoded(self, index: int) -> tuple[bytes, int]:
+        """An example's compressed image, and its label."""
+        raise NotImplementedError
+
+    def where(self, index: int) -> str:
+        """Its name in errors."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        blob, label = self.encoded(index)
+        return decode_image(blob, self.where(index), index, self.channels, self.resize), label
+
+
+def split_name(config: Data, split: str) -> str:
+    """What a split is called in the source."""
+    return config.train_split if split == "train" else config.validation_split
+
+
+def data_root(config: Data, layout: str) -> str:
+    """`data.dir`, or JAXMPI_DATA; refuse neither."""
+    root = data_dir(config)
+    if not root:
+        raise UsageError(f"{config.source}: set data.dir or JAXMPI_DATA to a folder DIR with {layout}")
+    return root
 
 
 def check_plain_files(paths: Iterable[str], expected: str) -> None:
@@ -93,41 +125,39 @@ def check_plain_files(paths: Iterable[str], expected: str) -> None:
             mode = os.stat(path).st_mode
         except OSError as error:
             raise UsageError(f"{path}: {error.strerror}; expected {expected}") from error
-        check(stat.S_ISREG(mode), f"{path}: got no plain file; expected {expected}")
+        if not stat.S_ISREG(mode):
+            raise UsageError(f"{path}: got no plain file; expected {expected}")
 
 
-def split_name(config: Data, split: str) -> str:
-    """What a split is called in the source."""
-    return config.train_split if split == "train" else config.validation_split
-
-
-def decode_image(blob: Any, where: str, index: int, channels: int, resize: int) -> np.ndarray:
-    """u8[height, width, channels] of a compressed image; raise `CorruptExample` if it cannot be decoded."""
-    with corrupt_if_it_fails(blob, where, index):
-        return decoded(blob, channels, resize)
-
-
-def check_channels(config: Data) -> None:
-    """Refuse a number of channels that decoders do not make."""
-    check(
-        config.channels in MODES,
-        f"data.channels: got {config.channels}; {config.source} makes {', '.join(map(str, MODES))}",
-    )
+def split_files(config: Data, split: str, suffix: str) -> list[str]:
+    """Files of a split, by name: in DIR/<split>/, else DIR/<split>.<suffix> and DIR/<split>-<any>.<suffix>."""
+    name = split_name(config, split)
+    layout = f"DIR/{name}/<any>{suffix}, DIR/{name}{suffix} or DIR/{name}-<any>{suffix}"
+    base = data_root(config, layout)
+    folder, starts = os.path.join(base, name), ("",)
+    if not os.path.isdir(folder):
+        folder, starts = base, (f"{name}-", f"{name}{suffix}")
+    try:
+        names = sorted(file for file in os.listdir(folder) if file.endswith(suffix) and not file.startswith("."))
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be listed: {error.strerror}; expected {layout}") from error
+    files = [os.path.join(folder, file) for file in names if file.startswith(starts)]
+    if not files:
+        raise UsageError(
+            f"{config.source}: found no {suffix} file for {split} in {base}; expected {layout}; name the split with "
+            f"--data.{split}-split"
+        )
+    check_plain_files(files, layout)
+    return files
 
 
 # ---------------------------------------------------------------- tables
 
-DEFAULT = ("image", "label")
-
 
 class TableSource:
-    """Rows of a table; a class of it reads cells.
+    """Rows of a table; a class of it reads cells: numbers, arrays, or the bytes of compressed images.
 
-    A cell is a number, an array, or the bytes of a compressed image.
-
-    Attributes:
-        columns: names of those that an example has.
-        is_pair: whether an example is an input and its label, else a dict.
+    Two `columns` are an input and its label (`is_pair`). Any other number makes a dict, for a task of the user's own.
     """
 
     is_compressed = False  # inputs are compressed images
@@ -142,26 +172,6 @@ class TableSource:
     def encoded(self) -> Any:
         """(bytes, label) by index if inputs are compressed images, else None."""
         return self.cells if self.is_compressed and self.is_pair else None
-
-    def count_classes(self, config: Data, split: str, training_labels: Callable[[], np.ndarray | None]) -> Self:
-        """Return this source, its classes counted up to the largest label of it and, if another, of training."""
-        name, labels = config.train_split, [] if self.labels is None else [self.labels]
-        there = os.listdir(data_dir(config)) if labels and split != "train" else []
-        if any(file == name or file.startswith((f"{name}-", f"{name}.")) for file in there):
-            in_training = training_labels()
-            labels += [] if in_training is None else [in_training]
-        self.classes = max((int(each.max(initial=-1)) + 1 for each in labels), default=0)
-        self.is_counted = bool(labels)
-        return self
-
-    def sha256(self, words: Iterable[str], parts: Iterable[bytes] = ()) -> str:
-        """Digest of words, of parts, and of the labels if any."""
-        digest = hashlib.sha256("\0".join(words).encode())
-        for part in parts:
-            digest.update(part)
-        if self.labels is not None:
-            digest.update(self.labels.tobytes())
-        return digest.hexdigest()
 
     def cells(self, index: int) -> Sequence[Any]:
         """Cells of row `index`, in the order of `columns`."""
@@ -178,38 +188,44 @@ class TableSource:
                 values[place] = decode_image(cell, self.where(index), index, self.channels, self.resize)
         return tuple(values) if self.is_pair else dict(zip(self.columns, values, strict=True))
 
+    def sha256(self, words: Iterable[str], parts: Iterable[bytes] = ()) -> str:
+        """Digest of words, of parts, and of the labels if any."""
+        digest = hashlib.sha256("\0".join(words).encode(errors="surrogateescape"))
+        for part in parts:
+            digest.update(part)
+        if self.labels is not None:
+            digest.update(self.labels.tobytes())
+        return digest.hexdigest()
 
-def chosen(config: Data, there: Iterable[str], path: str) -> tuple[str, ...]:
-    """`data.columns`, or image and label; raise `UsageError` if one of them is not there, or is there twice."""
+
+def open_table(config: Data, split: str, open_split: Callable[[str], Any]) -> Any:
+    """The table of a split; classes that it does not name are counted up to the largest label of it and of training."""
+    source = open_split(split)
+    labels = [] if source.labels is None else [source.labels]
+    if source.classes or not labels:
+        return source
+    name = config.train_split
+    there = os.listdir(data_dir(config)) if split != "train" else []
+    if any(file == name or file.startswith((f"{name}-", f"{name}.")) for file in there):
+        in_training = open_split("train").labels
+        labels += [] if in_training is None else [in_training]
+    source.classes, source.is_counted = max(int(each.max(initial=-1)) + 1 for each in labels), True
+    return source
+
+
+DEFAULT = ("image", "label")
+
+
+def choose_columns(config: Data, there: Iterable[str], path: str) -> tuple[str, ...]:
+    """`data.columns`, or image and label; raise `UsageError` if one of them is not there exactly once."""
     wanted, there = config.columns or DEFAULT, sorted(there)
     missing = [name for name in wanted if name not in there]
-    check(
-        not missing,
-        f"{path}: got no column {', '.join(missing)}; there are {', '.join(there) or 'none'}: choose input and label "
-        f"with data.columns, such as --data.columns {' '.join((there * 2)[:2])}",
-    )
+    if missing:
+        raise UsageError(
+            f"{path}: got no column {', '.join(missing)}; there are {', '.join(there) or 'none'}: choose input and "
+            f"label with data.columns, such as --data.columns {' '.join((there * 2)[:2])}"
+        )
     twice = [name for name in wanted if there.count(name) > 1]
-    check(not twice, f"{path}: got {' and '.join(twice)} more than once; expected each name once: write it again")
+    if twice:
+        raise UsageError(f"{path}: got {' and '.join(twice)} more than once; expected each name once: write it again")
     return wanted
-
-
-def split_files(config: Data, split: str, suffix: str) -> list[str]:
-    """Files of a split, by name: in DIR/<split>/, else DIR/<split>.<suffix> and DIR/<split>-<any>.<suffix>."""
-    name, base = split_name(config, split), data_dir(config)
-    layout = f"DIR/{name}/<any>{suffix}, DIR/{name}{suffix} or DIR/{name}-<any>{suffix}"
-    check(bool(base), f"{config.source}: set data.dir or JAXMPI_DATA to a folder DIR with {layout}")
-    folder, starts = os.path.join(base, name), ("",)
-    if not os.path.isdir(folder):
-        folder, starts = base, (f"{name}-", f"{name}{suffix}")
-    try:
-        names = sorted(file for file in os.listdir(folder) if file.endswith(suffix) and not file.startswith("."))
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be listed: {error.strerror}; expected {layout}") from error
-    files = [os.path.join(folder, file) for file in names if file.startswith(starts)]
-    check(
-        bool(files),
-        f"{config.source}: found no {suffix} file for {split} in {base}; expected {layout}; name the split with "
-        f"--data.{split}-split",
-    )
-    check_plain_files(files, layout)
-    return files

@@ -5,9 +5,8 @@
     DIR/train_mean.npy             f32[height, width, channels], for data.mean_image
 
 Training takes whole files in a new order each epoch, and the examples of each in a new order (`sampler.FileSampler`).
-So each is read once an epoch, in one go (`open_files.open_spans`). On some file systems a read takes long. There, a
-read for each image would take as many times longer as a file has images. A file need not fit into memory: longer ones
-are cut into spans. If examples of all files are mixed, rows are read one by one.
+Each is read once an epoch, in one go, or in spans if it is long: where a read takes long, one for each image would take
+as many times longer as a file has images. If examples of all files are mixed, rows are read one by one.
 """
 
 import bisect
@@ -24,11 +23,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from jaxmpi.config.data import Data, data_dir
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import sync_file
 from jaxmpi.data.sampler import Sampler
-from jaxmpi.data.sources.base import Source, pair, place_in_parts, split_name
+from jaxmpi.data.sources.base import Source, data_root, pair, place_in_parts, split_name
 from jaxmpi.data.sources.numpy_files import Expected, load_array, read_header
 from jaxmpi.data.sources.open_files import SPAN_BYTES, LastUsed, OpenFiles, open_spans
 from jaxmpi.data.sources.packed import check_record
@@ -45,12 +44,7 @@ LABELS = Expected("whole numbers, one an image", lambda found: found.dtype.kind 
 
 
 class BatchFileSource:
-    """One split of batch files.
-
-    Args:
-        root: DIR.
-        split: name of the folder.
-        classes: 0 counts up to the largest label; the model may have more.
+    """One split of batch files below `root`; `classes` 0 counts up to the largest label.
 
     Raises:
         UsageError: no file, or a file or labels that are not as described; more or fewer labels than examples; or names
@@ -59,22 +53,27 @@ class BatchFileSource:
 
     def __init__(self, root: str, split: str, classes: int = 0) -> None:
         self.name, self.folder = "batchfiles", os.path.join(root, split)
-        check(os.path.isdir(self.folder), f"batchfiles: no folder {self.folder}; expected {LAYOUT}")
-        self.files = sorted(name for name in os.listdir(self.folder) if name.endswith(".npy"))
-        check(bool(self.files), f"{self.folder}: found no .npy file; expected {LAYOUT}")
+        self.files = (
+            sorted(n for n in os.listdir(self.folder) if n.endswith(".npy")) if os.path.isdir(self.folder) else []
+        )
+        if not self.files:
+            raise UsageError(f"batchfiles: found no .npy file in a folder {self.folder}; expected {LAYOUT}")
         _check_order(self.folder, self.files)
         paths = [os.path.join(self.folder, name) for name in self.files]
         headers = [read_header(path, IMAGES) for path in paths]
         self.shape = headers[0].shape[1:]
         each = math.prod(self.shape)  # bytes of an image; a file with holes can be larger than its disk
-        check(each <= MOST_IMAGE_BYTES, f"{paths[0]}: got {each} bytes an image; expected <= {MOST_IMAGE_BYTES}")
-        odd = [path for path, found in zip(paths, headers, strict=True) if found.shape[1:] != self.shape]
-        check(not odd, f"{''.join(odd[:1])}: got images of another shape than {self.shape} before it")
-        self.offsets = np.array([found.offset for found in headers], np.int64)
-        self.ends = np.cumsum([found.shape[0] for found in headers])
-        labels = _labels_path(root, split)
-        self.labels = _load_labels(labels)
-        check(len(self.labels) == self.ends[-1], f"{labels}: got {len(self.labels)} labels for {self.ends[-1]} images")
+        if each > MOST_IMAGE_BYTES:
+            raise UsageError(f"{paths[0]}: got {each} bytes an image; expected <= {MOST_IMAGE_BYTES}")
+        for path, header in zip(paths, headers, strict=True):
+            if header.shape[1:] != self.shape:
+                raise UsageError(f"{path}: got images of another shape than {self.shape} before it")
+        self.offsets = np.array([header.offset for header in headers], np.int64)
+        self.ends = np.cumsum([header.shape[0] for header in headers])
+        labels = f"{os.path.join(root, split)}_labels.npy"
+        self.labels = load_labels(labels)
+        if len(self.labels) != self.ends[-1]:
+            raise UsageError(f"{labels}: got {len(self.labels)} labels for {self.ends[-1]} images")
         self.classes, self.is_counted = classes or int(self.labels.max(initial=-1)) + 1, not classes
         self.opened = OpenFiles(paths)
         self.spans: LastUsed[np.ndarray] | None = None  # if files are read whole
@@ -88,9 +87,8 @@ class BatchFileSource:
 
     def whole_files(self) -> Self:
         """The same source, which reads files whole, or long ones in spans."""
-        each, begins = math.prod(self.shape), [0, *self.span_ends[:-1]]
-        places = []
-        for begin, end in zip(begins, self.span_ends, strict=True):
+        each, places = math.prod(self.shape), []
+        for begin, end in itertools.pairwise([0, *self.span_ends]):
             file, row = place_in_parts(self.ends, begin)
             places.append((file, int(self.offsets[file]) + row * each, (end - begin) * each))
         source = copy.copy(self)
@@ -130,32 +128,27 @@ def _check_order(folder: str, names: list[str]) -> None:
     alike: dict[str, str] = {}
     for name in names:
         first = alike.setdefault(re.sub(r"\d+", "0", name), name)
-        check(
-            len(name) == len(first),
-            f"{folder}: got {first} and {name}, and files go by name, so that 10.npy comes before 2.npy; give all "
-            "numbers leading zeros up to the same length, such as 00002.npy",
-        )
+        if len(name) != len(first):
+            raise UsageError(
+                f"{folder}: got {first} and {name}, and files go by name, so that 10.npy comes before 2.npy; give all "
+                "numbers leading zeros up to the same length, such as 00002.npy"
+            )
 
 
-def _labels_path(root: str, split: str) -> str:
-    return os.path.join(root, f"{split}_labels.npy")
-
-
-def _load_labels(path: str) -> np.ndarray:
+def load_labels(path: str) -> np.ndarray:
     """i32[examples] of a .npy file of whole numbers >= 0."""
-    found = load_array(path, LABELS)
-    for place in np.flatnonzero((found < 0) | (found > np.iinfo(np.int32).max))[:1]:
-        raise UsageError(f"{path}: got label {found[place]} at {place}; expected 0 <= label < 2^31")
-    return found.astype(np.int32)
+    labels = load_array(path, LABELS)
+    for place in np.flatnonzero((labels < 0) | (labels > np.iinfo(np.int32).max))[:1]:
+        raise UsageError(f"{path}: got label {labels[place]} at {place}; expected 0 <= label < 2^31")
+    return labels.astype(np.int32)
 
 
 def batchfiles(config: Data, split: str) -> Source:
     """NumPy batch files in DIR/<split>/ and DIR/<split>_labels.npy; classes are counted, training's too."""
-    base = data_dir(config)
-    check(bool(base), f"batchfiles: set data.dir or JAXMPI_DATA to a folder DIR with {LAYOUT}")
-    train = _labels_path(base, config.train_split)
+    base = data_root(config, LAYOUT)
+    train = f"{os.path.join(base, config.train_split)}_labels.npy"
     source = BatchFileSource(base, split_name(config, split))
-    in_training = int(_load_labels(train).max(initial=-1)) + 1 if os.path.isfile(train) else 0
+    in_training = int(load_labels(train).max(initial=-1)) + 1 if os.path.isfile(train) else 0
     source.classes = max(source.classes, in_training)
     return source
 
@@ -176,27 +169,27 @@ def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128
         UsageError: no example, or no row; an image that is not u8[height, width, channels], or not of the first one's
             shape; a label that is no whole number in [0, 2^31); or a file cannot be written, as on a full disk: which.
     """
-    check(rows > 0, f"rows: got {rows}; expected how many images a file has, from 1 on")
-    name, folder = getattr(source, "name", "source"), Path(root) / split
-    check(len(source) > 0, f"{name}: got no examples to write")
-    labels_path = Path(_labels_path(str(root), split))
-    order = np.arange(len(source)) if seed is None else Sampler(len(source), len(source), seed=seed).indices(0).indices
-    files = [folder / each for each in _names(-(-len(source) // rows))]
-    labels = np.zeros(len(source), np.int32)
+    name, folder, n = getattr(source, "name", "source"), Path(root) / split, len(source)
+    if rows < 1 or not n:
+        raise UsageError(f"{name}: got {n} examples, {rows} rows a file; expected 1 or more of both")
+    labels_path = Path(root) / f"{split}_labels.npy"
+    order = np.arange(n) if seed is None else Sampler(n, n, seed=seed).indices(0).indices
+    count = -(-n // rows)
+    files = [folder / f"{number:0{max(5, len(str(count - 1)))}}.npy" for number in range(count)]
+    labels = np.zeros(n, np.int32)
     shape: tuple[int, ...] | None = None
     total: Any = 0.0
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    for file, begin in zip(files, range(0, len(source), rows), strict=True):
+    for file, begin in zip(files, range(0, n, rows), strict=True):
         images = []
         for place, i in enumerate(order[begin : begin + rows].tolist(), begin):
             image, label = pair(source, i)
             _, labels[place] = check_record(b"", label, 0, f"{name}[{i}]")
             shape = shape or image.shape
-            check(
-                image.dtype == np.uint8 and image.ndim == 3 and image.shape == shape,
-                f"{name}[{i}]: got {image.dtype}{list(image.shape)}; expected u8[height, width, channels] as before it",
-            )
+            if image.dtype != np.uint8 or image.ndim != 3 or image.shape != shape:
+                what = f"{image.dtype}{list(image.shape)}"
+                raise UsageError(f"{name}[{i}]: got {what}; expected u8[height, width, channels] as before it")
             images.append(image)
         with _writing(folder):
             labels_path.unlink(missing_ok=True)  # not before there are images to write
@@ -207,13 +200,8 @@ def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128
         for left in set(folder.glob("*.npy")) - {*files}:
             if left.stem.isdecimal():
                 left.unlink()
-    _save(Path(root) / f"{split}_mean.npy", (total / len(source)).astype(np.float32))
+    _save(Path(root) / f"{split}_mean.npy", (total / n).astype(np.float32))
     _save(labels_path, labels)
-
-
-def _names(files: int) -> list[str]:
-    digits = max(5, len(str(files - 1)))
-    return [f"{number:0{digits}}.npy" for number in range(files)]
 
 
 def _save(path: Path, array: np.ndarray) -> None:

@@ -3,9 +3,9 @@
 Of a `MapDataset` of n examples, index e n + i is example i of epoch e, with the random choices of that epoch; `endless`
 has the loaders ask so. Grain imports JAX, so it is read by threads.
 
-A stream has no examples by index, so what a resumed run needs is the iterator's state. Loaders read ahead of training:
-the state is noted at the end of each step and kept until that step is trained. So a checkpoint has the state behind
-the examples that were trained, not behind those that were read. One thread reads all streams of a process, in order.
+A stream has no examples by index, so a resumed run needs the iterator's state. Loaders read ahead of training: the
+state is noted at the end of each step and kept until that step is trained, so a checkpoint has the state behind the
+examples that were trained, not behind those that were read. One thread reads all streams of a process, in order.
 
 Every worker reads one `IterDataset` whole and keeps its share of each step. So N workers see in a step what one worker
 would see, and any number of workers may resume. A function of (worker, workers) gives each worker a stream of its own,
@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.env import installing
-from jaxmpi.core.errors import TrainingError, UsageError, check
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.data.sampler import UNBOUNDED, place_of
 from jaxmpi.data.sources.arrays import PythonSource
 from jaxmpi.data.sources.base import Source
@@ -34,7 +34,7 @@ def is_stream(examples: Any) -> bool:
 
 
 class StreamReader:
-    """One stream, read from its begin or the end of a step.
+    """One stream, read from its beginning or the end of a step.
 
     A step takes `per_step` examples of it, those of other workers included.
     """
@@ -43,15 +43,16 @@ class StreamReader:
         self.dataset, self.name, self.per_step = dataset, name, per_step
         self._states: dict[int, str] = {}  # by step, as JSON: where the iterator stood behind it
         self._lock = threading.Lock()  # a loader reads, and the run saves
-        self._at = 0  # examples read
+        self._read = 0  # examples
         self._iterator: Any = None
         self._first: Any = None
         self._last: Any = None
 
     def begin(self, step: int, state: str = "") -> None:
+        """Continue behind a step, from its state or the one that is noted."""
         with self._lock:
             state = state or self._states.get(step, "")
-            self._iterator, self._at = iter(self.dataset), step * self.per_step
+            self._iterator, self._read = iter(self.dataset), step * self.per_step
             if step:
                 self._iterator.set_state(json.loads(state))
             self._states = {}
@@ -69,10 +70,10 @@ class StreamReader:
     def read(self, count: int) -> Any:
         """Example `count`, which must be new, the last again, or 0; raise `TrainingError` if the stream has ended."""
         with self._lock:
-            if self._iterator is None or count < self._at - 1:
-                assert count == 0, f"{self.name}: example {count} after {self._at}"
+            if self._iterator is None or count < self._read - 1:
+                assert count == 0, f"{self.name}: example {count} after {self._read}"
                 return self.first()
-            while self._at <= count:
+            while self._read <= count:
                 self._advance()
             return self._last
 
@@ -80,24 +81,25 @@ class StreamReader:
         """State of the iterator behind a step, as JSON."""
         if step not in self._states:
             with self._lock:
-                while self._at < step * self.per_step:  # examples that other workers read
+                while self._read < step * self.per_step:  # examples that other workers read
                     self._advance()
         return self._states[step]
 
     def forget(self, step: int) -> None:
+        """Drop states of steps before."""
         for noted in list(self._states):  # at once, since a loader adds to them
             if noted < step:
                 del self._states[noted]
 
     def count(self, limit_s: float) -> int:
+        """The stream's examples."""
         begin, count = time.monotonic(), 0
         for count, _ in enumerate(self.dataset, 1):
-            took_s = time.monotonic() - begin
-            check(
-                took_s < limit_s,
-                f"{self.name}: got {count} examples in {took_s:.0f} s; expected a stream that ends: leave repeat() "
-                "out, or raise data.stall_timeout_s",
-            )
+            if (took_s := time.monotonic() - begin) > limit_s:
+                raise UsageError(
+                    f"{self.name}: got {count} examples in {took_s:.0f} s; expected a stream that ends: leave repeat() "
+                    "out, or raise data.stall_timeout_s"
+                )
         return count
 
     def _advance(self) -> None:
@@ -105,19 +107,19 @@ class StreamReader:
             self._last = next(self._iterator)
         except StopIteration:
             raise TrainingError(
-                f"{self.name} has ended after {self._at} examples, before the run: repeat it, as in "
+                f"{self.name} has ended after {self._read} examples, before the run: repeat it, as in "
                 "MapDataset.repeat(), or train for fewer steps"
             ) from None
-        self._at += 1
-        if self._at % self.per_step == 0:
+        self._read += 1
+        if self._read % self.per_step == 0:
             self._note()
 
     def _note(self) -> None:
         try:
-            self._states[self._at // self.per_step] = json.dumps(self._iterator.get_state())
+            self._states[self._read // self.per_step] = json.dumps(self._iterator.get_state())
         except TypeError as error:
-            what = "expected JSON values, as Grain's own checkpoints"
-            raise UsageError(f"{self.name}: state: {error}; {what}") from error
+            expected = "expected JSON values, as Grain's own checkpoints"
+            raise UsageError(f"{self.name}: state: {error}; {expected}") from error
 
 
 class StreamSource(PythonSource):
@@ -140,30 +142,28 @@ class StreamSource(PythonSource):
         self.readers: tuple[StreamReader, ...] = ()
 
     def open(self, mine: Sequence[int], workers: int, per_step: int) -> None:
-        """Open the streams of some workers.
-
-        Args:
-            per_step: examples of a stream that a step takes.
-        """
+        """Open the streams of some workers, of which a step takes `per_step` examples each."""
         import grain
 
-        self.readers = ()
+        readers = []
         for worker in mine:
-            dataset, name = (
-                self.examples(worker, workers) if self.is_own else self.examples,
-                self.stream_name(worker, workers),
-            )
-            is_stream = isinstance(dataset, grain.IterDataset)
-            check(is_stream, f"{name}: got {type(dataset).__name__}; expected a grain.IterDataset")
-            self.readers = (*self.readers, StreamReader(dataset, name, per_step))
+            dataset, name = self.examples, self.stream_name(worker, workers)
+            dataset = dataset(worker, workers) if self.is_own else dataset
+            if not isinstance(dataset, grain.IterDataset):
+                raise UsageError(f"{name}: got {type(dataset).__name__}; expected a grain.IterDataset")
+            readers.append(StreamReader(dataset, name, per_step))
+        self.readers = tuple(readers)
 
     def stream_name(self, worker: int, workers: int) -> str:
+        """Name of a worker's stream in errors."""
         return f"{self.name}({worker}, {workers})" if self.is_own else self.name
 
     def count(self, limit_s: float) -> list[int]:
+        """Examples of the streams that differ."""
         return [reader.count(limit_s) for reader in (self.readers if self.is_own else self.readers[:1])]
 
     def begin(self, step: int, states: Sequence[str] = ()) -> None:
+        """Continue behind a step, from these states or those that are noted."""
         for place, reader in enumerate(self.readers):
             reader.begin(step, states[place] if states else "")
 
@@ -174,6 +174,7 @@ class StreamSource(PythonSource):
         return made
 
     def forget(self, step: int) -> None:
+        """Drop states of steps before."""
         for reader in self.readers:
             reader.forget(step)
 
@@ -197,10 +198,10 @@ class GrainSource(PythonSource):
 
     def _read(self, index: int) -> Any:
         example = self.examples[int(index)]
-        check(
-            example is not None,
-            f"{self.where(index)}: got None, as MapDataset.filter leaves; filter what the MapDataset is made from",
-        )
+        if example is None:
+            raise UsageError(
+                f"{self.where(index)}: got None, as MapDataset.filter leaves; filter what the MapDataset is made from"
+            )
         return example
 
     def where(self, index: int) -> str:
@@ -217,12 +218,11 @@ def grain(config: Data, split: str) -> Source:
     examples, name = config.train if split == "train" else config.validation, f"data.{split}"
     if is_stream(examples):
         return StreamSource(examples, name)
-    check(
-        isinstance(examples, library.MapDataset),
-        f"{name}: got {type(examples).__name__}; expected a grain.MapDataset, a grain.IterDataset, or a function "
-        "(worker, workers) -> IterDataset",
-    )
-    check(
-        len(examples) < sys.maxsize, f"{name}: got an endless MapDataset; leave repeat() out: epochs are the trainer's"
-    )
+    if not isinstance(examples, library.MapDataset):
+        raise UsageError(
+            f"{name}: got {type(examples).__name__}; expected a grain.MapDataset, a grain.IterDataset, or a function "
+            "(worker, workers) -> IterDataset"
+        )
+    if len(examples) >= sys.maxsize:
+        raise UsageError(f"{name}: got an endless MapDataset; leave repeat() out: epochs are the trainer's")
     return GrainSource(examples, name)

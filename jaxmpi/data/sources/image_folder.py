@@ -6,55 +6,51 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxmpi.config.data import Data, data_dir
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import UsageError
 from jaxmpi.data.decode import CorruptExample
-from jaxmpi.data.sources.base import Source, check_channels, decode_image, split_name
+from jaxmpi.data.sources.base import EncodedSource, Source, data_root, split_name
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
+LAYOUT = "DIR/<split>/<class>/<image>.jpg, .jpeg or .png"
 
 
-class FolderSource:
-    """Image files in one folder per class.
+class FolderSource(EncodedSource):
+    """Image files in one folder per class below `root`; a class none of whose files is here may be absent.
 
-    Args:
-        root: holds a folder per class; a class none of whose files is here may be absent.
-        classes: names of the classes; the label is the position.
-
-    Attributes:
-        notes: what was left out, for the user.
-
-    Raises:
-        UsageError: no images, or a folder that is no class.
+    The label is the class's position in `classes`. `notes` say what was left out. Refused: no images, or a folder that
+    is no class.
     """
 
     def __init__(self, root: str, classes: Sequence[str], channels: int, resize: int) -> None:
-        self.name, self.root, self.names = "imagefolder", root, tuple(classes)
-        self.classes, self.channels, self.resize = len(classes), channels, resize
-        extra = sorted(set(_folders(root)) - set(classes))
-        check(not extra, f"{root}: class folders {extra[:5]} are not among the training classes")
-        # A million Python strings take 100 MB a worker; one blob of names and offsets, a fifth.
+        super().__init__("imagefolder", channels, resize)
+        self.root, self.names, self.classes = root, tuple(classes), len(classes)
+        extra = sorted(set(_list_folders(root)) - set(classes))
+        if extra:
+            raise UsageError(f"{root}: class folders {extra[:5]} are not among the training classes")
         files, left_out = [], []
         for name in classes:
-            images, others = _images(os.path.join(root, name))
+            images, others = _list_images(os.path.join(root, name))
             files.append(images)
             left_out += others
         what = f"{len(left_out)} entries that are no {', '.join(SUFFIXES)} file, such as {min(left_out, default='')}"
         self.notes = (f"{root}: left out {what}",) if left_out else ()
-        self.labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(f) for f in files])
-        names = [os.fsencode(name) for per_class in files for name in per_class]
+        self.labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(images) for images in files])
+        # A million Python strings take 100 MB a worker; one blob of names and offsets, a fifth.
+        names = [os.fsencode(name) for images in files for name in images]
         self.ends = np.cumsum([0, *map(len, names)], dtype=np.int64)
         self.blob = np.frombuffer(b"".join(names), np.uint8)
-        check(len(names) > 0, f"{root}: found no {', '.join(SUFFIXES)} file; expected {_LAYOUT}")
+        if not names:
+            raise UsageError(f"{root}: found no {', '.join(SUFFIXES)} file; expected {LAYOUT}")
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def digest(self) -> str:
         digest = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape"))
-        for part in (self.blob.tobytes(), self.ends.tobytes(), self.labels.tobytes()):
-            digest.update(part)
+        for part in (self.blob, self.ends, self.labels):
+            digest.update(part.tobytes())
         return digest.hexdigest()
 
     def where(self, index: int) -> str:
@@ -69,13 +65,6 @@ class FolderSource:
             raise CorruptExample(self.where(index), index, f"got {size} bytes; expected at most {MAX_RECORD_BYTES}")
         return blob, int(self.labels[index])
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        blob, label = self.encoded(index)
-        return decode_image(blob, self.where(index), index, self.channels, self.resize), label
-
-
-_LAYOUT = "DIR/<split>/<class>/<image>.jpg, .jpeg or .png"
-
 
 def _scan(folder: str) -> list[os.DirEntry[str]]:
     """Entries of a folder by name, hidden ones left out."""
@@ -83,7 +72,7 @@ def _scan(folder: str) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as entries:
             return sorted((e for e in entries if not e.name.startswith(".")), key=lambda e: e.name)
     except OSError as error:
-        raise UsageError(f"imagefolder: {folder} cannot be listed: {error.strerror}; expected {_LAYOUT}") from error
+        raise UsageError(f"imagefolder: {folder} cannot be listed: {error.strerror}; expected {LAYOUT}") from error
 
 
 def _is(kind: Callable[[], bool]) -> bool:
@@ -93,11 +82,11 @@ def _is(kind: Callable[[], bool]) -> bool:
         return False
 
 
-def _folders(root: str) -> list[str]:
+def _list_folders(root: str) -> list[str]:
     return [entry.name for entry in _scan(root) if _is(entry.is_dir)]
 
 
-def _images(folder: str) -> tuple[list[str], list[str]]:
+def _list_images(folder: str) -> tuple[list[str], list[str]]:
     """Names of the images in a folder, sorted, and paths of all else that is not hidden."""
     images, others = [], []
     for entry in _scan(folder) if os.path.isdir(folder) else ():
@@ -113,17 +102,14 @@ def imagefolder(config: Data, split: str) -> Source:
 
     Classes are the class folders of the training split, sorted by name; those of this split if there is no other.
     """
-    check_channels(config)
-    base = data_dir(config)
-    check(bool(base), f"imagefolder: set data.dir or JAXMPI_DATA to a folder DIR with {_LAYOUT}")
-    root = os.path.join(base, split_name(config, split))
+    base = data_root(config, LAYOUT)
+    root, train = os.path.join(base, split_name(config, split)), os.path.join(base, config.train_split)
     if not os.path.isdir(root):
-        folders = _folders(base) if os.path.isdir(base) else []
+        folders = _list_folders(base) if os.path.isdir(base) else []
         there = ", ".join(folders[:8]) or ("none" if os.path.isdir(base) else "it does not exist")
         way_out = f"Folders in {base}: {there}; name the right one with --data.{split}-split"
-        if any(_images(os.path.join(base, name))[0] for name in folders):
+        if any(_list_images(os.path.join(base, name))[0] for name in folders):
             way_out = f"The folders in {base} hold images, so they are classes: move them into {root}/"
-        raise UsageError(f"imagefolder: no folder {root}; expected {_LAYOUT}. {way_out}")
-    train = os.path.join(base, config.train_split)
-    classes = _folders(train if os.path.isdir(train) else root)
+        raise UsageError(f"imagefolder: no folder {root}; expected {LAYOUT}. {way_out}")
+    classes = _list_folders(train if os.path.isdir(train) else root)
     return FolderSource(root, classes, config.channels, config.resize)

@@ -1,8 +1,8 @@
 """Source: several sources with weights.
 
-An epoch has as many examples as the parts have together. Each part gives the share of them that its weight says. A part
-goes on in an epoch where it ended the one before, in an order of its own. So over epochs all its examples are visited
-equally often. Example i of epoch e is a function of (e, i) alone: of no worker, and of no state.
+An epoch has as many examples as the parts have together. Each part gives the share of them that its weight says. It
+continues in an epoch where it ended the one before, in an order of its own, so over epochs all its examples are visited
+equally often. Example i of epoch e is a function of (e, i) alone.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.data.sampler import random_bits
 from jaxmpi.data.sources.base import Source, where
 from jaxmpi.data.sources.grain_datasets import is_stream
@@ -34,33 +34,27 @@ class Mixture:
     endless = True  # an epoch's examples are not those of the next
 
     def __init__(self, parts: Sequence[Source], weights: Sequence[float]) -> None:
-        names = [part.name for part in parts]
-        check(
-            len(parts) > 0 and all(math.isfinite(weight) and weight > 0 for weight in weights),
-            f"mixture of {', '.join(names)}: got the weights {list(weights)}; expected a number > 0 a part",
-        )
-        self.lengths = [len(part) for part in parts]
-        check(
-            min(self.lengths) > 0, f"mixture of {', '.join(names)}: got parts of {self.lengths} examples; expected >= 1"
-        )
-        self.parts, self.counts = tuple(parts), counted(sum(self.lengths), weights)
-        check(
-            min(self.counts) > 0,
-            f"mixture of {', '.join(names)}: got the weights {list(weights)}, which give {self.counts} of an epoch's "
-            f"{sum(self.counts)} examples; expected >= 1 of each part: raise the smallest",
-        )
+        what = f"mixture of {', '.join(part.name for part in parts)}"
+        if not parts or not all(math.isfinite(weight) and weight > 0 for weight in weights):
+            raise UsageError(f"{what}: got the weights {list(weights)}; expected a number > 0 a part")
+        self.parts, self.lengths = tuple(parts), [len(part) for part in parts]
+        self.counts = split_by_weight(sum(self.lengths), weights)
+        if min(*self.lengths, *self.counts) < 1:
+            raise UsageError(
+                f"{what}: got parts of {self.lengths} examples and the weights {list(weights)}, which give "
+                f"{self.counts} examples of an epoch; expected >= 1 of each part: raise the smallest"
+            )
         self.ends = np.cumsum(self.counts)
         self.orders = [
             random_bits(n, 0, 0, stream=3, index=k).argsort(kind="stable") for k, n in enumerate(self.lengths)
         ]
         self.is_counted = all(getattr(part, "is_counted", False) for part in parts)
-        known = {part.classes for part in parts}
-        check(
-            self.is_counted or len(known) == 1,
-            f"mixture of {', '.join(names)}: got {[part.classes for part in parts]} classes; expected one number: a "
-            "label must mean the same in all parts",
-        )
-        self.classes = max(known)
+        classes = [part.classes for part in parts]
+        if not self.is_counted and len(set(classes)) > 1:
+            raise UsageError(
+                f"{what}: got {classes} classes; expected one number: a label must mean the same in all parts"
+            )
+        self.classes = max(classes)
         self.in_process = any(getattr(part, "in_process", False) for part in parts)
         self.bytes_each, self.tokens_each = self._mean("bytes_each"), self._mean("tokens_each")
         self.notes = tuple(note for part in parts for note in getattr(part, "notes", ()))
@@ -80,8 +74,8 @@ class Mixture:
         k = int(np.searchsorted(self.ends, index, side="right"))
         visits = epoch * self.counts[k] + index - (int(self.ends[k]) - self.counts[k])  # part's examples before this
         turn, place = divmod(visits, self.lengths[k])
-        part, found = self.parts[k], int(self.orders[k][place])
-        return part, found + turn * self.lengths[k] * bool(getattr(part, "endless", False))
+        is_endless = bool(getattr(self.parts[k], "endless", False))
+        return self.parts[k], int(self.orders[k][place]) + turn * self.lengths[k] * is_endless
 
     @property
     def encoded(self) -> Callable[[int], tuple[Any, Any]] | None:
@@ -89,12 +83,12 @@ class Mixture:
         return self._encoded if all(getattr(part, "encoded", None) for part in self.parts) else None
 
     def _encoded(self, number: int) -> tuple[Any, Any]:
-        part, found = self.place(number)
-        return part.encoded(found)  # pyright: ignore[reportAttributeAccessIssue] - all parts have it
+        part, index = self.place(number)
+        return part.encoded(index)  # pyright: ignore[reportAttributeAccessIssue] - all parts have it
 
     def __getitem__(self, number: int) -> Any:
-        part, found = self.place(number)
-        return part[found]
+        part, index = self.place(number)
+        return part[index]
 
     def where(self, number: int) -> str:
         return where(*self.place(number))
@@ -104,7 +98,7 @@ class Mixture:
         return hashlib.sha256(f"{parts}{self.lengths}{self.counts}".encode()).hexdigest()
 
 
-def counted(examples: int, weights: Sequence[float]) -> list[int]:
+def split_by_weight(examples: int, weights: Sequence[float]) -> list[int]:
     """Split `examples` by weight; the largest remainders are rounded up."""
     exact = [examples * weight / math.fsum(weights) for weight in weights]
     counts = [math.floor(share) for share in exact]
@@ -114,28 +108,28 @@ def counted(examples: int, weights: Sequence[float]) -> list[int]:
     return counts
 
 
-def mixture(config: Data, split: str, opened: Callable[[Data, str], Source]) -> Source:
+def mixture(config: Data, split: str, open_source: Callable[[Data, str], Source]) -> Source:
     """The parts of `data.train` by weight; held out is `data.validation`, or each part's validation, all of it once."""
     pairs = config.train
     is_form = isinstance(pairs, Sequence) and all(
         isinstance(pair, Sequence) and len(pair) == 2 and isinstance(pair[1], (int, float)) for pair in pairs
     )
-    check(is_form and len(pairs) > 0, f"data.train: got {pairs!r:.80} for a mixture; expected {FORM}")
+    if not is_form or not pairs:
+        raise UsageError(f"data.train: got {pairs!r:.80} for a mixture; expected {FORM}")
 
-    def source_of(part: Any) -> Source:
-        return opened(*(part, split) if isinstance(part, Data) else (Data("array", train=part, validation=part), split))
+    def open_part(part: Any) -> Source:
+        return open_source(part if isinstance(part, Data) else Data("array", train=part, validation=part), split)
 
     if split == "validation" and config.validation is not None:
-        return source_of(config.validation)
-    grains = [part for part, _ in pairs if isinstance(part, Data) and part.source == "grain"]
-    check(not any(is_stream(getattr(part, split)) for part in grains), STREAM.format(split=split))
-    if split == "train":
-        return Mixture([source_of(part) for part, _ in pairs], [weight for _, weight in pairs])
-    odd = [type(part).__name__ for part, _ in pairs if not isinstance(part, Data)]
-    check(
-        not odd,
-        f"data.validation: got none for a mixture of {', '.join(odd)}; give a Data or an object: only a "
-        "Data knows its own",
-    )
-    parts = [source_of(part) for part, _ in pairs]
-    return Mixture(parts, [len(part) for part in parts])
+        return open_part(config.validation)
+    parts, weights = [part for part, _ in pairs], [weight for _, weight in pairs]
+    if any(isinstance(part, Data) and part.source == "grain" and is_stream(getattr(part, split)) for part in parts):
+        raise UsageError(STREAM.format(split=split))
+    odd = [type(part).__name__ for part in parts if not isinstance(part, Data)]
+    if split == "validation" and odd:
+        raise UsageError(
+            f"data.validation: got none for a mixture of {', '.join(odd)}; give a Data or an object: only a Data knows "
+            "its own"
+        )
+    sources = [open_part(part) for part in parts]
+    return Mixture(sources, weights if split == "train" else [len(source) for source in sources])

@@ -4,9 +4,8 @@
     DIR/<split>/<column>.npy       one array [n, ...] a column
 
 Headers are checked against what is expected and the file's size, so no memory is taken for what a header claims and the
-file does not hold. Nothing is unpickled. Rows are read where they lie, so files need not fit into memory. That needs
-arrays that are stored as they are, in C order. Others (numpy.savez_compressed, Fortran order) are read into memory at
-the start, and a note says how much.
+file does not have. Nothing is unpickled. Rows are read where they lie if arrays are stored as they are, in C order.
+Others (numpy.savez_compressed, Fortran order) are read into memory at the start, and a note says how much.
 """
 
 import contextlib
@@ -15,6 +14,7 @@ import io
 import math
 import os
 import struct
+import types
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +23,19 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from jaxmpi.config.data import Data, data_dir
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import open_plain
 from jaxmpi.core.shared_memory import available_bytes
-from jaxmpi.data.sources.base import Source, TableSource, chosen, place_in_parts, split_files, split_name
+from jaxmpi.data.sources.base import (
+    DEFAULT,
+    Source,
+    TableSource,
+    choose_columns,
+    open_table,
+    place_in_parts,
+    split_files,
+    split_name,
+)
 from jaxmpi.data.sources.open_files import OpenFiles
 
 MOST_HEAD_BYTES = 12 + 10_000  # NumPy itself takes no longer one
@@ -64,7 +73,8 @@ def parse_header(path: str, blob: bytes) -> Header:
         is_first = np.lib.format.read_magic(file) == (1, 0)
         read = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
         shape, is_fortran, dtype = read(file)
-        check(min(shape, default=0) >= 0, f"shape {shape}")
+        if min(shape, default=0) < 0:
+            raise ValueError(f"shape {shape}")
     except Exception as error:  # Python parses the head, so there is no one error for damage in it
         reason = str(error)[:200] or type(error).__name__
         raise UsageError(f"{path}: {reason}; expected a .npy file: it is damaged, or another kind of file") from error
@@ -73,39 +83,42 @@ def parse_header(path: str, blob: bytes) -> Header:
 
 def read_header(path: str, expected: Expected) -> Header:
     """Read the header of a .npy file, one thread at a time."""
-    with _open(path, expected) as (_, found):
-        return found
+    with _open(path, expected) as (_, header):
+        return header
 
 
 def load_array(path: str, expected: Expected) -> np.ndarray:
     """The array of a .npy file; one thread at a time, and raises, as `read_header`."""
-    with _open(path, expected) as (file, found):
-        file.seek(found.offset)
+    with _open(path, expected) as (file, header):
+        file.seek(header.offset)
         try:
-            flat = np.fromfile(file, found.dtype, math.prod(found.shape))
+            flat = np.fromfile(file, header.dtype, math.prod(header.shape))
         except MemoryError as error:  # a file with holes may be larger than its disk
             raise UsageError(
-                f"{path}: got {found}, more than there is memory for; expected {expected.words}"
+                f"{path}: got {header}, more than there is memory for; expected {expected.words}"
             ) from error
-        check(flat.size == math.prod(found.shape), f"{path}: it cannot be read, or changed meanwhile")
-        return flat.reshape(found.shape, order="F" if found.is_fortran else "C")
+        if flat.size != math.prod(header.shape):
+            raise UsageError(f"{path}: it cannot be read, or changed meanwhile")
+        return flat.reshape(header.shape, order="F" if header.is_fortran else "C")
 
 
 @contextlib.contextmanager
 def _open(path: str, expected: Expected) -> Iterator[tuple[BinaryIO, Header]]:
     try:
         with open(open_plain(path, f"a .npy file, {expected.words}", follow=True), "rb") as file:
-            found, size = parse_header(path, file.read(MOST_HEAD_BYTES)), os.fstat(file.fileno()).st_size
-            check(expected.fits(found), f"{path}: got {found}; expected {expected.words}")
-            check(found.end <= size, f"{path}: {found.end - size} bytes are missing at its end; write it again")
-            yield file, found
+            header, size = parse_header(path, file.read(MOST_HEAD_BYTES)), os.fstat(file.fileno()).st_size
+            if not expected.fits(header):
+                raise UsageError(f"{path}: got {header}; expected {expected.words}")
+            if header.end > size:
+                raise UsageError(f"{path}: {header.end - size} bytes are missing at its end; write it again")
+            yield file, header
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}; expected a .npy file, {expected.words}") from error
 
 
 # ---------------------------------------------------------------- the source
 
-ARRAYS = Expected("numbers[n, ...]", lambda found: found.dtype.kind in "biuf" and bool(found.shape))
+ARRAYS = Expected("numbers[n, ...]", lambda header: header.dtype.kind in "biuf" and bool(header.shape))
 
 
 class StoredArray(NamedTuple):
@@ -118,67 +131,51 @@ class StoredArray(NamedTuple):
 
 
 class NumpySource(TableSource):
-    """One split of NumPy files.
+    """One split of NumPy files: .npz files, or .npy files that are a column each.
 
-    Args:
-        config: of the data.
-        files: .npz files, or .npy files that are a column each.
-
-    Attributes:
-        notes: arrays that had to be read into memory, for the user.
-
-    Raises:
-        UsageError: a column is missing, is no array of numbers, or does not fit into memory; or it has another length
-            or shape than the others.
+    `notes` name arrays that had to be read into memory. Refused: a column that is missing, is no array of numbers, does
+    not fit into memory, or has another length or shape than the others.
     """
 
     def __init__(self, config: Data, files: Sequence[str]) -> None:
         self.opened, self.notes = OpenFiles(files), ()
         if files[0].endswith(".npz"):
-            tables = [(path, _zip_members(path, number)) for number, path in enumerate(files)]
+            tables = [(path, _list_zip(path, number)) for number, path in enumerate(files)]
         else:
             columns = [(os.path.basename(path).removesuffix(".npy"), _Member(i, path)) for i, path in enumerate(files)]
             tables = [(os.path.dirname(files[0]), columns)]
-        super().__init__(config, chosen(config, [name for name, _ in tables[0][1]], tables[0][0]))
+        super().__init__(config, choose_columns(config, [name for name, _ in tables[0][1]], tables[0][0]))
         self.paths = [path for path, _ in tables]
         self.parts: list[list[StoredArray | np.ndarray]] = []
         for path, members in tables:
-            found = [[member for each, member in members if each == name] for name in self.columns]
-            odd = [name for name, same in zip(self.columns, found, strict=True) if len(same) != 1]
-            check(not odd, f"{path}: got {', '.join(odd)} not once; expected the columns of {self.paths[0]}")
-            part = [self._open(member, name) for (member,), name in zip(found, self.columns, strict=True)]
+            by_name = [[member for name, member in members if name == column] for column in self.columns]
+            odd = [name for name, same in zip(self.columns, by_name, strict=True) if len(same) != 1]
+            if odd:
+                raise UsageError(f"{path}: got {', '.join(odd)} not once; expected the columns of {self.paths[0]}")
+            part = [member.open(name) for (member,), name in zip(by_name, self.columns, strict=True)]
             self.parts.append(part)
+            self.notes += tuple(
+                f"{path}: {name} is compressed or in Fortran order: {array.nbytes:,} bytes read into memory; "
+                "numpy.savez of C order would leave them in the file"
+                for name, array in zip(self.columns, part, strict=True)
+                if isinstance(array, np.ndarray)
+            )
             lengths = {name: array.shape[0] for name, array in zip(self.columns, part, strict=True)}
-            is_one = len(set(lengths.values())) == 1
-            check(is_one, f"{path}: got columns of lengths {lengths}; expected one length: write them again")
+            if len(set(lengths.values())) > 1:
+                raise UsageError(f"{path}: got columns of lengths {lengths}; expected one length: write them again")
             for name, array, before in zip(self.columns, part, self.parts[0], strict=True):
                 got, expected = (f"{x.dtype}{list(x.shape[1:])}" for x in (array, before))
-                check(got == expected, f"{path}: {name}: got rows {got}; expected {expected} as in {self.paths[0]}")
+                if got != expected:
+                    raise UsageError(f"{path}: {name}: got rows {got}; expected {expected} as in {self.paths[0]}")
         self.ends = np.cumsum([part[0].shape[0] for part in self.parts])
         self.labels = self.whole_numbers(1) if self.is_pair else None
-
-    def _open(self, member: "_Member", name: str) -> StoredArray | np.ndarray:
-        """An array to read row by row; one that is compressed or in Fortran order is read now."""
-        found = member.header(name)
-        if not (found.is_fortran or member.is_compressed):
-            return StoredArray(member.file, member.begin() + found.offset, found.dtype, found.shape)
-        why, left_bytes = f"{member.path}: {name} is compressed or in Fortran order", available_bytes()
-        check(
-            found.end <= left_bytes,
-            f"{why}, and needs {found.end / 1e9:,.1f} GB of memory; {left_bytes / 1e9:,.1f} GB are left: write it with "
-            "numpy.savez, in C order",
-        )
-        array = member.read(name)
-        note = f"{why}: {array.nbytes:,} bytes read into memory; numpy.savez of C order would leave them in the file"
-        self.notes = (*self.notes, note)
-        return array
 
     def whole_numbers(self, column: int) -> np.ndarray | None:
         """i64[n] of a column of whole numbers; None of another."""
         arrays = [part[column] for part in self.parts]
         if any(array.dtype.kind not in "iu" or len(array.shape) != 1 for array in arrays):
             return None
-        whole = [found if isinstance(found, np.ndarray) else self._rows(found, 0, found.shape) for found in arrays]
+        whole = [each if isinstance(each, np.ndarray) else self._rows(each, 0, each.shape) for each in arrays]
         return np.concatenate(whole).astype(np.int64)
 
     def __len__(self) -> int:
@@ -187,15 +184,15 @@ class NumpySource(TableSource):
     def cells(self, index: int) -> Sequence[Any]:
         part, row = place_in_parts(self.ends, index)
         cells = [
-            found[row] if isinstance(found, np.ndarray) else self._rows(found, row, found.shape[1:])
-            for found in self.parts[part]
+            array[row] if isinstance(array, np.ndarray) else self._rows(array, row, array.shape[1:])
+            for array in self.parts[part]
         ]
         return cells if self.labels is None else [cells[0], self.labels[index]]
 
-    def _rows(self, found: StoredArray, row: int, shape: tuple[int, ...]) -> np.ndarray:
-        each = found.dtype.itemsize * math.prod(found.shape[1:])
-        rows = self.opened.read(found.file, np.empty(shape, found.dtype), found.offset + row * each)
-        return rows.astype(found.dtype.newbyteorder("="), copy=False)
+    def _rows(self, array: StoredArray, row: int, shape: tuple[int, ...]) -> np.ndarray:
+        each = array.dtype.itemsize * math.prod(array.shape[1:])
+        rows = self.opened.read(array.file, np.empty(shape, array.dtype), array.offset + row * each)
+        return rows.astype(array.dtype.newbyteorder("="), copy=False)
 
     def where(self, index: int) -> str:
         part, row = place_in_parts(self.ends, index)
@@ -203,7 +200,7 @@ class NumpySource(TableSource):
 
     def digest(self) -> str:
         words = [*map(os.path.basename, self.opened.paths), *self.columns]
-        return self.sha256(words, (f"{found.dtype}{found.shape}".encode() for part in self.parts for found in part))
+        return self.sha256(words, (f"{array.dtype}{array.shape}".encode() for part in self.parts for array in part))
 
 
 class _Member(NamedTuple):
@@ -213,61 +210,59 @@ class _Member(NamedTuple):
     path: str
     info: zipfile.ZipInfo | None = None
 
-    @property
-    def is_compressed(self) -> bool:
-        return self.info is not None and self.info.compress_type != zipfile.ZIP_STORED
-
-    def header(self, name: str) -> Header:
-        """Its header; the array must take all bytes of a zip file's member."""
-        if self.info is None:
-            return read_header(self.path, ARRAYS)
-        where, size = f"{self.path}: {name}", self.info.file_size
-        with self._unzip(name) as file:
-            blob = file.read(min(MOST_HEAD_BYTES, size))
-        found = parse_header(where, blob)
-        check(ARRAYS.fits(found), f"{where}: got {found}; expected {ARRAYS.words}")
-        check(found.end == size, f"{where}: got {found}, so {found.end} bytes, in {size}; write it again")
-        return found
-
-    def begin(self) -> int:
-        """Offset in the file."""
-        if self.info is None:
-            return 0
-        with open(self.path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(self.info.header_offset)
-            lengths = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
-        begin = self.info.header_offset + LOCAL_HEADER.size + sum(lengths)
-        missing = begin + self.info.file_size - size
-        check(missing <= 0, f"{self.path}: {missing} bytes of {self.info.filename} are missing; write it again")
-        return begin
-
-    def read(self, name: str) -> np.ndarray:
-        """The whole array."""
-        if self.info is None:
+    def open(self, name: str) -> StoredArray | np.ndarray:
+        """An array to read row by row; one that is compressed or in Fortran order is read now."""
+        where, info, begin = f"{self.path}: {name}", self.info, 0
+        if info is None:
+            header = read_header(self.path, ARRAYS)
+        else:
+            with self._unzip(name) as file:
+                header = parse_header(where, file.read(min(MOST_HEAD_BYTES, info.file_size)))
+            if not ARRAYS.fits(header) or header.end != info.file_size:
+                raise UsageError(
+                    f"{where}: got {header}, {header.end} bytes of {info.file_size}; expected {ARRAYS.words}: write it "
+                    "again"
+                )
+            begin = self._find_begin(info)
+        if not header.is_fortran and (info is None or info.compress_type == zipfile.ZIP_STORED):
+            return StoredArray(self.file, begin + header.offset, header.dtype, header.shape)
+        left_bytes = available_bytes()
+        if header.end > left_bytes:
+            raise UsageError(
+                f"{where} is compressed or in Fortran order, and needs {header.end / 1e9:,.1f} GB of memory; "
+                f"{left_bytes / 1e9:,.1f} GB are left: write it with numpy.savez, in C order"
+            )
+        if info is None:
             return np.ascontiguousarray(load_array(self.path, ARRAYS))
         with self._unzip(name) as file:
             return np.ascontiguousarray(np.lib.format.read_array(file, allow_pickle=False))
+
+    def _find_begin(self, info: zipfile.ZipInfo) -> int:
+        with open(self.path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(info.header_offset)
+            lengths = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
+        begin = info.header_offset + LOCAL_HEADER.size + sum(lengths)
+        missing = begin + info.file_size - size
+        if missing > 0:
+            raise UsageError(f"{self.path}: {missing} bytes of {info.filename} are missing; write it again")
+        return begin
 
     @contextlib.contextmanager
     def _unzip(self, name: str) -> Iterator[Any]:
         assert self.info is not None
         try:
-            with _open_zip(self.path) as archive, archive.open(self.info) as file:
+            with zipfile.ZipFile(self.path) as archive, archive.open(self.info) as file:
                 yield file
         except (OSError, ValueError, EOFError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
             raise UsageError(f"{self.path}: {name}: {error}; expected {ARRAYS.words}: write it again") from error
 
 
-def _zip_members(path: str, number: int) -> list[tuple[str, _Member]]:
+def _list_zip(path: str, number: int) -> list[tuple[str, _Member]]:
     """Names of arrays, of which a zip file may have one twice, and where they lie."""
-    with _open_zip(path) as file:
-        return [(info.filename.removesuffix(".npy"), _Member(number, path, info)) for info in file.infolist()]
-
-
-def _open_zip(path: str) -> zipfile.ZipFile:
     try:
-        return zipfile.ZipFile(path)
+        with zipfile.ZipFile(path) as file:
+            return [(info.filename.removesuffix(".npy"), _Member(number, path, info)) for info in file.infolist()]
     except (OSError, zipfile.BadZipFile) as error:
         raise UsageError(f"{path}: {error}; expected a .npz file, as numpy.savez writes it") from error
 
@@ -280,6 +275,12 @@ def numpy_files(config: Data, split: str) -> Source:
         is_npy = os.path.isdir(folder) and not any(name.endswith(".npz") for name in os.listdir(folder))
         return split_files(config, split, ".npy" if is_npy else ".npz")
 
-    source = NumpySource(config, files(split))
-    labels = dataclasses.replace(config, columns=source.columns[1:])
-    return source.count_classes(config, split, lambda: NumpySource(labels, files("train")).whole_numbers(0))
+    def open_split(name: str) -> Any:
+        if name == split:
+            return NumpySource(config, files(name))
+        labels = dataclasses.replace(
+            config, columns=(config.columns or DEFAULT)[1:]
+        )  # of training nothing else is read
+        return types.SimpleNamespace(labels=NumpySource(labels, files(name)).whole_numbers(0))
+
+    return open_table(config, split, open_split)

@@ -1,7 +1,6 @@
-"""Files that stay open for reads at an offset, and parts of them that are kept while used.
+"""Files that stay open for reads at an offset, and spans of them that are kept while used.
 
-So no file is copied into memory, or opened twice in a row. Files are read, not mapped: one that shrinks under the run
-would kill it by SIGBUS, and no error would name the file.
+Files are read, not mapped: one that shrinks under the run would kill it by SIGBUS, and no error would name the file.
 """
 
 import collections
@@ -22,10 +21,7 @@ MOST_OPEN = 64  # files at once, of a source: several loaders, each in a file or
 
 
 class LastUsed(Generic[T]):
-    """Values by number, loaded when first asked for; the last `most` are kept.
-
-    If several threads want a value at the same time, one loads it. A copy by pickle begins empty.
-    """
+    """Values by number, loaded by one thread when first asked for; the last `most` are kept. A pickle begins empty."""
 
     def __init__(self, load: Callable[[int], T], most: int) -> None:
         self._load, self._most = load, most
@@ -37,20 +33,19 @@ class LastUsed(Generic[T]):
 
     def __getitem__(self, number: int) -> T:
         with self._lock:
-            found = self._kept.get(number)
-            is_new = found is None
-            found = self._kept.setdefault(number, found or Future())
+            is_new = number not in self._kept
+            value = self._kept.setdefault(number, Future())
             self._kept.move_to_end(number)
             if len(self._kept) > self._most:
                 self._kept.popitem(last=False)
         if is_new:
             try:
-                found.set_result(self._load(number))
+                value.set_result(self._load(number))
             except BaseException as error:
                 with self._lock:
                     self._kept.pop(number, None)
-                found.set_exception(error)
-        return found.result()
+                value.set_exception(error)
+        return value.result()
 
 
 class Descriptor:

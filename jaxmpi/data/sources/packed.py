@@ -1,6 +1,4 @@
-"""The packed format: a blob of images, in shards, and an index.
-
-The images are compressed. The design is that of IBM's DIMD file. A folder holds one split:
+"""The packed format, after IBM's DIMD: a blob of compressed images, in shards, and an index.
 
     manifest.json        what is here: JSON, written last
     index.bin            a row of ROW for each record: offset in the blob, length, label, CRC-32
@@ -14,7 +12,6 @@ not followed, and nothing is unpickled. Checksums find damage, not malice.
 import hashlib
 import os
 import re
-import stat
 import zlib
 from functools import partial
 from pathlib import Path
@@ -22,12 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.config.data import Data, data_dir
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import open_plain
 from jaxmpi.core.json_tree import read_json
 from jaxmpi.data.decode import CorruptExample
-from jaxmpi.data.sources.base import Source, check_channels, decode_image, split_name
+from jaxmpi.data.sources.base import EncodedSource, Source, data_root, split_name
 from jaxmpi.data.sources.open_files import Descriptor, LastUsed
 
 FORMAT = "jaxmpi packed 1"
@@ -36,8 +33,8 @@ ROW = np.dtype([("offset", "<u8"), ("length", "<u4"), ("label", "<i4"), ("crc32"
 MAX_RECORD_BYTES = 1 << 30  # counts of MPI messages are C ints
 MAX_MANIFEST_BYTES = 4 << 20  # as objects of Python perhaps thirty times as much
 MAX_SHARDS = 100_000
-PLAIN = "a file of a packed data set, no link"
-# Halves of surrogate pairs, but for those in which Python holds the bytes of a folder's name that is not UTF-8.
+PLAIN = "a plain file of a packed data set, no link; copy it again, or pack again"
+# Halves of surrogate pairs, but for those in which Python has the bytes of a folder's name that is not UTF-8.
 NO_TEXT = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 
 
@@ -60,126 +57,35 @@ def shard_name(number: int) -> str:
 def check_record(blob: Any, label: Any, classes: int, where: str) -> tuple[Any, int]:
     """Return a compressed image and its label; refuse a label that is not in [0, classes), or an image too long."""
     top = classes or 2**31
-    is_label = np.ndim(label) == 0 and np.asarray(label).dtype.kind in "iu" and 0 <= int(label) < top
-    check(is_label, f"{where}: got label {label!r:.80}; expected a whole number, 0 <= label < {top}")
-    check(len(blob) <= MAX_RECORD_BYTES, f"{where}: got {len(blob)} bytes; expected at most {MAX_RECORD_BYTES}")
+    if np.ndim(label) or np.asarray(label).dtype.kind not in "iu" or not 0 <= int(label) < top:
+        raise UsageError(f"{where}: got label {label!r:.80}; expected a whole number, 0 <= label < {top}")
+    if len(blob) > MAX_RECORD_BYTES:
+        raise UsageError(f"{where}: got {len(blob)} bytes; expected at most {MAX_RECORD_BYTES}")
     return blob, int(label)
 
 
-# ---------------------------------------------------------------- reading what a stranger may have written
-
-
-def _read_manifest(folder: Path) -> Manifest:
-    """The manifest, each of its fields checked; raise `UsageError` with the field that is wrong."""
-    path = folder / MANIFEST
-    check(
-        path.exists(),
-        f"{folder}: no {MANIFEST}, so no packed data set, or one not finished; make it with: jaxmpi data pack SRC DST",
-    )
-    fields = read_json(path, MAX_MANIFEST_BYTES, PLAIN)
-    check(isinstance(fields, dict), f"{path}: damaged: expected an object")
-    got = fields.pop("format", None)
-    check(got == FORMAT, f"{path}: got format {got!r:.80}; expected {FORMAT!r}")
-    wrong = [name for name, fits in FIELDS.items() if name not in fields or not fits(fields[name])]
-    check(
-        not wrong and set(fields) == set(FIELDS),
-        f"{path}: damaged: fields {wrong or [name[:80] for name in sorted(fields)[:10]]}",
-    )
-    return Manifest(**fields)._replace(names=tuple(fields["names"]), shard_bytes=tuple(fields["shard_bytes"]))
-
-
-def _is_whole(value: Any, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
-
-
-FIELDS = {
-    "records": lambda value: _is_whole(value, 1 << 32),
-    "classes": lambda value: _is_whole(value, 2**31 - 1),
-    "names": lambda value: (
-        isinstance(value, list) and all(isinstance(name, str) and not NO_TEXT.search(name) for name in value)
-    ),
-    "shard_bytes": lambda value: (
-        isinstance(value, list) and len(value) <= MAX_SHARDS and all(_is_whole(size, 1 << 48) for size in value)
-    ),
-    "index_sha256": lambda value: isinstance(value, str),
-    "made": lambda value: isinstance(value, dict) and all(isinstance(part, str | int) for part in value.values()),
-}
-
-
-def _read_index(folder: Path, manifest: Manifest) -> np.ndarray:
-    """ROW[n], which covers every byte of the shards once; raise `UsageError` with the first record that is wrong."""
-    path, n = folder / INDEX, manifest.records
-    with open(open_plain(path, PLAIN), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        check(size == n * ROW.itemsize, f"{path}: got {size} bytes; expected {n * ROW.itemsize}, {n} records")
-        # A row is never all zeros, so no index has a hole; one with holes takes memory that it took no disk for.
-        is_whole = n == 0 or os.lseek(file.fileno(), 0, os.SEEK_HOLE) >= size
-        check(is_whole, f"{path}: damaged: got {size} bytes with holes, which no index has; copy it again")
-        file.seek(0)
-        os.lseek(file.fileno(), 0, os.SEEK_SET)
-        try:
-            rows = np.fromfile(file, ROW, n)
-        except MemoryError as error:  # a file with holes may be larger than its disk
-            raise UsageError(
-                f"{path}: got {size} bytes, more than there is memory for; use a larger machine"
-            ) from error
-    check(len(rows) == n, f"{path}: got {len(rows)} of {n} records; it cannot be read, or changed meanwhile")
-    digest = hashlib.sha256(rows.view(np.uint8).data).hexdigest()
-    check(digest == manifest.index_sha256, f"{path}: damaged: its SHA-256 is not that of {MANIFEST}")
-    _check_rows(rows, manifest, path)
-    return rows
-
-
-def _check_rows(rows: np.ndarray, manifest: Manifest, path: Path) -> None:
-    lengths = rows["length"].astype(np.uint64)
-    ends = np.cumsum(lengths)  # cannot overflow: at most 2^32 rows of less than 2^32 bytes
-    fits = (lengths >= 1) & (lengths <= MAX_RECORD_BYTES)
-    _check_all(fits, path, rows["length"], f"length: expected 1 to {MAX_RECORD_BYTES}")
-    _check_all(rows["offset"] == ends - lengths, path, rows["offset"], "offset: expected the end of the record before")
-    top = manifest.classes or 2**31
-    good = (rows["label"] >= 0) & (rows["label"] < top)
-    _check_all(good, path, rows["label"], f"label: expected 0 <= label < {top}")
-    shard_ends = np.cumsum(np.array(manifest.shard_bytes, np.uint64))
-    total, have = (int(x[-1]) if len(x) else 0 for x in (ends, shard_ends))
-    check(total == have, f"{path}: its records have {total} bytes; expected the {have} of the shards")
-    cuts = np.concatenate([np.zeros(1, np.uint64), ends])
-    check(bool(np.isin(shard_ends, cuts).all()), f"{path}: a record goes from one shard into the next")
-
-
-def _check_all(holds: np.ndarray, path: Path, got: np.ndarray, what: str) -> None:
-    if not holds.all():
-        first = int(np.argmin(holds))
-        raise UsageError(f"{path}: damaged: record {first}: got {got[first]} as {what}")
-
-
-class PackedSource:
-    """Records of one split of a packed data set, for several threads.
-
-    Attributes:
-        rows: ROW[n], the index.
+class PackedSource(EncodedSource):
+    """Records of one split of a packed data set, for several threads; `rows` are ROW[n], the index.
 
     Raises:
         UsageError: a file is missing, damaged or of the wrong size: which.
     """
 
-    name = "packed"
-
     def __init__(self, folder: str | Path, channels: int = 3, resize: int = 0) -> None:
-        self.folder, self.channels, self.resize = Path(folder), channels, resize
-        self.manifest = _read_manifest(self.folder)
+        super().__init__("packed", channels, resize)
+        self.folder = Path(folder)
+        self.manifest = read_manifest(self.folder)
         self.rows = _read_index(self.folder, self.manifest)
         self.names, self.classes = self.manifest.names, self.manifest.classes
         self._starts = np.concatenate([[0], np.cumsum(self.manifest.shard_bytes, dtype=np.int64)])
         self._files = LastUsed(partial(_open_shard, self.folder), MAX_SHARDS)
         for number, size in enumerate(self.manifest.shard_bytes):
             path = self.folder / shard_name(number)
-            try:
-                found = path.lstat()
-            except OSError as error:
-                way_out = "a shard is missing; copy it again, or pack again"
-                raise UsageError(f"{path}: {error.strerror}: {way_out}") from error
-            check(stat.S_ISREG(found.st_mode), f"{path}: expected a plain file, no link")
-            check(found.st_size == size, f"{path}: got {found.st_size} bytes; expected {size}: copy it again")
+            descriptor = open_plain(path, PLAIN)
+            got = os.fstat(descriptor).st_size
+            os.close(descriptor)
+            if got != size:
+                raise UsageError(f"{path}: got {got} bytes; expected {size}: copy it again")
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -194,23 +100,14 @@ class PackedSource:
         return f"{self.folder / shard_name(shard)} at byte {offset}"
 
     def encoded(self, index: int) -> tuple[bytes, int]:
-        """A record's compressed image and label.
-
-        Raises:
-            CorruptExample: the image is not what was packed.
-            OSError: its shard cannot be opened or has become shorter.
-        """
-        blob = self.unchecked(index)
+        """A record's compressed image and label; `OSError` if its shard cannot be opened or has become shorter."""
+        blob = self.read_unchecked(index)
         if zlib.crc32(blob) != int(self.rows["crc32"][index]):
             raise CorruptExample(self.where(index), index, "its checksum is not that of the index")
         return blob, int(self.rows["label"][index])
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        blob, label = self.encoded(index)
-        return decode_image(blob, self.where(index), index, self.channels, self.resize), label
-
-    def unchecked(self, index: int) -> bytes:
-        """A record's bytes as they are on disk; raise `OSError` if its shard cannot be opened or became shorter."""
+    def read_unchecked(self, index: int) -> bytes:
+        """A record's bytes as they are on disk."""
         shard, offset = self._place(index)
         length = int(self.rows["length"][index])
         blob = os.pread(self._files[shard].number, length, offset)
@@ -232,7 +129,90 @@ def _open_shard(folder: Path, shard: int) -> Descriptor:
 
 def packed(config: Data, split: str) -> Source:
     """Source of shards that `jaxmpi data pack` made in DIR/<split>/."""
-    check_channels(config)
-    base = data_dir(config)
-    check(bool(base), "packed: set data.dir or JAXMPI_DATA to a folder that jaxmpi data pack has made")
+    base = data_root(config, "<split>/, as jaxmpi data pack makes it")
     return PackedSource(os.path.join(base, split_name(config, split)), config.channels, config.resize)
+
+
+# ---------------------------------------------------------------- reading what a stranger may have written
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest, each of its fields checked; raise `UsageError` with the field that is wrong."""
+    path = folder / MANIFEST
+    if not path.exists():
+        raise UsageError(
+            f"{folder}: no {MANIFEST}, so no packed data set, or one not finished; make it with: jaxmpi data pack"
+        )
+    fields = read_json(path, MAX_MANIFEST_BYTES, PLAIN)
+    if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
+        raise UsageError(f"{path}: damaged, or of another version; expected an object of format {FORMAT!r}")
+    if set(fields) != set(FIELDS):
+        raise UsageError(f"{path}: damaged: fields {[name[:80] for name in sorted(fields)[:10]]}")
+    return check_manifest(Manifest(**fields), path)
+
+
+def check_manifest(manifest: Manifest, path: Path) -> Manifest:
+    """Return the manifest, of JSON's or Python's values; raise `UsageError` with the fields that are wrong."""
+    wrong = [name for name, fits in FIELDS.items() if not fits(getattr(manifest, name))]
+    if wrong:
+        raise UsageError(f"{path}: got damaged or odd fields {', '.join(wrong)}; pack again, from sound data")
+    return manifest._replace(names=tuple(manifest.names), shard_bytes=tuple(manifest.shard_bytes))
+
+
+def _is_whole(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
+FIELDS = {
+    "records": lambda value: _is_whole(value, 1 << 32),
+    "classes": lambda value: _is_whole(value, 2**31 - 1),
+    "names": lambda value: (
+        isinstance(value, list | tuple) and all(isinstance(name, str) and not NO_TEXT.search(name) for name in value)
+    ),
+    "shard_bytes": lambda value: (
+        isinstance(value, list | tuple) and len(value) <= MAX_SHARDS and all(_is_whole(n, 1 << 48) for n in value)
+    ),
+    "index_sha256": lambda value: isinstance(value, str),
+    "made": lambda value: isinstance(value, dict) and all(isinstance(part, str | int) for part in value.values()),
+}
+
+
+def _read_index(folder: Path, manifest: Manifest) -> np.ndarray:
+    """ROW[n], which covers every byte of the shards once; raise `UsageError` with the first record that is wrong."""
+    path, n = folder / INDEX, manifest.records
+    with open(open_plain(path, PLAIN), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != n * ROW.itemsize:
+            raise UsageError(f"{path}: got {size} bytes; expected {n * ROW.itemsize}, {n} records")
+        # A row is never all zeros, so no index has a hole; one with holes takes memory that it took no disk for.
+        if n and os.lseek(file.fileno(), 0, os.SEEK_HOLE) < size:
+            raise UsageError(f"{path}: damaged: got {size} bytes with holes, which no index has; copy it again")
+        os.lseek(file.fileno(), 0, os.SEEK_SET)
+        rows = np.fromfile(file, ROW, n)
+    if len(rows) != n or hashlib.sha256(rows.view(np.uint8).data).hexdigest() != manifest.index_sha256:
+        raise UsageError(f"{path}: damaged: its SHA-256 is not that of {MANIFEST}; copy it again")
+    check_rows(rows, manifest, path)
+    return rows
+
+
+def check_rows(rows: np.ndarray, manifest: Manifest, path: Path) -> None:
+    """Refuse rows that do not cover every byte of the shards once, or whose labels are out of range."""
+    lengths = rows["length"].astype(np.uint64)
+    ends = np.cumsum(lengths)  # cannot overflow: at most 2^32 rows of less than 2^32 bytes
+    top = manifest.classes or 2**31
+    expected = {
+        "length": ((lengths >= 1) & (lengths <= MAX_RECORD_BYTES), f"1 to {MAX_RECORD_BYTES}"),
+        "offset": (rows["offset"] == ends - lengths, "the end of the record before"),
+        "label": ((rows["label"] >= 0) & (rows["label"] < top), f"0 <= label < {top}"),
+    }
+    for field, (holds, words) in expected.items():
+        if not holds.all():
+            first = int(np.argmin(holds))
+            raise UsageError(f"{path}: damaged: record {first}: got {rows[field][first]} as {field}; expected {words}")
+    shard_ends = np.cumsum(np.array([0, *manifest.shard_bytes], np.uint64))
+    record_ends = np.concatenate([np.zeros(1, np.uint64), ends])
+    if shard_ends[-1] != record_ends[-1] or not np.isin(shard_ends, record_ends).all():
+        raise UsageError(
+            f"{path}: damaged: its records have {record_ends[-1]} bytes, the shards {shard_ends[-1]}, or a record goes "
+            "from one shard into the next"
+        )

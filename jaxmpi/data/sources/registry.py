@@ -1,12 +1,9 @@
-"""Table of the sources of examples, one row per kind.
-
-A new source is one class and one row in `SOURCES`.
-"""
+"""Table of the sources of examples: a new one is a class, a function of the settings and the split, and a row."""
 
 from collections.abc import Callable
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.errors import check, lookup
+from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.data.sources.arrays import animals, array, digits, synthetic
 from jaxmpi.data.sources.arrow import huggingface, parquet
 from jaxmpi.data.sources.base import Source
@@ -24,16 +21,9 @@ SPLITS = ("train", "validation")
 
 
 def open_source(config: Data, split: str) -> Source:
-    """The source that `data.source` names.
-
-    Args:
-        config: of the run.
-        split: "train" or "validation"; `data.train_split` and so on say what it is called there.
-
-    Raises:
-        UsageError: no such source or split, or its data are missing: the error says what is expected where.
-    """
-    check(split in SPLITS, f"split: got {split!r}; expected one of {', '.join(SPLITS)}")
+    """The source that `data.source` names, of the split "train" or "validation"; refuse what is not there."""
+    if split not in SPLITS:
+        raise UsageError(f"split: got {split!r}; expected one of {', '.join(SPLITS)}")
     return lookup(SOURCES, config.source, "data source")(config, split)
 
 

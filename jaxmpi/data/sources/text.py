@@ -1,8 +1,7 @@
 """Text as tokens: joined files, cut into windows of one length; tokenizers, and vocabularies of words.
 
 A window is an example: i32[window] in, i32[window] to predict. A token is a byte, or what a tokenizer makes of a whole
-file: a JSON file of `tokenizers`, an object that encodes, or a function. A function of a file's name decides whether
-the file is held out, so a file more or less moves no other.
+file: a JSON file of `tokenizers`, an object that encodes, or a function.
 """
 
 import dataclasses
@@ -17,12 +16,12 @@ import numpy as np
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.env import installing
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.sources.base import check_plain_files, place_in_parts, split_name
 
 BYTES = 256  # classes
-SEPARATOR = b"\0"  # between files; no text holds it
+SEPARATOR = b"\0"  # between files; no text has it
 HELD_OUT = 50  # one module of the standard library in so many
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 OF_THE_MACHINE = ("_sysconfigdata", "sitecustomize", "usercustomize", "config-")  # how names begin
@@ -38,24 +37,19 @@ MOST_WORDS = 1 << 24
 class TextSource:
     """Files as one row of tokens, cut into windows.
 
-    Examples are (i32[window], i32[window]). Window i holds tokens [i T, i T + T), T the window; its labels are tokens
+    Examples are (i32[window], i32[window]). Window i has tokens [i T, i T + T), T the window; its labels are tokens
     [i T + 1, i T + T + 1). So each token but the first is predicted once, from those before it in its window. The last
     n - 1 mod T tokens are left out.
 
     Args:
-        root: what names are relative to.
-        files: by name, in this order, which must be the same on all machines; a NUL is put between two.
+        root, files: a folder, and names in it, in this order, the same on all machines; a NUL is put between two files.
         window: T, tokens, >= 1.
         name: of the source, for errors.
         tokenizer: makes the tokens of a file, without a NUL; None: they are its bytes.
         errors: what becomes of bytes that are not UTF-8, for a tokenizer: strict refuses them, replace takes U+FFFD.
 
     Attributes:
-        bytes_each: mean bytes that are predicted in an example.
-        tokens_each: tokens that are.
-
-    Raises:
-        UsageError: no files, fewer tokens than one window takes, or a file that cannot be read.
+        bytes_each, tokens_each: mean bytes that are predicted in an example, and tokens.
     """
 
     def __init__(
@@ -72,11 +66,11 @@ class TextSource:
         paths = [root / file for file in files]
         # Files are in memory twice: as they are read, and joined. Sparse ones may be larger than their disk.
         need_bytes, left_bytes = 2 * sum(self._read(path, Path.stat).st_size for path in paths), available_bytes()
-        check(
-            need_bytes <= left_bytes,
-            f"{name}: {root}: {need_bytes / 1e9:,.1f} GB of memory are needed to read these {len(paths)} files, "
-            f"and {left_bytes / 1e9:,.1f} GB are left; take fewer or smaller files",
-        )
+        if need_bytes > left_bytes:
+            raise UsageError(
+                f"{name}: {root}: {need_bytes / 1e9:,.1f} GB of memory are needed to read these {len(paths)} files, "
+                f"and {left_bytes / 1e9:,.1f} GB are left; take fewer or smaller files"
+            )
         parts, size_bytes = [np.empty(0, np.uint8)], 0
         for path in paths:
             blob = self._read(path, Path.read_bytes) + (b"" if tokenizer else SEPARATOR)
@@ -85,18 +79,18 @@ class TextSource:
                 parts.append(np.frombuffer(blob, np.uint8))
                 continue
             try:
-                decoded = blob.decode(errors=errors)
+                content = blob.decode(errors=errors)
             except UnicodeDecodeError as error:
                 way_out = "a tokenizer takes UTF-8: convert the file, or take it away"
                 raise UsageError(f"{name}: {path}: {error}; {way_out}") from error
-            parts.append(tokenizer.tokens(decoded, str(path)))
+            parts.append(tokenizer.tokens(content, str(path)))
         self.ends = np.cumsum([len(part) for part in parts[1:]], dtype=np.int64)
         self.text = np.concatenate(parts)
-        check(
-            len(self) > 0,
-            f"{name}: got {len(files)} files of {len(self.text)} {self.token}s in {root}; expected at least "
-            f"data.window + 1 = {window + 1} {self.token}s",
-        )
+        if not len(self):
+            raise UsageError(
+                f"{name}: got {len(files)} files of {len(self.text)} {self.token}s in {root}; expected at least "
+                f"data.window + 1 = {window + 1} {self.token}s"
+            )
         self.tokens_each, self.bytes_each = window, window * size_bytes / len(self.text)
 
     def _read(self, path: Path, how: Callable[[Path], Any]) -> Any:
@@ -138,45 +132,42 @@ def list_files(root: Path, suffix: str = "") -> list[str]:
 
 def text(config: Data, split: str) -> TextSource:
     """All files below DIR/<split>/ in alphabetical order; DIR is `data.dir`."""
-    check(bool(config.dir), "text: set data.dir to a folder DIR with files in DIR/train/ and DIR/validation/")
     folder = Path(config.dir) / split_name(config, split)
-    check(folder.is_dir(), f"text: no folder {folder}; name the right one with --data.{split}-split")
+    if not config.dir or not folder.is_dir():
+        raise UsageError(
+            f"text: set data.dir to a folder DIR with files in DIR/train/ and DIR/validation/; got no folder {folder}; "
+            f"name the right one with --data.{split}-split"
+        )
     return TextSource(folder, list_files(folder), config.window, "text", open_tokenizer(config.tokenizer))
 
 
 def stdlib(config: Data, split: str) -> TextSource:
-    """Source code of Python's standard library, tests included: 31 MB.
+    """Source code of Python's standard library, tests included: 31 MB that are the same everywhere for one version.
 
-    The source is on every machine, and the same for one version. One module in 50 is held out whole: a top-level file
-    or package, or one below `test`.
+    One module in 50 is held out whole: a top-level file or package, or one below `test`.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = library_files(list_files(root, ".py"), held_out=split != "train")
-    check(len(files) > 0, f"stdlib: found no Python source for {split} in {root}; use another Python, or source text")
+    if not files:
+        raise UsageError(f"stdlib: found no Python source for {split} in {root}; use another Python, or source text")
     return TextSource(root, files, config.window, "stdlib", open_tokenizer(config.tokenizer), errors="replace")
 
 
 def library_files(files: Iterable[str], *, held_out: bool) -> list[str]:
-    """Files of the standard library that every machine has, of one split."""
+    """Files of the standard library that every machine has, of one split.
+
+    Whether a module is held out follows from its name alone, `asyncio` for asyncio/base_events.py and
+    `test/test_asyncio` for test/test_asyncio/utils.py, so a file more or less moves no other.
+    """
     split = []
     for file in files:
         parts = file.split("/")
         is_common = not NOT_THE_LIBRARY & {*parts} and not any(part.startswith(OF_THE_MACHINE) for part in parts)
-        if is_common and is_held_out(module_of(file)) == held_out:
+        module = "/".join(parts[: 2 if parts[0] == "test" else 1]).encode(errors="surrogateescape")
+        is_held_out = int.from_bytes(hashlib.sha256(module).digest()[:8], "big") % HELD_OUT == 0
+        if is_common and is_held_out == held_out:
             split.append(file)
     return split
-
-
-def module_of(file: str) -> str:
-    """`asyncio` for asyncio/base_events.py, `test/test_asyncio` for test/test_asyncio/utils.py."""
-    parts = file.split("/")
-    return "/".join(parts[: 2 if parts[0] == "test" else 1])
-
-
-def is_held_out(module: str) -> bool:
-    """Return True if a module is held out, by its name alone: the same in every version and on every machine."""
-    name = module.encode(errors="surrogateescape")
-    return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") % HELD_OUT == 0
 
 
 # ---------------------------------------------------------------- tokenizers
@@ -191,18 +182,17 @@ class Tokenizer(NamedTuple):
     def tokens(self, text: str, where: str) -> np.ndarray:
         """u16 or u32[n] of a whole file."""
         try:
-            found = np.asarray(self.encode(text))
+            tokens = np.asarray(self.encode(text))
         except Exception as error:  # whatever a function of the user's raises, or a library
             raise UsageError(f"{where}: data.tokenizer: {type(error).__name__}: {error}; expected tokens") from error
-        is_row = found.ndim == 1 and (found.dtype.kind in "iu" or found.size == 0)
-        check(is_row, f"{where}: data.tokenizer: got {found.dtype}{list(found.shape)}; expected whole numbers [tokens]")
-        least, most = (int(found.min()), int(found.max())) if found.size else (0, 0)
-        check(
-            0 <= least and most < self.classes,
-            f"{where}: data.tokenizer: got tokens from {least} to {most}; expected 0 <= token < {self.classes}, its "
-            "vocab_size",
-        )
-        return found.astype(np.uint16 if self.classes <= 1 << 16 else np.uint32)
+        is_row = tokens.ndim == 1 and (tokens.dtype.kind in "iu" or tokens.size == 0)
+        least, most = (int(tokens.min()), int(tokens.max())) if is_row and tokens.size else (0, 0)
+        if not is_row or least < 0 or most >= self.classes:
+            raise UsageError(
+                f"{where}: data.tokenizer: got {tokens.dtype}{list(tokens.shape)} from {least} to {most}; expected "
+                f"whole numbers [tokens], 0 <= token < {self.classes}, its vocab_size"
+            )
+        return tokens.astype(np.uint16 if self.classes <= 1 << 16 else np.uint32)
 
 
 def open_tokenizer(given: Any) -> Tokenizer | None:
@@ -223,16 +213,13 @@ def open_tokenizer(given: Any) -> Tokenizer | None:
     encode = getattr(given, "encode", given)
     if is_number and hasattr(given, "__len__"):  # `vocab_size` of Transformers leaves out added tokens
         classes = max(classes, len(given))
-    is_able = callable(encode) and is_number and bool(classes > 0)
-    check(is_able, f"data.tokenizer: got {type(given).__name__} of vocab_size {classes!r}; expected {FORM}")
+    if not callable(encode) or not is_number or classes <= 0:
+        raise UsageError(f"data.tokenizer: got {type(given).__name__} of vocab_size {classes!r}; expected {FORM}")
     return Tokenizer(encode, int(classes))
 
 
 def _tokenizer_from_json(content: str, name: str) -> Tokenizer:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise UsageError(f"data.tokenizer: {error}; install it with {installing('jaxmpi[tokenizers]')}") from error
+    tokenizers = _import_tokenizers("data.tokenizer")
     try:
         made = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # all that the library raises
@@ -243,7 +230,15 @@ def _tokenizer_from_json(content: str, name: str) -> Tokenizer:
     return Tokenizer(lambda text: made.encode(text).ids, classes)
 
 
-# ---------------------------------------------------------------- vocabularies
+def _import_tokenizers(what: str) -> Any:
+    try:
+        import tokenizers
+        import tokenizers.models
+        import tokenizers.pre_tokenizers
+        import tokenizers.trainers
+    except ImportError as error:
+        raise UsageError(f"{what}: {error}; install it with {installing('jaxmpi[tokenizers]')}") from error
+    return tokenizers
 
 
 class Vocabulary(NamedTuple):
@@ -256,29 +251,19 @@ class Vocabulary(NamedTuple):
 def write_words(config: Data, path: str | Path, words: int = 72_000) -> Vocabulary:
     """Write the training text's most frequent words for `data.tokenizer`; needs `jaxmpi[tokenizers]`.
 
-    A word is a row of letters, digits and underscores, one other sign, or a row of white space. So tokens cover the
-    text. Number 0 stands for all that are not among them. Words that are equally frequent are in the order of the
-    alphabet, so one text gives one file. Gibiansky's 300 million params have 72,000 words.
-
-    Args:
-        config: source `stdlib` or `text`, and its folder.
-        path: of the JSON file.
-        words: the most that it has, with number 0.
-
-    Raises:
-        UsageError: another source, `tokenizers` is missing, or the file cannot be written.
+    A word is a row of letters, digits and underscores, one other sign, or a row of white space, so tokens cover the
+    text. Number 0 stands for all that are not among the `words` most frequent. Words that are equally frequent are in
+    the order of the alphabet, so one text gives one file. Gibiansky's 300 million params have 72,000 words.
     """
-    check(config.source in ("stdlib", "text"), f"words: got source {config.source}; expected stdlib or text")
-    check(2 <= words <= MOST_WORDS, f"words: got {words}; expected 2 to {MOST_WORDS:,}")
-    try:
-        import tokenizers
-        from tokenizers import models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise UsageError(f"words: {error}; install it with {installing('jaxmpi[tokenizers]')}") from error
-    made = tokenizers.Tokenizer(models.WordLevel(unk_token=UNKNOWN))  # pyright: ignore[reportCallIssue]
-    made.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(WORD), "isolated")  # pyright: ignore
-    trainer: Any = trainers.WordLevelTrainer(vocab_size=words, special_tokens=[UNKNOWN], show_progress=False)
-    made.train_from_iterator(_decoded_files(config, "train"), trainer)
+    if config.source not in ("stdlib", "text") or not 2 <= words <= MOST_WORDS:
+        raise UsageError(
+            f"words: got {words} words of source {config.source}; expected 2 to {MOST_WORDS:,} of stdlib or text"
+        )
+    tokenizers = _import_tokenizers("words")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token=UNKNOWN))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORD), "isolated")
+    trainer = tokenizers.trainers.WordLevelTrainer(vocab_size=words, special_tokens=[UNKNOWN], show_progress=False)
+    made.train_from_iterator(_decode_files(config, "train"), trainer)
     aside = Path(f"{path}.tmp")
     try:
         made.save(str(aside))
@@ -286,11 +271,11 @@ def write_words(config: Data, path: str | Path, words: int = 72_000) -> Vocabula
     except Exception as error:  # all that the library raises
         aside.unlink(missing_ok=True)
         raise UsageError(f"words: {path} cannot be written: {error}") from error
-    tokens = [token for file in made.encode_batch(_decoded_files(config, "validation")) for token in file.ids]
+    tokens = [token for file in made.encode_batch(_decode_files(config, "validation")) for token in file.ids]
     return Vocabulary(made.get_vocab_size(), 1 - tokens.count(0) / max(len(tokens), 1))
 
 
-def _decoded_files(config: Data, split: str) -> list[str]:
+def _decode_files(config: Data, split: str) -> list[str]:
     open_text, errors = (stdlib, "replace") if config.source == "stdlib" else (text, "strict")
     joined = open_text(dataclasses.replace(config, tokenizer="", window=1), split).text.tobytes()
     try:

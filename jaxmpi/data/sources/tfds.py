@@ -1,16 +1,13 @@
 """Source: TensorFlow Datasets that are on disk already.
 
-The sampler wants examples by number. So the data set must be prepared in a format with random access, such as
-array_record; TFDS reads it without TensorFlow. The trainer neither downloads nor prepares it, and runs none of its
-code; an error names the command that prepares it. features.json may name any module to import. So only features of TFDS
-itself are taken, and those that the experiment file has imported. Images come compressed and are decoded here. So JPEG
-can be scaled while it is decoded, and a damaged image is named. A loader process opens the data set by its folder,
-since readers do not pickle.
+The data set must be prepared in a format with random access, such as array_record; TFDS reads it without TensorFlow.
+The trainer neither downloads nor prepares it, and runs none of its code; an error names the command that prepares it.
+Images come compressed and are decoded here, so that JPEG can be scaled while it is decoded, and a damaged image is
+named.
 """
 
 import contextlib
 import importlib
-import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,36 +16,40 @@ import numpy as np
 
 from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.env import installing
-from jaxmpi.core.errors import UsageError, check
-from jaxmpi.data.sources.base import Source, check_channels, check_plain_files, decode_image, split_name
+from jaxmpi.core.errors import UsageError
+from jaxmpi.data.sources.base import EncodedSource, Source, check_plain_files, split_name
+
+PREPARE = (
+    'python -c "import tensorflow_datasets as tfds; '
+    "tfds.builder('{name}'{where}, file_format='array_record').download_and_prepare()\""
+)
 
 
-class TfdsSource:
+class TfdsSource(EncodedSource):
     """One split, such as train or train[:80%], of a prepared data set with the features `image` and `label`."""
 
     def __init__(self, builder: Any, split: str, channels: int, resize: int) -> None:
         import tensorflow_datasets as tfds
 
+        super().__init__(builder.name, channels, resize)
         features = builder.info.features
         missing = {"image", "label"} - set(features)
-        check(not missing, f"tfds {builder.name}: no feature {missing}; there are: {list(features)}")
-        # Compressed bytes come out and are decoded here: small JPEG scales, and errors with a name.
+        if missing:
+            raise UsageError(f"tfds {builder.name}: no feature {missing}; there are: {list(features)}")
         # Floats lie as four bytes of a PNG, which only TFDS puts together again.
         compressed = isinstance(features["image"], tfds.features.Image) and features["image"].np_dtype.kind == "u"
         decoders = {"image": tfds.decode.SkipDecoding()} if compressed else None
         self.records = builder.as_data_source(split=split, decoders=decoders)
-        self.name, self.split, self.channels, self.resize = builder.name, split, channels, resize
-        self.full_name = builder.info.full_name
-        self.encoded = self._encoded if compressed else None
-        self.folder = str(builder.data_path)
+        self.split, self.full_name, self.folder = split, builder.info.full_name, str(builder.data_path)
+        self.encoded: Any = self._read if compressed else None
         self.classes = int(getattr(features["label"], "num_classes", None) or 0)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:  # by the folder, since readers do not pickle
         from tensorflow_datasets.core.features.feature import FeatureConnector
 
         modules = {feature.__module__ for feature in FeatureConnector._registered_features.values()}
-        imported = sorted(module for module in modules if not module.startswith(_TFDS))
-        return _tfds_in_folder, (self.folder, self.split, self.channels, self.resize, imported)
+        imported = sorted(module for module in modules if not module.startswith("tensorflow_datasets."))
+        return _open_folder, (self.folder, self.split, self.channels, self.resize, imported)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -59,7 +60,7 @@ class TfdsSource:
     def where(self, index: int) -> str:
         return f"tfds {self.name}[{self.split}][{index}]"
 
-    def _encoded(self, index: int) -> tuple[Any, Any]:
+    def _read(self, index: int) -> tuple[Any, Any]:
         """The image of record `index`, compressed if stored so, and its label."""
         try:
             record = self.records[index]
@@ -70,13 +71,10 @@ class TfdsSource:
         return record["image"], record["label"]
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
-        image, label = self._encoded(index)
-        if isinstance(image, bytes):
-            image = decode_image(image, self.where(index), index, self.channels, self.resize)
-        return image, label
+        return self._read(index) if self.encoded is None else super().__getitem__(index)
 
 
-def _tfds_in_folder(folder: str, split: str, channels: int, resize: int, modules: Sequence[str]) -> TfdsSource:
+def _open_folder(folder: str, split: str, channels: int, resize: int, modules: Sequence[str]) -> TfdsSource:
     """In a loader process, which imports what the trainer has."""
     from tensorflow_datasets.core import read_only_builder
 
@@ -89,38 +87,32 @@ def _tfds_in_folder(folder: str, split: str, channels: int, resize: int, modules
 
 @contextlib.contextmanager
 def _known_features() -> Iterator[None]:
-    """Keep TFDS from importing whatever modules features.json names."""
+    """Keep TFDS from importing whatever modules features.json names: features of others are code."""
     from tensorflow_datasets.core.features.feature import FeatureConnector
 
-    find, whole = FeatureConnector.cls_from_name, vars(FeatureConnector)["cls_from_name"]
+    find, original = FeatureConnector.cls_from_name, vars(FeatureConnector)["cls_from_name"]
 
-    def known(name: Any) -> Any:
-        is_known = isinstance(name, str) and (name.startswith(_TFDS) or name in FeatureConnector._registered_features)
-        check(
-            is_known,
-            f"tfds: features.json: got {name!r:.80}; expected features of TFDS itself: others are code; if you trust "
-            "them, import their module in the experiment file",
-        )
+    def find_known(name: Any) -> Any:
+        if not isinstance(name, str) or not (
+            name.startswith("tensorflow_datasets.") or name in FeatureConnector._registered_features
+        ):
+            raise UsageError(
+                f"tfds: features.json: got {name!r:.80}; expected features of TFDS itself: others are code; if you "
+                "trust them, import their module in the experiment file"
+            )
         return find(name)
 
-    setattr(FeatureConnector, "cls_from_name", staticmethod(known))  # noqa: B010 - a method there
+    setattr(FeatureConnector, "cls_from_name", staticmethod(find_known))  # noqa: B010 - a method there
     try:
         yield
     finally:
-        setattr(FeatureConnector, "cls_from_name", whole)  # noqa: B010 - a method there
-
-
-_TFDS = "tensorflow_datasets."
-_TFDS_PREPARE = (
-    'python -c "import tensorflow_datasets as tfds; '
-    "tfds.builder('{name}'{where}, file_format='array_record').download_and_prepare()\""
-)
+        setattr(FeatureConnector, "cls_from_name", original)  # noqa: B010 - a method there
 
 
 def tfds(config: Data, split: str) -> Source:
     """The data set `data.name`, prepared in `data.dir` or TFDS's default folder."""
-    check_channels(config)
-    check(bool(config.name), "tfds: set data.name to a data set, such as imagenet2012 or mnist:3.0.1")
+    if not config.name:
+        raise UsageError("tfds: set data.name to a data set, such as imagenet2012 or mnist:3.0.1")
     folder, name = data_dir(config), split_name(config, split)
     if folder:
         places = os.walk(os.path.join(folder, config.name.partition(":")[0]))
@@ -128,21 +120,20 @@ def tfds(config: Data, split: str) -> Source:
     try:
         from tensorflow_datasets.core import read_only_builder
 
-        # From files only: the trainer neither downloads nor runs the code of a data set.
         with _known_features():
             builder = read_only_builder.builder_from_files(config.name, data_dir=folder or None)
         return TfdsSource(builder, name, config.channels, config.resize)
+    except UsageError:
+        raise
     except ImportError as error:  # tensorflow-datasets or array-record is missing
         raise UsageError(f"tfds: {error}; install it with {installing('jaxmpi[tfds]')}") from error
     except (LookupError, NotImplementedError, OSError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         if first_line.startswith("Unknown split"):
             raise UsageError(f"tfds {config.name}: {first_line}") from error
         place = f", data_dir={folder!r}" if folder else ""
         raise UsageError(
             f"tfds {config.name}[{name}]: not prepared for random access in {folder or 'the default folder'} "
-            f"({first_line}); run: {_TFDS_PREPARE.format(name=config.name, where=place)}; if its images are made from "
+            f"({first_line}); run: {PREPARE.format(name=config.name, where=place)}; if its images are made from "
             f"arrays that needs TensorFlow: {installing('tensorflow')}"
         ) from error

@@ -2,11 +2,8 @@
 
 WebDataset streams shards, so what a worker sees depends on the number of workers. Here each shard's headers are read
 once; then a member is read where it lies, like a row of a table. Members of one example follow each other and have one
-key, the name up to the first dot; the rest of the name is the column. A shard must be whole: it is refused if it is cut
-off or damaged, or if an example has two members of one column.
-
-The index is kept beside the shards, or in the user's cache folder if theirs cannot be written. It is built again if a
-shard has been written to.
+key, the name up to the first dot; the rest of the name is the column. The index is kept next to the shards, or in the
+user's cache folder if theirs cannot be written, and is built again if a shard has been written to.
 """
 
 import contextlib
@@ -25,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.errors import UsageError, check
-from jaxmpi.data.sources.base import Source, TableSource, place_in_parts, split_files
+from jaxmpi.core.errors import UsageError
+from jaxmpi.data.sources.base import Source, TableSource, open_table, place_in_parts, split_files
 from jaxmpi.data.sources.numpy_files import MOST_HEAD_BYTES, parse_header
 from jaxmpi.data.sources.open_files import OpenFiles
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
@@ -51,17 +48,17 @@ class Index(NamedTuple):
 
 
 class WebDatasetSource(TableSource):
-    """One split of tar files.
+    """One split of tar files; `file_ends` is of each shard the index behind its last example, None of a single one.
 
-    Attributes:
-        file_ends: of each shard, the index behind its last example; None of a single one.
+    Refused: a shard that is damaged, cut off or compressed, or an example with no or two members of one column.
     """
 
     def __init__(self, config: Data, shards: Sequence[str]) -> None:
         columns = config.columns or DEFAULT
         self.alternatives = [tuple(name.split(";")) for name in columns]
-        unknown = [name for names in self.alternatives for name in names if name.split(".")[-1] not in DECODED]
-        check(not unknown, f"data.columns: got {', '.join(unknown)}; {config.source} reads {MEMBERS}")
+        unknown = [name for names in self.alternatives for name in names if name.split(".")[-1] not in DECODERS]
+        if unknown:
+            raise UsageError(f"data.columns: got {', '.join(unknown)}; {config.source} reads {MEMBERS}")
         super().__init__(config, columns)
         self.shards = OpenFiles(shards)
         self.index = load_or_build_index(shards, columns)
@@ -81,7 +78,7 @@ class WebDatasetSource(TableSource):
         ending = self.alternatives[column][self.index.endings[index, column]]
         blob, (shard, _) = np.empty(self.index.sizes[index, column], np.uint8), place_in_parts(self.index.ends, index)
         self.shards.read(shard, blob, int(self.index.offsets[index, column]))
-        return DECODED[ending.split(".")[-1]](blob.tobytes(), f"{self.where(index)}.{ending}")
+        return DECODERS[ending.split(".")[-1]](blob.tobytes(), f"{self.where(index)}.{ending}")
 
     def where(self, index: int) -> str:
         shard, _ = place_in_parts(self.index.ends, index)
@@ -98,32 +95,42 @@ class WebDatasetSource(TableSource):
 _HEAD = threading.Lock()  # Python 3.11 does not read heads of .npy files in several threads at once
 
 
-def _class(blob: bytes, where: str) -> int:
+def _read_class(blob: bytes, where: str) -> int:
     try:
         return int(np.int32(int(blob)))
     except (ValueError, OverflowError) as error:
         raise UsageError(f"{where}: got {blob[:40]!r}; expected a whole number of 32 bits as text") from error
 
 
-def _array(blob: bytes, where: str) -> np.ndarray:
+def _read_array(blob: bytes, where: str) -> np.ndarray:
     with _HEAD:
-        found = parse_header(where, blob[:MOST_HEAD_BYTES])
-    is_array = found.dtype.kind in "biuf" and found.end == len(blob)
-    check(is_array, f"{where}: got {found} of {found.end} bytes in {len(blob)}; expected numbers as numpy.save writes")
-    order = "F" if found.is_fortran else "C"
-    return np.frombuffer(blob[found.offset :], found.dtype).reshape(found.shape, order=order)
+        header = parse_header(where, blob[:MOST_HEAD_BYTES])
+    if header.dtype.kind not in "biuf" or header.end != len(blob):
+        raise UsageError(
+            f"{where}: got {header} of {header.end} bytes in {len(blob)}; expected numbers as numpy.save writes"
+        )
+    order = "F" if header.is_fortran else "C"
+    return np.frombuffer(blob[header.offset :], header.dtype).reshape(header.shape, order=order)
 
 
-DECODED: dict[str, Callable[[bytes, str], Any]] = {
+DECODERS: dict[str, Callable[[bytes, str], Any]] = {
     **dict.fromkeys(IMAGES, lambda blob, where: blob),
-    "cls": _class,
-    "npy": _array,
+    "cls": _read_class,
+    "npy": _read_array,
 }
+
+
+def webdataset(config: Data, split: str) -> Source:
+    """Tar files in DIR/<split>/, or DIR/<split>-<any>.tar; classes are counted, training's too."""
+    return open_table(config, split, lambda split: WebDatasetSource(config, split_files(config, split, ".tar")))
+
+
+# ---------------------------------------------------------------- the index
 
 
 def load_or_build_index(shards: Sequence[str], columns: Sequence[str]) -> Index:
     """Load the shards' index, or build and save it; raises as the source."""
-    states = [_state(path) for path in shards]
+    states = [_shard_state(path) for path in shards]
     signature = json.dumps([VERSION, list(columns), states]).encode()
     name = hashlib.sha256(json.dumps([list(columns), list(shards)]).encode()).hexdigest()[:16]
     folder = Path(shards[0]).parent
@@ -138,16 +145,14 @@ def load_or_build_index(shards: Sequence[str], columns: Sequence[str]) -> Index:
                         return Index(*(found[field] for field in Index._fields))
         return None
 
-    if found := load():
-        return found
-    lock = os.open(
-        folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    )  # other processes wait, and read what this one saves
+    if index := load():
+        return index
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # other processes wait, and read what this one saves
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if found := load():
-            return found
+        if index := load():
+            return index
         index = build_index(shards, [name.split(";") for name in columns])
         # A write in the same tick of the clock as this one would leave the signature as it is.
         if time.time() - max(changed_ns for *_, changed_ns in states) / 1e9 > SETTLED_S:
@@ -160,15 +165,15 @@ def load_or_build_index(shards: Sequence[str], columns: Sequence[str]) -> Index:
         os.close(lock)
 
 
-def _state(path: str) -> tuple[str, int, int, int, int]:
+def _shard_state(path: str) -> tuple[str, int, int, int, int]:
     """What changes whenever a shard's contents do.
 
     Size and modification time can both be kept by whoever mends or relabels a shard (rsync, cp -p). Nobody sets the
     time of the inode's change.
     """
     with _refusing_damage(path):
-        found = os.stat(path)
-    return os.path.basename(path), found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+        state = os.stat(path)
+    return os.path.basename(path), state.st_size, state.st_ino, state.st_mtime_ns, state.st_ctime_ns
 
 
 def _save(place: Path, index: Index, signature: bytes) -> None:
@@ -187,68 +192,68 @@ def _save(place: Path, index: Index, signature: bytes) -> None:
 def build_index(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) -> Index:
     """Read all headers of the shards; raises as the source."""
     rows: list[list[tuple[int, int, int]]] = []
-    ends, keys, labels = [], [], []
+    ends, keys, labels = [0], [], []
     has_labels = len(alternatives) == 2 and list(alternatives[1]) == ["cls"]
     for path in shards:
         with _refusing_damage(path), tarfile.open(path, "r:") as tar:
             for key, members in _group_examples(tar, path):
-                row = []
-                for names in alternatives:
-                    place = next((place for place, name in enumerate(names) if name in members), None)
-                    if place is None:
-                        raise UsageError(
-                            f"{path}: {key}: got no member {' or '.join(names)}; there are {', '.join(members)}: "
-                            "choose input and label with data.columns, such as --data.columns jpg cls"
-                        )
-                    row.append((members[names[place]].offset_data, members[names[place]].size, place))
-                most = max(length for _, length, _ in row)
-                check(most <= MAX_RECORD_BYTES, f"{path}: {key}: got {most} bytes; expected <= {MAX_RECORD_BYTES}")
-                rows.append(row)
+                rows.append([_find_member(members, names, f"{path}: {key}") for names in alternatives])
                 keys.append(os.fsencode(key))
                 if has_labels:
                     assert tar.fileobj is not None
-                    tar.fileobj.seek(row[1][0])
-                    labels.append(_class(tar.fileobj.read(row[1][1]), f"{path}: {key}.cls"))
-        check(len(rows) > (ends[-1] if ends else 0), f"{path}: got no example; write it again, or take it away")
+                    tar.fileobj.seek(rows[-1][1][0])
+                    labels.append(_read_class(tar.fileobj.read(rows[-1][1][1]), f"{path}: {key}.cls"))
+        if len(rows) == ends[-1]:
+            raise UsageError(f"{path}: got no example; write it again, or take it away")
         ends.append(len(rows))
     table = np.array(rows, np.int64).reshape(len(rows), len(alternatives), 3)
-    return Index(
-        ends=np.array(ends, np.int64),
-        offsets=np.ascontiguousarray(table[..., 0]),
-        sizes=np.ascontiguousarray(table[..., 1]),
-        endings=np.ascontiguousarray(table[..., 2]),
-        keys=np.frombuffer(b"".join(keys), np.uint8),
-        key_ends=np.cumsum([len(key) for key in keys], dtype=np.int64),
-        labels=np.array(labels, np.int64),
+    offsets, sizes, endings = (np.ascontiguousarray(table[..., i]) for i in range(3))
+    key_ends = np.cumsum([len(key) for key in keys], dtype=np.int64)
+    blob = np.frombuffer(b"".join(keys), np.uint8)
+    labels = np.array(labels, np.int64)
+    return Index(np.array(ends[1:], np.int64), offsets, sizes, endings, blob, key_ends, labels)
+
+
+def _find_member(members: dict[str, tarfile.TarInfo], names: Sequence[str], where: str) -> tuple[int, int, int]:
+    """Offset and bytes of the first of these members, and which it is."""
+    for place, name in enumerate(names):
+        if name in members:
+            member = members[name]
+            if member.size > MAX_RECORD_BYTES:
+                raise UsageError(f"{where}: got {member.size} bytes; expected <= {MAX_RECORD_BYTES}")
+            return member.offset_data, member.size, place
+    raise UsageError(
+        f"{where}: got no member {' or '.join(names)}; there are {', '.join(members)}: choose input and label with "
+        "data.columns, such as --data.columns jpg cls"
     )
 
 
 def _group_examples(tar: tarfile.TarFile, path: str) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
     """Yield each example's key, and its members by column."""
     last, members = None, {}
-    for member in _members(tar, path):
+    for member in _list_members(tar, path):
         folder, _, name = member.name.rpartition("/")
         if member.isdir() or name.startswith("."):
             continue
-        is_plain = member.isreg() and not member.issparse()
-        check(is_plain, f"{path}: {member.name} is a link, a device or sparse; write the shard with plain files")
+        if not member.isreg() or member.issparse():
+            raise UsageError(f"{path}: {member.name} is a link, a device or sparse; write the shard with plain files")
         stem, _, column = name.partition(".")
         key = f"{folder}/{stem}" if folder else stem
         if last is not None and key != last:
             yield last, members
             members = {}
         last = key
-        check(
-            column.lower() not in members,
-            f"{path}: {key}: got two members {column.lower()}, the second at byte {member.offset}; expected one: give "
-            "each example a name of its own",
-        )
+        if column.lower() in members:
+            raise UsageError(
+                f"{path}: {key}: got two members {column.lower()}, the second at byte {member.offset}; expected one: "
+                "give each example a name of its own"
+            )
         members[column.lower()] = member
     if last is not None:
         yield last, members
 
 
-def _members(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
+def _list_members(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
     """Yield the members up to the zeros that close a tar file, and check that those are its end.
 
     To `tarfile` itself a damaged header, a hole of zeros and a cut are all the end, as if nothing were missing.
@@ -260,7 +265,8 @@ def _members(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
         begin = tar.offset
         file.seek(begin)
         block = file.read(tarfile.BLOCKSIZE)
-        check(len(block) == tarfile.BLOCKSIZE, f"{path}: it is cut off at byte {min(begin, size)}; copy it again")
+        if len(block) != tarfile.BLOCKSIZE:
+            raise UsageError(f"{path}: it is cut off at byte {min(begin, size)}; copy it again")
         if not any(block):
             break
         file.seek(begin)
@@ -269,13 +275,11 @@ def _members(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
         except (tarfile.TarError, ValueError) as error:
             raise UsageError(f"{path}: damaged at byte {begin}: {error}; copy it again") from error
     record = tarfile.RECORDSIZE
-    rest = file.read(record)
-    is_end = not any(rest) and size <= -(-(begin + 2 * tarfile.BLOCKSIZE) // record) * record
-    check(
-        is_end,
-        f"{path}: got zeros at byte {begin}, which close a tar file, and {size - begin} bytes from there on; expected "
-        f"its end within {record}: it has a hole, or is two shards in one: copy or write it again",
-    )
+    if any(file.read(record)) or size > -(-(begin + 2 * tarfile.BLOCKSIZE) // record) * record:
+        raise UsageError(
+            f"{path}: got zeros at byte {begin}, which close a tar file, and {size - begin} bytes from there on; "
+            f"expected its end within {record}: it has a hole, or is two shards in one: copy or write it again"
+        )
 
 
 @contextlib.contextmanager
@@ -284,12 +288,3 @@ def _refusing_damage(path: str) -> Iterator[None]:
         yield
     except (OSError, tarfile.TarError) as error:
         raise UsageError(f"{path}: {error}; expected a tar file that is not compressed") from error
-
-
-def webdataset(config: Data, split: str) -> Source:
-    """Tar files in DIR/<split>/, or DIR/<split>-<any>.tar; classes are counted, training's too."""
-
-    def opened(split: str) -> WebDatasetSource:
-        return WebDatasetSource(config, split_files(config, split, ".tar"))
-
-    return opened(split).count_classes(config, split, lambda: opened("train").labels)

@@ -1,11 +1,11 @@
 """The table of options that do not go together, and its check.
 
-A row has field and values, what they do not go with, why, and the way out. Rows about one dataclass stand beside it,
-and refuse when it is made. `IN_A_JOB` has the words of refusals that depend on more, such as hosts, or the strategy
-that `auto` takes. The part that knows it raises them. The tables of docs/combining.md are made of both.
+A row has a field with its values, what they do not go with, why, and the way out. Rows about one dataclass stand with
+that dataclass, and are refused when it is made. `IN_A_JOB` has the words of refusals that depend on more, such as
+hosts, or the strategy that `auto` found; the part that knows it raises them. The tables of docs/combining.md are made
+of both.
 """
 
-from enum import StrEnum
 from typing import Any
 
 import jax
@@ -17,10 +17,10 @@ from jaxmpi.comm import base
 from jaxmpi.config import data, exchange_config, schema
 from jaxmpi.config.data import Data
 from jaxmpi.config.optim import Optim, Schedule
-from jaxmpi.config.refusals import incompatible, refuse_incompatible
 from jaxmpi.config.schema import Experiment
+from jaxmpi.config.validate import incompatible, refuse_incompatible
 from jaxmpi.core import sharding
-from jaxmpi.core.errors import check, lookup
+from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.data import feed, memory_source
 from jaxmpi.data.sources import mixture
 from jaxmpi.data.sources.grain_datasets import is_stream
@@ -29,11 +29,12 @@ from jaxmpi.recover import shrink
 from jaxmpi.rules import averaged, registry
 from jaxmpi.runtime.process import launched_workers
 from jaxmpi.tasks.base import Task
-from jaxmpi.trainer import callbacks, step, training_plan
+from jaxmpi.trainer import callbacks, plan, step
+from jaxmpi.trainer.step_form import UnfitForOverlap
 
 
 def shrinks(experiment: Experiment) -> bool:
-    """Return True if the others go on when a worker dies."""
+    """Return True if the others continue when a worker dies."""
     return experiment.on_rank_loss == "shrink"
 
 
@@ -42,16 +43,13 @@ def is_asynchronous(experiment: Experiment) -> bool:
     return registry.is_asynchronous(experiment.rule)
 
 
-def keeps_own(strategy: str) -> bool:
+def keeps_residual(strategy: str) -> bool:
     """Return True if a strategy leaves something with one worker alone."""
     return is_compressor(strategy) or not algorithms.exchanges(strategy)
 
 
-def weighs(task: Any) -> bool:
-    """Return True if examples weigh differently.
-
-    Workers then sum the weights before every step.
-    """
+def has_weights(task: Any) -> bool:
+    """Return True if examples weigh differently; workers then sum the weights before every step."""
     return task.weight is not None if isinstance(task, Task) else task == "token-classification"
 
 
@@ -75,6 +73,17 @@ def drives_several(experiment: Experiment) -> bool:
     return experiment.devices > 1 and experiment.comm == "mpi" and launched_workers() > 1
 
 
+def evaluates_average(experiment: Experiment) -> bool:
+    """Return True for a schedule-free optimizer by name, whose state has no shards."""
+    optim = experiment.optim
+    return optim.transform is None and optim.name in OPTIMIZERS and not OPTIMIZERS[optim.name].by
+
+
+def has_foreign_momentum(experiment: Experiment) -> bool:
+    """Return True for a rule with a momentum over an optimizer other than sgd."""
+    return lookup(registry.RULES, experiment.rule.name, "rule").uses("momentum") and experiment.optim.name != "sgd"
+
+
 SHARDED, SHRINK, END = "exchange.shard_update on", "--on-rank-loss shrink", "or --on-rank-loss end"
 ASYNCHRONOUS = "an asynchronous rule, whose workers do not meet"
 OWN_RATE = "leave it out, or give optim.transform a function of the schedule"
@@ -91,7 +100,6 @@ AT_START = (
         ASYNCHRONOUS,
         ("on_nonfinite", "rollback", "skip or stop"),
         ("batch_statistics", "synchronised", "averaged or local"),
-        ("step_mode", "split", "auto"),
         (
             "callbacks",
             "EarlyStop, ReduceOnPlateau",
@@ -140,7 +148,7 @@ AT_START = (
             "with `weight`, token-classification",
             "its weights are summed over workers before each step, when a death is not noticed in time: take another "
             f"task, {END}",
-            weighs,
+            has_weights,
         ),
         (
             "callbacks",
@@ -162,7 +170,7 @@ AT_START = (
             "exchange.strategy",
             "compressors, none",
             f"what a dead worker owes, or has to itself, is gone: take another strategy, {END}",
-            keeps_own,
+            keeps_residual,
         ),
         ("exchange.overlap", "on", f"a step must end before the vote on it: take off, {END}"),
         ("batch_statistics", "synchronised", "it has not been tried inside a backward pass: take averaged or local"),
@@ -194,7 +202,7 @@ AT_START = (
     ),
     *incompatible(is_asynchronous, ASYNCHRONOUS, ("comm", "xla", "take --comm mpi")),
     *incompatible(
-        lambda x: lookup(registry.RULES, x.rule.name, "rule").uses("momentum") and x.optim.name != "sgd",
+        has_foreign_momentum,
         "rule {rule.name} and optimizer {optim.name}",
         ("rule.momentum", "any", "EAMSGD is rule easgd over optim.name sgd, others bring a momentum of their own"),
     ),
@@ -207,30 +215,15 @@ AT_START = (
     *incompatible(
         is_asynchronous,
         "an asynchronous rule, which takes its wire only",
-        ("exchange.strategy", "compressors, none", "give a strategy with one of the wires {wires}", keeps_own),
+        ("exchange.strategy", "compressors, none", "give a strategy with one of the wires {wires}", keeps_residual),
         form="{field}: got {got} with {words}: {instead}",
     ),
     *incompatible(
-        lambda x: x.optim.transform is None and x.optim.name in OPTIMIZERS and not OPTIMIZERS[x.optim.name].by,
+        evaluates_average,
         "optimizer {optim.name}, which evaluates an average of its own",
         ("exchange.shard_update", "on", "expected {cut}, or off"),
     ),
 )
-
-
-class UnfitForOverlap(StrEnum):
-    """Why a step cannot hide its exchange."""
-
-    DEVICES = "the {devices} devices of a process add up their gradients before it"
-    SCATTERS = "batch statistics are synchronised in the program that would scatter gradients"
-    WHOLE = "optimizer {optimizer} takes whole tensors, of which gradients are dealt together"
-    HALVES = "the halves of {algorithm} do not run beside a program; those of {able} do"
-    SLICES = "batch statistics are synchronised in the program that slices would travel beside"
-    SPLIT = "the step is split (step_mode split)"
-    VOTES = "a step ends before the vote on it (on_rank_loss shrink)"
-    PERIODIC = "rule {rule} exchanges every so many steps only, and no gradients"
-    COMPRESSOR = "a compressor exchanges more than once, one after another"
-    MICRO_BATCHES = "gradients come to exist with the last micro-batch only"
 
 
 BACKEND = "backend: got {backend} with --on-rank-loss shrink; it has been tried on CPUs only: --on-rank-loss end"
@@ -242,14 +235,7 @@ WHOLE_AVERAGES = (
     "exchange.shard_update: got on with optimizer {optimizer}, which is schedule-free: it evaluates an average of its "
     "own, of whole params; use off"
 )
-ONE_JIT = "step_mode: got split with {devices} devices of one process, which share one jit; use auto or fused"
-ALWAYS_SPLIT = (
-    "step_mode: got fused with {devices} devices of each of {ranks} processes, between whose programs sums travel; the "
-    "step is split there: use auto"
-)
 IN_A_JOB = (
-    ONE_JIT,
-    ALWAYS_SPLIT,
     *(overlap.UNFIT.format(asked="on", reason=why) for why in (*comm_thread_programs.UnfitForThread, *UnfitForOverlap)),
     BACKEND,
     *shrink.NEEDS,
@@ -266,7 +252,7 @@ IN_A_JOB = (
     WHOLE_AVERAGES,
     step.NO_BATCH_MEAN,
     callbacks.NO_STOP,
-    training_plan.NO_EPOCHS,
+    plan.NO_EPOCHS,
     memory_source.TEXT,
     memory_source.ENDLESS,
     memory_source.NO_GROUP,
@@ -277,21 +263,9 @@ IN_A_JOB = (
 REFUSALS = (*schema.REFUSALS, *exchange_config.REFUSALS, *data.REFUSALS, *AT_START)
 
 
-def check_step_mode(experiment: Experiment, ranks: int) -> None:
-    """Refuse a form that several devices of so many processes cannot have."""
-    mode, devices = experiment.step_mode, experiment.devices
-    if devices > 1 and experiment.comm == "mpi":
-        check(ranks > 1 or mode != "split", ONE_JIT.format(devices=devices))
-        check(ranks == 1 or mode != "fused", ALWAYS_SPLIT.format(devices=devices, ranks=ranks))
-
-
 def check_compatible(experiment: Experiment) -> None:
-    """Refuse incompatible options, as far as the options alone show it.
-
-    Raises:
-        UsageError: a field, what it goes not with, and the way out.
-    """
+    """Refuse incompatible options, as far as the options alone show it."""
     cut = ", ".join(name for name, row in OPTIMIZERS.items() if row.by)
     refuse_incompatible(AT_START, experiment, wires=", ".join(WIRES), cut=cut)
-    backend = jax.default_backend() if shrinks(experiment) else "cpu"
-    check(backend == "cpu", BACKEND.format(backend=backend))
+    if shrinks(experiment) and (backend := jax.default_backend()) != "cpu":
+        raise UsageError(BACKEND.format(backend=backend))

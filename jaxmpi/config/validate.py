@@ -1,0 +1,115 @@
+"""Checks that the dataclasses of settings share: words and ranges of fields, and options that do not go together."""
+
+import functools
+import operator
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from jaxmpi.core.errors import UsageError, lookup
+
+
+@functools.cache
+def literals(part: type) -> dict[str, tuple[str, ...]]:
+    """Words of each field of a dataclass that is annotated as `Literal`."""
+    found = {name: literal_words(hint) for name, hint in get_type_hints(part, include_extras=True).items()}
+    return {name: words for name, words in found.items() if words}
+
+
+def literal_words(hint: Any) -> tuple[str, ...]:
+    """The words of a `Literal`; none of another annotation."""
+    return get_args(hint) if get_origin(hint) is Literal else ()
+
+
+def check_words(part: Any, prefix: str = "") -> None:
+    """Raise `UsageError` unless every `Literal` field has one of its words.
+
+    Args:
+        prefix: of the fields' names, such as `data.`.
+    """
+    for name, words in literals(type(part)).items():
+        lookup(dict.fromkeys(words), getattr(part, name), prefix + name)
+
+
+RANGE = re.compile(r"([\[(])(\S+), (\S+)([])])|(>=?) (\d+)")
+
+
+def check_ranges(part: Any, prefix: str = "", **ranges: str) -> None:
+    """Raise `UsageError` unless these fields are None or in their ranges, such as `>= 1` or `[0, 1): why`.
+
+    Args:
+        prefix: of the fields' names, such as `data.`.
+    """
+    for name, text in ranges.items():
+        value = getattr(part, name)
+        if value is not None and not is_in(value, text):
+            raise UsageError(f"{prefix}{name}: got {value}; expected {text}")
+
+
+def is_in(value: float, text: str) -> bool:
+    """Return True for a number in the range with which a text begins; NaN is in none."""
+    match = RANGE.match(text)
+    assert match, text
+    left, low, high, right, sign, least = match.groups()
+    if sign:
+        return value > int(least) or (sign == ">=" and value == int(least))
+    is_above = value > float(low) or (left == "[" and value == float(low))
+    return is_above and (value < float(high) or (right == "]" and value == float(high)))
+
+
+def use_python_numbers(part: Any) -> None:
+    """Replace numbers of NumPy or JAX in a dataclass's fields by Python's, which JSON and integer methods need."""
+    for each in fields(part):
+        value = getattr(part, each.name)
+        if type(value) is tuple:  # not a model, which has names
+            object.__setattr__(part, each.name, tuple(map(_python_number, value)))
+        else:
+            object.__setattr__(part, each.name, _python_number(value))
+
+
+def _python_number(value: Any) -> Any:
+    is_number = getattr(value, "ndim", None) == 0 and hasattr(value, "dtype") and hasattr(value, "item")
+    return value.item() if is_number else value
+
+
+# ---------------------------------------------------------------- options that do not go together
+
+
+WITH = "{field}: got {got} with {words}; {instead}"
+PAIR, GIVE_ONE = "got {field} and {words}; {instead}", "give one of them"
+
+
+class Refusal(NamedTuple):
+    """Values of a field that do not go with other options: the words of an error, and a row of docs/combining.md."""
+
+    field: str  # such as `data.memory`
+    values: str  # in the docs; `any` is any that is given
+    beside: Callable[[Any], object]  # the other options
+    words: str  # for them; names in braces are fields
+    instead: str
+    refuses: Callable[[Any], object] | None = None  # by its value; None: as `values` says
+    form: str = WITH
+
+
+def incompatible(beside: Callable[[Any], object], words: str, *rows: tuple, form: str = WITH) -> tuple[Refusal, ...]:
+    """Refusals with the same `beside` and `words`; rows have the other fields."""
+    return tuple(Refusal(field, values, beside, words, *rest, form=form) for field, values, *rest in rows)
+
+
+def refuse_incompatible(rows: Iterable[Refusal], options: Any, part: str = "", **more: Any) -> None:
+    """Refuse options that do not go together.
+
+    Args:
+        part: of the experiment that they are, such as `exchange.`.
+        more: names in the words that are no fields of `options`.
+
+    Raises:
+        UsageError: a field, what it does not go with, and the way out.
+    """
+    for row in rows:
+        got = operator.attrgetter(row.field.removeprefix(part))(options)
+        is_one = got if row.values == "any" else got in row.values.split(", ")
+        if (row.refuses(got) if row.refuses else is_one) and row.beside(options):
+            words, instead = (text.format(**vars(options), **more) for text in (row.words, row.instead))
+            raise UsageError(row.form.format(field=row.field, got=got, words=words, instead=instead))

@@ -1,0 +1,244 @@
+"""The plan of a run: an experiment's durations, batches and rates in numbers, for these workers.
+
+An experiment has epochs, a batch over all workers and a rate that may grow with their number. A run needs numbers of
+steps, a batch for each worker and a rate for every step. `make_plan` opens the data, whose length turns one into the
+other, before anything is compiled. The functions of the step, state 0 and the run are all made from this one record.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmpi.allreduce import algorithms
+from jaxmpi.allreduce.compression import is_compressor
+from jaxmpi.comm.topology import Workers, alone
+from jaxmpi.config import durations, schema
+from jaxmpi.config.optim import Optim
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import UsageError
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.data.feed import DeviceFeed, open_feed, reshard_feed
+from jaxmpi.optim import optimizers, schedules
+from jaxmpi.rules import registry
+from jaxmpi.tasks.base import Task
+from jaxmpi.tasks.registry import make_task
+from jaxmpi.trainer.timetable import Timetable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What an experiment is on these workers."""
+
+    experiment: Experiment  # its model sized to the classes of the data
+    workers: Workers
+    task: Task
+    feed: DeviceFeed
+    validation: DeviceFeed
+    shapes: tuple[PyTree, PyTree]  # of params and model state, traced once: GoogLeNet takes a second
+    clock: schedules.Clock
+    timetable: Timetable
+    lr: optax.Schedule  # by step, scaling included
+    has_lr: bool  # False: the user's own optimizer was made with its rates
+    headline: str
+    data: dict[str, Any]  # facts that distinguish the data from other data, wherever it lies
+    scaled_for: int  # number of workers with which the run began, by which lr is scaled
+    micro_batch: int  # examples of an accumulation slice; 0: no accumulation
+    requested: str = ""  # the strategy as the experiment has it, perhaps `auto`
+    notes: tuple[str, ...] = ()  # reasons for what was left open, for the log
+
+    @property
+    def local_batch(self) -> int:
+        """Examples of a worker and step."""
+        return self.feed.samplers[0].local_batch
+
+    @property
+    def param_shapes(self) -> PyTree:
+        """Shapes of the params."""
+        return self.shapes[0]
+
+    @property
+    def strategy(self) -> str:
+        """The strategy in full, as asa:32."""
+        name = self.experiment.exchange.strategy
+        return name if is_compressor(name) else algorithms.parse(name).name
+
+    @property
+    def exchanges(self) -> bool:
+        """Return True if workers exchange; with strategy none their params drift apart."""
+        return algorithms.exchanges(self.strategy)
+
+    def with_fields(self, **fields: Any) -> Self:
+        """The plan with other fields of the experiment, which change no number of the plan."""
+        return replace(self, experiment=replace(self.experiment, **fields))
+
+    def with_exchange(self, **options: Any) -> Self:
+        """The plan with other options of the exchange."""
+        return self.with_fields(exchange=replace(self.experiment.exchange, **options))
+
+    def with_note(self, text: str) -> Self:
+        """The plan with one more line for the log."""
+        return replace(self, notes=(*self.notes, text))
+
+    def examples(self, step: int) -> int:
+        """Examples seen by all workers after `step` steps, counting short batches exactly."""
+        epochs, batches = divmod(step, self.clock.steps_per_epoch)
+        return epochs * len(self.feed.source) + batches * self.clock.effective_batch
+
+    def step(self, examples: float) -> int:
+        """The last step after which all workers saw at most `examples`."""
+        epochs, rest = divmod(int(examples), len(self.feed.source))
+        return min(epochs * self.clock.steps_per_epoch + rest // self.clock.effective_batch, self.clock.total_steps)
+
+    def epoch(self, step: int) -> float:
+        """Epochs after `step` steps; 0 if the data has none."""
+        return step / self.clock.steps_per_epoch if self.feed.has_epochs else 0.0
+
+    def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
+        """Params and model state of state 0."""
+        return init_model(self.task, self.feed, key)
+
+    def lr_of(self, step: int) -> float | None:
+        """The learning rate of a step, counted from 1, if known."""
+        return np.asarray(self.lr(max(step - 1, 0))).item() if self.has_lr else None
+
+
+def init_model(task: Task, feed: DeviceFeed, key: jax.Array) -> tuple[PyTree, PyTree]:
+    """Params and model state of a task, initialised on zeros shaped as the feed's examples."""
+    return task.init(key, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), feed.example()))
+
+
+def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, before: Plan | None = None) -> Plan:
+    """Open the data and work out batches, steps and learning rate; all ranks call it.
+
+    Args:
+        scaled_for: number of workers with which the run began; 0: these.
+        before: the plan of a run that continues with fewer workers, whose data is open.
+
+    Raises:
+        UsageError: a batch that does not divide, data that is missing, a learning-rate scaling that the rule refuses.
+    """
+    scaled_for = scaled_for or workers.size
+    is_other = scaled_for != workers.size
+    local_batch = schema.local_batch(experiment, workers.size, uneven=is_other)
+    effective_batch = experiment.effective_batch if is_other else local_batch * workers.size
+    # A worker of a smaller job has more examples: in slices, it needs no more memory than before.
+    micro_batch = experiment.micro_batch or slice_size(local_batch, -(-effective_batch // scaled_for))
+    wanted_classes = experiment.model.classes if experiment.model else 0
+    if before:
+        feed, validation = reshard_feed(before.feed, workers, micro_batch), reshard_feed(before.validation, workers)
+        facts = before.data["the data"]
+    else:
+        feed = open_feed(experiment, "train", effective_batch, workers, micro_batch)
+        experiment = replace(experiment, model=feed.model)
+        # Asynchronous workers do not meet, so each evaluates alone.
+        evaluating, batch = (alone(workers), local_batch) if workers.asynchronous else (workers, effective_batch)
+        validation = open_feed(experiment, "validation", batch, evaluating, pool=feed.pool)
+        facts = {"train": feed.facts(), "validation": validation.facts()}
+        workers.processes.assert_same("the data", facts)
+    task = make_task(experiment)
+    check_durations(experiment, feed)
+    epoch_steps = feed.samplers[0].steps_per_epoch
+    total_steps = max(durations.duration_steps(experiment.train_for, epoch_steps, effective_batch), 1)
+    clock = schedules.Clock(epoch_steps, effective_batch, total_steps)
+    factor, scaling = registry.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, scaled_for)
+    factor *= rate_for_batch(experiment.optim, effective_batch / scaled_for)
+    if experiment.optim.lr_for_batch:
+        scaling += f", local batch / {experiment.optim.lr_for_batch}"
+    if is_other and registry.RULES[experiment.rule.name].sums_updates:
+        factor *= scaled_for / workers.size  # fewer updates are summed, each of more examples
+    name = experiment.model.name if experiment.model else experiment.task.name
+    headline = (
+        f"{name}: {describe_workers(workers)} x local batch {local_batch} = effective batch {effective_batch}; "
+        f"{describe_data(feed)}, {total_steps} steps\n{describe_rate(experiment, factor, scaling)}"
+    )
+    if experiment.model and experiment.model.classes != wanted_classes:
+        headline = (
+            f"{feed.source.name} has {feed.source.classes} classes: {name} is made with as many, not "
+            f"with the experiment's {wanted_classes}\n{headline}"
+        )
+    if is_other:
+        slices = f"; in slices of {micro_batch}" if micro_batch else ""
+        headline += f", as with the {scaled_for} workers that the run began with{slices}"
+    return Plan(
+        experiment=experiment,
+        workers=workers,
+        task=task,
+        feed=feed,
+        validation=validation,
+        shapes=before.shapes if before else jax.eval_shape(lambda key: init_model(task, feed, key), jax.random.key(0)),
+        clock=clock,
+        timetable=Timetable(
+            compare_every=clock.steps(experiment.replica_check_every) or total_steps,
+            log_every=experiment.log_every,
+            eval_every=clock.steps(experiment.eval_every) or total_steps,
+            save_every=clock.steps(experiment.checkpoint_every) or total_steps,
+            total_steps=total_steps,
+        ),
+        lr=schedules.schedule(experiment.schedule, clock, experiment.optim.lr * factor, scaled_for, factor),
+        has_lr=not optimizers.has_own_rate(experiment.optim),
+        headline=headline,
+        data={"the data": facts},
+        scaled_for=scaled_for,
+        micro_batch=micro_batch,
+        requested=experiment.exchange.strategy,
+    )
+
+
+def rate_for_batch(optim: Optim, local_batch: float) -> float:
+    """The factor on lr for the local batch with which the run began."""
+    return local_batch / optim.lr_for_batch if optim.lr_for_batch else 1.0
+
+
+def slice_size(local_batch: int, most: int) -> int:
+    """Size of equal slices of at most `most` examples; 0 if one slice is enough."""
+    slices = -(-local_batch // most)
+    return -(-local_batch // slices) if slices > 1 else 0
+
+
+NO_EPOCHS = "{field}: got {got} with {source}, a stream, whose epochs have no known length: give steps, as in 500st"
+
+
+def check_durations(experiment: Experiment, feed: DeviceFeed) -> None:
+    """Raise `UsageError` if durations or the schedule count epochs that the data does not have."""
+    if feed.has_epochs:
+        return
+    schedule, source = experiment.schedule, feed.source.name
+    names = ("train_for", "eval_every", "checkpoint_every", "replica_check_every")
+    given = {name: getattr(experiment, name) for name in names} | {
+        "schedule.warmup": schedule.warmup,
+        "schedule.span": schedule.span,
+        "schedule.boundaries": " ".join(schedule.boundaries),
+    }
+    for name, value in given.items():
+        if "ep" in value:
+            raise UsageError(NO_EPOCHS.format(field=name, got=value, source=source))
+    if schedule.decay == "poly_epoch" or schedule.warmup_shape == "geometric":
+        raise UsageError(NO_EPOCHS.format(field="schedule", got="one that changes once an epoch", source=source))
+
+
+def describe_workers(workers: Workers) -> str:
+    """`8 workers`, or `2 processes x 4 devices = 8 workers`."""
+    each, processes = len(workers.mine), workers.processes.size
+    product = f"{processes} processes x {each} devices = " if each > 1 and processes > 1 else ""
+    return f"{product}{workers.size} workers"
+
+
+def describe_data(feed: DeviceFeed) -> str:
+    """How many examples the data has."""
+    if not feed.has_epochs:
+        return f"{feed.samplers[0].name} without a known end"
+    return f"{len(feed.source)} examples, {feed.samplers[0].steps_per_epoch} steps an epoch"
+
+
+def describe_rate(experiment: Experiment, factor: float, scaling: str) -> str:
+    """How the learning rate of each worker comes about."""
+    lr = experiment.optim.lr
+    if optimizers.has_own_rate(experiment.optim):
+        return f"learning rates are those of optimizer {experiment.optim.name}"
+    if experiment.schedule.rate:
+        return f"lr as schedule.rate says, x {factor:g} ({scaling})"
+    return f"lr {lr:g} x {factor:g} ({scaling}) = {lr * factor:g}"
