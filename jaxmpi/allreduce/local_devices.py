@@ -78,7 +78,7 @@ class Devices(NamedTuple):
         return NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
 
     @property
-    def each(self) -> list[jax.Device]:
+    def each(self) -> list[Any]:
         """By place."""
         return list(self.mesh.devices.flat)
 
