@@ -160,6 +160,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequ
                 comparison_of(call.comm).share_slots()
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
+        # One call of MPI compares in the same handler; others have a comparison before and behind them.
         if number is not None and row.is_one_call and not call.is_reversed and not is_logged():
             if compiled := comparison_of(call.comm).compiled(number):
                 compiled.begin(has_array=bool(arrays))
@@ -184,6 +185,8 @@ def _check_linear(call: MpiCall, operands: Sequence[Any]) -> None:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: MpiCall) -> tuple[list, list]:
+    # Ranks compare whether they differentiate: one that gives a constant has no transposed call, for which the others
+    # would wait.
     results = _call_p.bind(*primals, call=dataclasses.replace(call, is_differentiated=True))
     _check_linear(call, primals)
     tangents_call = dataclasses.replace(call, is_of_tangents=True)

@@ -98,6 +98,7 @@ def _reduce_leaves(group: WorkerGroup, leaves: Sequence[Leaf], counts: list[int]
     for op in ("mean", "sum"):
         if chosen := [i for i in sums if leaves[i].op == op]:
             results |= zip(chosen, _sum_over_workers(group, op, chosen, counts, strategy), strict=True)
+    # Integers in every bit, products and extremes: no strategy sums these, so workers gather and combine in rank order.
     if rest := [i for i in across if i not in results]:
         everywhere = any(leaves[i].place == "into" for i in rest)
         mine = {worker.rank: [np.asarray(worker.out[i]) for i in rest] for worker in group.workers}

@@ -172,8 +172,10 @@ class WorkerGroup:
             jax.block_until_ready(worker.out)
             return reports[worker.rank]
 
+        # JAX dispatches and returns, so devices of one process compute at the same time: all begin before any is waited
+        # for.
         with profiling.part(part):
-            for worker in self.workers:  # all begin before any is waited for
+            for worker in self.workers:
                 attempt(worker, work)
         for worker in self.workers:
             with profiling.part(part if worker is self.worker else waiting):
@@ -334,6 +336,7 @@ class RankGroup(ProcessGroup):
     def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
         """`exchange` outside jit; f32 through shared memory needs no program."""
         [(rank, leaves)] = mine.items()
+        # A program would be compiled for each tree of shapes, and called with Python's overhead.
         if in_shared_memory(strategy) and all(x.dtype == jnp.float32 for x in leaves):
             sum_now = self._sum_now
             try:

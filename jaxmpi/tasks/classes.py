@@ -34,7 +34,7 @@ def ranking(logits: jax.Array, labels: jax.Array) -> jax.Array:
     Ties go by class number; a true class whose logit is NaN is last.
     """
     true = jnp.take_along_axis(logits, labels[..., None], axis=-1)
-    ahead = ~(logits <= true)
+    ahead = ~(logits <= true)  # not `logits > true`, by which a NaN would be ahead of nobody
     numbers = jnp.arange(logits.shape[-1]).reshape((1,) * labels.ndim + (-1,))
     tied_before = (logits == true) & (numbers < labels[..., None])
     return (ahead | tied_before).sum(-1, dtype=jnp.int32)

@@ -29,7 +29,7 @@ class Supervised(NamedTuple):
         """The model's outputs in 32 bits, and its new state."""
         image = prepare_batch(batch["image"], self.model, self.data, self.dtype)
         outputs, model_state = self.model.apply(params, model_state, image, key, train)
-        return cast_floats(outputs, jnp.float32), model_state
+        return cast_floats(outputs, jnp.float32), model_state  # sums of losses and counts need 32 bits
 
     def judged(self, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, train: bool) -> Judged:
         """Losses of the examples, the mean over each one's tokens or pixels."""

@@ -1,4 +1,4 @@
-"""Linen, Equinox and plain functions as models; what does not fit is named before training."""
+"""Flax, Equinox and plain functions as models; what does not fit is named before training."""
 
 import contextlib
 import dataclasses
@@ -121,6 +121,88 @@ def assert_trains_and_evaluates(model: Model) -> None:
     np.testing.assert_array_equal(outputs[0][0], outputs[1][0])
     assert not np.array_equal(one, outputs[0][0])
     jax.tree.map(np.testing.assert_array_equal, outputs[0][1], after)
+
+
+# ---------------------------------------------------------------- NNX
+
+
+class NnxNet(nnx.Module):
+    """A model as a user writes it: stock layers, stock initialisers, a list, two random streams."""
+
+    def __init__(self, rngs):
+        self.convs = nnx.List([nnx.Conv(1, 8, (3, 3), rngs=rngs), nnx.Conv(8, 8, (3, 3), rngs=rngs)])
+        self.norm = nnx.BatchNorm(8, momentum=0.5, rngs=rngs)
+        self.drops = nnx.List([nnx.Dropout(0.5, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)])
+        self.logits = nnx.Linear(8, 10, rngs=rngs)
+
+    def __call__(self, x, train):
+        x = jax.nn.relu(self.norm(self.convs[0](x), use_running_average=not train))
+        x = self.drops[0](self.convs[1](x), deterministic=not train).mean((1, 2))
+        self.features = nnx.Intermediate(x)  # made by the call, so no state
+        return self.logits(self.drops[1](x, deterministic=not train))
+
+
+class NnxSwitchless(nnx.Module):
+    """As Flax's own guides have it: `train()` and `eval()` are all that tells."""
+
+    def __init__(self, rngs):
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.logits = nnx.Linear(1, 10, rngs=rngs)
+
+    def __call__(self, x):
+        return self.logits(self.drop(x.mean((1, 2))))
+
+
+class NnxDeterministic(NnxSwitchless):
+    def __call__(self, x, *, deterministic):
+        return self.logits(self.drop(x.mean((1, 2)), deterministic=deterministic))
+
+
+class NnxTwice(NnxSwitchless):
+    """Two layers draw: each has a stream of its own."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.other = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        ones = jnp.ones(64)
+        return self.drop(ones, deterministic=False), self.other(ones, deterministic=False)
+
+
+def nnx_net(net: Any) -> Model:
+    return nnx_model(net, name="net", input_shape=(8, 8, 1), classes=10)
+
+
+def test_building_an_nnx_model_calls_nothing():
+    nnx_net(lambda rngs: pytest.fail("built"))
+
+
+def test_nnx_params_and_state_are_plain_arrays_and_give_the_modules_numbers():
+    model = nnx_net(NnxNet)
+    params, model_state = model.init(KEY, IMAGE[:1])
+    assert set(params) == {"convs", "norm", "logits"}
+    assert {name: set(values) for name, values in model_state.items()} == {"norm": {"mean", "var"}}
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves((params, model_state)))
+    got = jax.jit(model.apply, static_argnums=4)(params, model_state, IMAGE, KEY, False)[0]  # pyright: ignore[reportCallIssue]
+    np.testing.assert_allclose(got, NnxNet(nnx.Rngs(KEY))(IMAGE, False), rtol=1e-5, atol=1e-6)
+    check_model(model)
+    assert_trains_and_evaluates(model)
+
+
+@pytest.mark.parametrize("net", [NnxSwitchless, NnxDeterministic])
+def test_nnx_modules_are_told_whether_they_train_in_other_words(net):
+    model = nnx_net(net)
+    state = model.init(KEY, IMAGE[:1])
+    keys = jax.random.key(1), jax.random.key(2)
+    assert not np.array_equal(*(model.apply(*state, IMAGE, key, True)[0] for key in keys))
+    np.testing.assert_array_equal(*(model.apply(*state, IMAGE, key, False)[0] for key in keys))
+
+
+def test_each_nnx_stream_has_its_own_key():
+    model = nnx_net(NnxTwice)
+    one, other = model.apply(*model.init(KEY, IMAGE[:1]), IMAGE, KEY, True)[0]
+    assert not np.array_equal(one, other)
 
 
 # ---------------------------------------------------------------- Equinox

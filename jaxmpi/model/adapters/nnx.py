@@ -58,6 +58,7 @@ def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, 
 
     def apply(params: PyTree, model_state: PyTree, image: jax.Array, key: jax.Array, train: bool) -> tuple[Any, PyTree]:
         graph, streams, state_paths = structure()
+        # Streams are not in the train state: a resumed step draws what it would have drawn, from its key alone.
         rngs = nnx.from_flat_state(_fresh_streams(streams, key))
         module = nnx.merge(graph, params, rngs, model_state)
         if not train:
