@@ -117,7 +117,7 @@ def compressor(name: str) -> Contender:
     return Contender(name, None, start)
 
 
-def own_contender(name: str) -> Contender:
+def find_contender(name: str) -> Contender:
     """The strategy, `auto` or compressor of this name.
 
     Raises:

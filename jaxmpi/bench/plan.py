@@ -84,7 +84,7 @@ def make_plan(options: argparse.Namespace) -> BenchPlan:
     experiment = str(experiment_file.locate(options.experiment).resolve()) if options.experiment else ""
     add_rows(experiment)
     for name in options.strategies:
-        contenders.own_contender(name)
+        contenders.find_contender(name)
     peers = select_peers(options.peers)
     if not (peers or options.strategies):
         raise UsageError("nothing to time: neither strategies nor peers")

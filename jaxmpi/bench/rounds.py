@@ -63,7 +63,7 @@ def measure(plan: BenchPlan, control: Processes, keep: Callable[[list[Json]], No
     elif plan.peers and control.rank == 0:
         print("one rank: nothing travels, and no peer runs", flush=True)
     yardsticks = [] if control.size == 1 else [LINK] if several_hosts else [COPY]
-    field = [*map(contenders.own_contender, plan.strategies), *map(peer, peers), *yardsticks]
+    field = [*map(contenders.find_contender, plan.strategies), *map(peer, peers), *yardsticks]
     if not field:
         raise UsageError("one rank and no strategies: nothing to time")
     progress, done = BenchProgress(control, keep), []

@@ -92,7 +92,7 @@ def run(argv: list[str]) -> None:
     """Run a command of the table.
 
     Raises:
-        UsageError: there is no such command, or it was asked for what cannot be.
+        UsageError: there is no such command, or one of its options cannot be.
     """
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
@@ -106,11 +106,11 @@ def run(argv: list[str]) -> None:
         return
     command, words = lookup(COMMANDS, argv[0], "command"), argv[1:]
     interrupts.leave_on_interrupt()  # while it is imported, which may take a second
-    asked = imported(command.options)(words) if command.options else words
-    imported(command.run)(asked)
+    options = import_function(command.options)(words) if command.options else words
+    import_function(command.run)(options)
 
 
-def imported(path: str) -> Callable[[Any], Any]:
+def import_function(path: str) -> Callable[[Any], Any]:
     """The function at `module:function`."""
     module, _, function = path.partition(":")
     return getattr(importlib.import_module(f"jaxmpi.{module}"), function)

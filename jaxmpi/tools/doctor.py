@@ -57,13 +57,13 @@ class ExchangeTime(NamedTuple):
 # ---------------------------------------------------------------- facts of a rank
 
 
-def mine() -> dict[str, Any]:
+def collect_facts() -> dict[str, Any]:
     """Facts of this process and its host."""
-    here = process.launched()
+    job = process.launched()
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
         "host": socket.gethostname(),
-        "launcher": here.launcher if here else "none",
+        "launcher": job.launcher if job else "none",
         "cores": os.cpu_count() or 1,
         "may use": process.core_mask(),
         "whole cores": process.cores(),
@@ -148,11 +148,11 @@ class RankPairSpeed(NamedTuple):
     gb_per_s: float
 
 
-def pairs_of(trips_s: np.ndarray, hosts: Sequence[str]) -> list[RankPairSpeed]:
+def pair_speeds(trips_s: np.ndarray, hosts: Sequence[str]) -> list[RankPairSpeed]:
     """Pairs, slowest first, from seconds f64[w, w] for PAIR_FLOATS there and back."""
-    both = np.fmin(trips_s, trips_s.T)
-    met = [(a, b) for a in range(len(hosts)) for b in range(a + 1, len(hosts)) if both[a, b] == both[a, b]]
-    speeds = [(a, b, hosts[a] != hosts[b], 2 * 8 * PAIR_FLOATS / float(both[a, b]) / 1e9) for a, b in met]
+    quicker = np.fmin(trips_s, trips_s.T)
+    pairs = [(a, b) for a in range(len(hosts)) for b in range(a + 1, len(hosts)) if not np.isnan(quicker[a, b])]
+    speeds = [(a, b, hosts[a] != hosts[b], 2 * 8 * PAIR_FLOATS / float(quicker[a, b]) / 1e9) for a, b in pairs]
     return sorted((RankPairSpeed(*row) for row in speeds), key=lambda pair: pair.gb_per_s)
 
 
@@ -196,8 +196,8 @@ def suggest_changes(ranks: Ranks, mpi: dict[str, str]) -> Iterator[str]:
                 )
     if (level := mpi.get("threads", "MPI_THREAD_MULTIPLE")) != "MPI_THREAD_MULTIPLE":
         yield f"MPI gives {level}: no overlap and no watchdog; use an MPI built for MPI_THREAD_MULTIPLE"
-    for host, here in by_host(ranks).items():
-        yield from suggest_for_host(host, here, is_alone=len(ranks) == 1)
+    for host, local in by_host(ranks).items():
+        yield from suggest_for_host(host, local, is_alone=len(ranks) == 1)
 
 
 def suggest_for_host(host: str, ranks: Ranks, *, is_alone: bool) -> Iterator[str]:
@@ -266,9 +266,9 @@ def format_report(
         "MPI       " + (", ".join(f"{name} {value}" for name, value in mpi.items()) or "not used"),
         "versions  " + ", ".join(f"{name} {version}" for name, version in ranks[0]["versions"].items()),
     ]
-    for host, mine in by_host(ranks).items():
-        net = ", ".join(f"{name} {state}" for name, state in mine[0]["interfaces"].items()) or "no interfaces"
-        lines += [f"host      {host}: {mine[0]['cores']} cores, /dev/shm {mine[0]['shm free'] >> 20} MiB free; {net}"]
+    for host, local in by_host(ranks).items():
+        net = ", ".join(f"{name} {state}" for name, state in local[0]["interfaces"].items()) or "no interfaces"
+        lines += [f"host      {host}: {local[0]['cores']} cores, /dev/shm {local[0]['shm free'] >> 20} MiB free; {net}"]
     lines += [
         f"rank {r:<4} {rank['host']}: cores {format_cores(rank['may use'])}; {rank['backend']}, "
         f"{', '.join(rank['devices'])}"
@@ -306,11 +306,11 @@ def examine() -> None:
     if control.size > 1:
         mpi["device pointers"] = "handed to MPI" if is_cuda_aware() else "copied through the host"
     trouble = start_trouble() if control.size == 1 else ""
-    ranks = control.allgather_object(mine())
+    ranks = control.allgather_object(collect_facts())
     trips_s = [trip_s for trip_s, _ in pings(control)]
     with watching(control, STALL_S if isinstance(control, MpiProcesses) else 0, "abort"):
         failures.set_phase("self-test: messages between pairs of ranks")
-        pairs = pairs_of(trips(control, PAIR_FLOATS), [rank["host"] for rank in ranks])
+        pairs = pair_speeds(trips(control, PAIR_FLOATS), [rank["host"] for rank in ranks])
         results = time_exchanges(control)
     if control.rank == 0:
         print("\n".join(format_report(ranks, mpi, results, trips_s, pairs, trouble)), flush=True)

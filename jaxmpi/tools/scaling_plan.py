@@ -53,7 +53,7 @@ class ScalingEstimate(NamedTuple):
 
 def main(options: argparse.Namespace) -> None:
     """Print the table; under a launcher, probe its ranks first."""
-    question = ask(options)
+    question = read_question(options)
     if question is None:  # a rank other than 0
         return
     estimates = [estimate(question, net) for net in layouts(question)]
@@ -63,11 +63,11 @@ def main(options: argparse.Namespace) -> None:
         print(f"plot: {options.plot}")
 
 
-def ask(options: argparse.Namespace) -> Question | None:
+def read_question(options: argparse.Namespace) -> Question | None:
     """Build the question from the options; None on ranks other than 0.
 
     Raises:
-        UsageError: nothing to go by.
+        UsageError: no prices are known.
     """
     if options.alpha_s is None and process.launched_workers() > 1:
         process.prepare()  # an experiment starts the device, and later timings depend on this rank's cores
@@ -76,11 +76,11 @@ def ask(options: argparse.Namespace) -> Question | None:
         wire_format(wire)
     comm = None if options.alpha_s is not None else world()
     if options.alpha_s is not None:
-        probe, source = given(options), "given prices"
+        probe, source = given_prices(options), "given prices"
     elif isinstance(comm, MpiComm):
         probe, source = probes.probe(comm, wires), "probe of these ranks"
     else:
-        probe, source = saved_probe()
+        probe, source = newest_probe()
     if comm is not None and comm.rank != 0:
         return None
     source += "" if probe.net.hosts > 1 else ", on one host: nothing is known of others"
@@ -107,7 +107,7 @@ def leaf_sizes(options: argparse.Namespace) -> tuple[int, ...]:
     return tuple(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def given(options: argparse.Namespace) -> Probe:
+def given_prices(options: argparse.Namespace) -> Probe:
     """Prices given as options; inside a host, by default those between hosts."""
     between = Link(options.alpha_s, options.beta_s_per_byte)
     alpha, beta = options.alpha_inside_s, options.beta_inside_s_per_byte
@@ -115,7 +115,7 @@ def given(options: argparse.Namespace) -> Probe:
     return Probe(Net(MOST, 1, inside, between, options.gamma_s_per_byte, cores=options.cores), {})
 
 
-def saved_probe() -> tuple[Probe, str]:
+def newest_probe() -> tuple[Probe, str]:
     """The newest saved probe, and its origin.
 
     Raises:

@@ -17,7 +17,7 @@ from jaxmpi.tools.doctor import (
     format_cores,
     format_pairs,
     interfaces,
-    pairs_of,
+    pair_speeds,
     self_test_problems,
     slow_pairs,
     suggest_changes,
@@ -98,7 +98,7 @@ def test_a_pair_with_a_slow_link_is_named():
     trips_s[0, 1] = trips_s[1, 0] = 2 * 2**20 / 5e9
     trips_s[1, 3], trips_s[3, 1] = 2 * 2**20 / 0.01e9, 1.0  # the quicker of both ranks' clocks counts
     np.fill_diagonal(trips_s, np.nan)
-    pairs = pairs_of(trips_s, hosts)
+    pairs = pair_speeds(trips_s, hosts)
     assert [(p.a, p.b) for p in (pairs[0], pairs[-1])] == [(1, 3), (0, 1)]
     assert format_pairs(pairs, hosts) == [
         "pairs     on one host: 5 to 5 GB/s; slowest rank 0 on a and rank 1 on a",
@@ -107,7 +107,7 @@ def test_a_pair_with_a_slow_link_is_named():
     told = "rank 1 on a and rank 3 on c exchange 0.01 GB/s, pairs on two hosts 0.5 in the median: look at the network"
     [line] = slow_pairs(pairs, hosts)
     assert line.startswith(told)
-    assert slow_pairs(pairs_of(np.full((1, 1), np.nan), ["a"]), ["a"]) == []
+    assert slow_pairs(pair_speeds(np.full((1, 1), np.nan), ["a"]), ["a"]) == []
 
 
 def test_interfaces(tmp_path):

@@ -50,6 +50,7 @@ def take_part(
             "MPI gives MPI_THREAD_SERIALIZED; asynchronous rules exchange from threads of their own and need "
             "MPI_THREAD_MULTIPLE: use an MPI with full thread support, or rule gradients"
         )
+    # Communicators of their own, so that no message of another thread is taken for one of these.
     to_center, between_workers = control.clone(), control.clone()
     servers = max(config.servers, 1)
     first = size if config.servers else 0  # rank of server 0

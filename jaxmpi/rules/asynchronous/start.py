@@ -109,23 +109,23 @@ def start_from_checkpoint(path: Path, state: TrainState, worker: int, workers: i
     """
     manifest = manifests.read_manifest(path)
     center = read_file(path, manifest, "common.bin", {"center": state.params})["center"]
-    mine, weight = state._replace(step=np.array(manifest["step"], np.int32), params=center), 0.0
+    started, weight = state._replace(step=np.array(manifest["step"], np.int32), params=center), 0.0
     name = manifests.worker_file(worker)
     if manifest["files"].get(name):
         stored = read_file(path, manifest, name, {**state._asdict(), "weight": np.zeros(())})
         weight = float(stored.pop("weight")) * (manifest["workers"] == workers)
-        mine = TrainState(**stored)
+        started = TrainState(**stored)
     if rule.starts_at_center:
-        mine = mine._replace(params=center)
+        started = started._replace(params=center)
     # A new worker's optimizer is at step 0: it would warm up while the others' rate has long fallen.
-    mine = mine._replace(rule_state=optimizers.set_step(mine.rule_state, manifest["step"]))
+    started = started._replace(rule_state=optimizers.set_step(started.rule_state, manifest["step"]))
     tally = manifest["extra"].get("tally")  # of an older version it may be shorter: what that did not count begins at 0
     most = len(Counters._fields)
     is_whole = isinstance(tally, list) and len(tally) <= most and all(type(x) is float for x in tally)
     manifests.undamaged(is_whole, f"{path}: tally: got {tally!r:.80}; expected at most {most} numbers: damaged")
     return AsyncStart(
         center=ParamsVector.from_params(state.params).vector(center),
-        state=mine,
+        state=started,
         counters=Counters(*tally),
         step=manifest["step"],
         extra=manifest["extra"],

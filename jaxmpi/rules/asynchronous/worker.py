@@ -89,6 +89,7 @@ class AsyncWorker:
         w = self.flat.vector(self.rule.to_center(state.params, state.rule_state))
         with progress.span("wait", "the center"):
             exchange = self.client.exchange(self.rule.push(w, self.base), self._next_report(leave))
+        # From the center as it was: afterwards both have moved towards each other.
         distance = float(np.linalg.norm(w - exchange.seen))
         w, self.base = self.rule.pull(w, self.base, exchange.pushed, exchange.seen)
         state = state._replace(params=self._to_params(w, state))
@@ -132,7 +133,8 @@ class AsyncWorker:
         if self.gossip_thread is None:
             self.is_done = True
             return self.exchange(state)[0] if self.clock % self.tau else state
-        self.gossip_thread.end(self.report)  # not late, though others may be long in coming
+        # It reports meanwhile, or server 0 would take it for late: another may be evaluating before its own end.
+        self.gossip_thread.end(self.report)
         self.is_done = True
         state = self.gossip_step(state)
         weight = np.float32(self.weight)
