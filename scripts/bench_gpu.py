@@ -49,12 +49,12 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.train_state import Batch
 from jaxmpi.models import MODELS
-from jaxmpi.optim.optimizers import MOMENTUM
 from jaxmpi.runtime import failures, process, provenance
 from jaxmpi.trainer import build, step
 from jaxmpi.trainer.plan import make_plan
 
 TWINNED = [name for name, make in MODELS.items() if not (name.startswith("digits") or make().takes_tokens)]
+MOMENTUM = 0.9  # of optimizer momentum by default
 NO_GPU = 77  # exit code that test suites take for "skipped"
 DTYPES = ("float32", "bfloat16")
 PARTS = ("step", "to device", "forward", "forward+backward", "update")

@@ -32,11 +32,11 @@ from jax.sharding import PartitionSpec as P
 import jaxmpi
 from jaxmpi.allreduce import overlap
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.comm_thread import comm_thread
 from jaxmpi.allreduce.measuring import slowest
 from jaxmpi.bench.baselines import connect_jax, connect_torch
 from jaxmpi.bench.options import is_installed
 from jaxmpi.comm.job import processes
+from jaxmpi.runtime import progress
 
 WIDTHS = (3, 64, 128, 128, 256, 256, 256)  # channels; pooled after the first, third and fifth convolution
 CLASSES, PIXELS, LR = 10, 32, 0.01
@@ -127,7 +127,7 @@ def with_jaxmpi(strategy: str, beside: bool) -> Callable[[int], Timed]:
         exchange = jax.jit(lambda tree: mean(jax.tree.map(lambda x: x * 2, tree)))
 
         def first_s() -> float:
-            starts = [event.time_s for event in comm_thread().events if event.what == "start"]
+            starts = [span.begin_s for span in progress.drain() if span.track == "travel"]
             return min(t for t in starts if t > run.began_s) if starts else float("nan")
 
         return Timed(compute, lambda: jax.block_until_ready(exchange(params)), run, first_s, compute.loss())

@@ -1,247 +1,287 @@
-"""The communication thread of a process, for messages while programs compute.
+"""Sums of a program's buckets by the communication thread: the calls in the program, and the functions that they call.
 
-It carries the buckets of exchanges (`comm_thread_programs`) and started operations (`jaxmpi.collectives`), each on a
-communicator of its own. The thread itself is the process's own: it starts without other ranks.
+In a program an exchange is three kinds of calls. `open` numbers it, in the order of programs, so that all ranks give a
+bucket the same number. `start` hands a bucket to the thread and returns at once. It waits for nothing but its own
+gradients. So XLA runs it when they are there, on each rank in an order of its own. `done`, after the last start, waits
+until a bucket holds the sum. The bucket passes through both in one buffer, which the thread changes in between: nothing
+is copied, and XLA, for which only these calls use the buffer, leaves it alone. All of it is C (`host_engine.c`); Python
+is called when a plan is new and when something is wrong. The buffers of a GPU go through Python, which sees them as
+copies: there `start` leaves a copy with the thread, and `done` takes the sum from the thread.
 
-Sums of buckets are C's (`host_engine`). All else, such as started operations, is Python's: generators that yield
-messages to wait for.
+Messages have no names. So ranks that run two programs of equal shapes in different orders would add up gradients of
+different programs. `open` therefore has the thread compare over ranks which exchange each has come to, and buckets wait
+for that. The comparison travels while the program computes; waiting for it in `open` would put it before each step.
 """
 
+import ctypes
 import functools
 import hashlib
+import json
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from ctypes import c_int64, c_uint32, c_void_p
+from enum import StrEnum
+from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.allreduce import host_engine
-from jaxmpi.allreduce.host_engine import TIMEOUT_S, HostSum, late_error
-from jaxmpi.comm.agreement import different_calls
-from jaxmpi.comm.control import MpiProcesses
-from jaxmpi.comm.diagnosis import BESIDE
-from jaxmpi.comm.polling import WaitClock
+from jaxmpi.allreduce.algorithms import STRATEGIES, parse
+from jaxmpi.allreduce.host_engine import DONE, OPEN, START, HostEngine
+from jaxmpi.comm import c_handlers
+from jaxmpi.comm.agreement import different_calls, fingerprint
+from jaxmpi.comm.base import Comm
+from jaxmpi.comm.diagnosis import CallId
+from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core import scheduling
-from jaxmpi.core.errors import TrainingError, UsageError
-from jaxmpi.runtime import progress
-from jaxmpi.runtime.failures import call_before_finalize
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.runtime import failures, host_callbacks
 
-Requests = list[Any]  # requests of mpi4py
 THREAD = "jaxmpi exchange"
-# Between two looks at messages that have not come: beside a computation, whose time each look takes, and when somebody
-# waits. Enough is under way to keep a link busy meanwhile.
-CALM_S, HURRY_S, HURRY_IN_C_S = 0.002, 0.0003, 0.00005
-YIELDS_IN_C = 20  # looks before the first pause, if somebody waits
-WHAT_BYTES = 256  # bytes of an exchange's name, for messages; ranks compare its digest, too
-PATIENT_S = 0.5  # without a message before a rank looks whether another has given up
-MOST_IN_C_S = 0.1  # for which C carries sums on by itself
+COPYING = {OPEN: f"{THREAD}: open", START: f"{THREAD}: start", DONE: f"{THREAD}: done"}
+RANK = f"{THREAD}: rank"
+TEXT_BYTES = 256  # bytes of a call's text, for messages; ranks compare a digest
+TICKET = jax.ShapeDtypeStruct((), jnp.uint32)
 
 
-@dataclass(eq=False)
-class PendingExchange:
-    """A bucket that is being exchanged, or a started operation."""
+class UnfitForThread(StrEnum):
+    """Why an exchange cannot run beside a program."""
 
-    label: str
-    bucket: np.ndarray  # f32[n], the thread's to change until it is summed
-    steps: Iterator[Requests] = field(default_factory=lambda: iter(()))  # messages to wait for, one after another
-    after: "PendingExchange | None" = None  # which must have ended before this one begins, such as a comparison
-    control: MpiProcesses | None = None  # control plane of the ranks that all take part; it says who is late
-    lost: Callable[[], TrainingError] | None = None  # error of a message, in which two ranks take part
-    begin_sum: Callable[[], HostSum] | None = None  # in place of steps
-    sum: HostSum | None = None  # while it is under way
-    start_s: float = field(default_factory=time.perf_counter)
-    followers: list["PendingExchange"] = field(default_factory=list)  # that wait for this one to end
-    summed: threading.Event = field(default_factory=threading.Event)
+    NO_MPI = "workers are not MPI ranks"
+    PART = "workers are a part of the job's ranks"
+    NOT_ON_HOST = "strategy {strategy} does not run beside a program; {able} do, as jaxmpi has them and by its wires"
+    RANKS = (
+        "strategy {strategy} is not for these ranks: hier-<cross> needs equally many on every host, tree 2, 4, 8 or "
+        "another power of two"
+    )
+    ONE_THREAD = "MPI gives MPI_THREAD_SERIALIZED, and two threads at once need MPI_THREAD_MULTIPLE"
 
 
-class Event(NamedTuple):
-    """Events of buckets, with their times."""
+def unavailable_reason(strategy: str, comm: Comm) -> str | None:
+    """Why this exchange cannot run beside a program; None if it can.
 
-    what: str  # open | start | summed | wait | done
-    label: str
-    time_s: float  # seconds of time.perf_counter
+    The same on all ranks.
+    """
+    if comm.size == 1:
+        return "no other worker takes part in a step"
+    if not isinstance(comm, MpiComm):
+        return UnfitForThread.NO_MPI
+    if comm.processes.size < world().size:
+        return UnfitForThread.PART
+    chosen = parse(strategy)
+    if not chosen.is_in_c():
+        able = ", ".join(name for name, row in STRATEGIES.items() if row.parts)
+        return UnfitForThread.NOT_ON_HOST.format(strategy=strategy, able=able)
+    if not chosen.is_in_c(comm.hosts):
+        return UnfitForThread.RANKS.format(strategy=strategy)
+    if not comm.processes.may_overlap:
+        return UnfitForThread.ONE_THREAD
+    return _unavailable_handlers(comm) or host_engine.unavailable_reason(comm) or None
 
 
-class CommThread:
-    """The communication thread: it sees to messages under way, on any communicator."""
+@functools.cache
+def _unavailable_handlers(comm: MpiComm) -> str:
+    """Why a rank cannot call the thread from a program; empty if all can. All come here together at first."""
+    return next(filter(None, comm.processes.allgather_object(host_callbacks.unavailable_reason() or "")), "")
 
-    def __init__(self) -> None:
-        """Start the thread; each process has one."""
-        self.unclaimed: dict[tuple[int, ...], PendingExchange] = {}  # that nobody has waited for yet
-        self.events: deque[Event] = deque(maxlen=4096)  # for whom it interests
-        self._arrived: deque[PendingExchange] = deque()
-        self._begun: dict[PendingExchange, None] = {}  # and not yet summed
-        self._requests: dict[PendingExchange, Requests] = {}  # for which they wait
-        self._wake = threading.Condition()
-        self._is_ending = self._is_waited_for = False
-        self._pace = host_engine.Pace(pause_us=int(1e6 * CALM_S))
-        self._waited = WaitClock()  # since the last message came or went
-        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
-        self._thread.start()
-        call_before_finalize(self.stop)
+
+def all_reduce_on_comm_thread(
+    vectors: Sequence[jax.Array],
+    strategy: str,
+    comm: Comm,
+    plan: Any,
+    labels: Sequence[str],
+    *,
+    half: str = "",
+    what: str = "",
+    portable: bool = False,
+) -> list[jax.Array]:
+    """f32[n] each -> their sums over workers, by the communication thread.
+
+    Each starts when it is ready; when all have, they are waited for in turn. No wait may be left out, though nobody
+    uses its sum: until then the thread writes into the program's buffer. On a GPU it has a buffer of its own.
+
+    Args:
+        strategy: its full name.
+        plan: what must be the same on all ranks, JSON.
+        labels: of the vectors, for messages.
+        half: of the strategy's sum, `scatter` or `gather`; empty: all of it.
+        what: the exchange's name, for ranks to compare whenever a program comes to it; empty: they do not.
+        portable: the program can be exported. Then data alone orders waits, so results of the first sums may be used
+            while the last are under way. Else the calls are ordered among mpi4jax's, so that none of these waits for
+            one behind it.
+    """
+    handlers, sums = exchange_handlers(), [(strategy, half, x.size) for x in vectors]
+    parts, most = handlers.engine.parts(sums), handlers.engine.tags // 2  # a resumed exchange has the other half
+    check(parts <= most, f"got {parts} segments of gradients, expected {most} or fewer; use overlap off")
+    text = json.dumps({"plan": plan, "what": what, "sums": sums, "labels": [*labels]})
+    key = host_engine.key_of(text)
+    call_words = host_engine.words_of(host_engine.name_plan(key, what, labels))
+    effect = host_callbacks.ORDERED if portable or not isinstance(comm, MpiComm) else comm.effect
+    is_copied = bool(host_callbacks.why_copies())
+    call = _call_with_copies if is_copied else _call
+    [ticket] = call(OPEN, (*host_engine.words_of(key), *call_words), [], [TICKET], effect, text)
+    started = []  # results of each bucket's start: on a CPU the buffer into which the sum comes, and a ticket
+    for i, vector in enumerate(vectors):
+        started.append(call(START, (i,), [vector, ticket], [*[like(vector)][is_copied:], TICKET], None))
+    before, totals = [last for *_, last in started], []  # tickets of all starts: no wait may hold up a computation
+    is_free = effect is host_callbacks.ORDERED and not is_copied  # a GPU's calls run one after another anyway
+    for i, (vector, buffer_and_ticket) in enumerate(zip(vectors, started, strict=True)):
+        order = host_callbacks.KEPT if is_free else effect
+        total, last = call(DONE, (i,), [*buffer_and_ticket, *before], [like(vector), TICKET], order)
+        totals, before = [*totals, total], [last]
+    return totals
+
+
+def like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Shape and dtype."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _call(
+    kind: int, words: tuple[int, ...], operands: list, results: list, effect: Any, text: str = ""
+) -> list[jax.Array]:
+    """Call the handler in C; a bucket passes through in one buffer."""
+    options = {"in_place": ((0, 0),) if kind != OPEN else (), "text": text}
+    shapes = c_handlers.shaped(*results)
+    return host_engine.beside_p.bind(*operands, results=shapes, effect=effect, words=(kind, *words), **options)
+
+
+def _call_with_copies(
+    kind: int, words: tuple[int, ...], operands: list, results: list, effect: Any, text: str = ""
+) -> list[jax.Array]:
+    """The same through Python, which sees a GPU's arrays as copies."""
+    attributes: dict[str, Any] = {f"word{i}": word for i, word in enumerate(words)}
+    attributes |= {"text": text} if text else {}
+    return host_callbacks.call(COPYING[kind], operands, results, effect=effect, **attributes)
+
+
+# ---------------------------------------------------------------- in the process
+
+
+class ExchangeHandlers:
+    """Exchanges over all ranks of the job, on the communication thread, which runs C."""
+
+    def __init__(self, comm: MpiComm) -> None:
+        """Start the thread; all ranks call this together."""
+        host_engine.unavailable_reason(comm)  # all ranks agree on it here, though one may trace for others
+        self.engine = HostEngine(comm)
+        self.control, self._comparisons = self.engine.control, self.engine.control.clone()
+        waits: Any = self.control.waits
+        waits.comparison = self  # from which the monitor knows which comparison is under way
+        host_engine.beside.append(self)
+        host_callbacks.register(RANK, self._rank, ends_job=True)
+        for name, function in zip(COPYING.values(), (self._open, self._start, self._done), strict=True):
+            host_callbacks.register(name, function, ends_job=True)
+        self._copies = dict[tuple[int, int], np.ndarray]()  # by ticket and number, of a GPU's buckets under way
+        host_engine.load()
+        self.library = host_engine.SOURCE.library()
+        self.library.jaxmpi_beside_setup(self.engine.number, comm.size, host_engine.handle(self._comparisons))
+        self.thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
+        self.thread.start()
+        failures.call_before_finalize(self.stop)
+
+    def _run(self) -> None:
+        scheduling.flush_subnormals()
+        scheduling.take_short_turns()
+        self.library.jaxmpi_beside_run()
 
     def stop(self) -> None:
         """Wait for running programs and messages under way, then end the thread."""
         try:
             jax.effects_barrier()
         finally:  # a program that failed fails here once more
-            with self._wake:
-                self._is_ending = True
-                self._wake.notify()
-            self._thread.join()
+            self.library.jaxmpi_beside_stop()
+            self.thread.join()
 
-    # ------------------------------------------------------------ called by handlers
+    # ------------------------------------------------------------ called by C
 
-    def hand_over(self, pending: PendingExchange) -> None:
-        """Have the thread begin an exchange."""
-        with self._wake:
-            self._arrived.append(pending)
-            self._pace.is_woken = 1
-            self._wake.notify()
+    def learn(self, text: str) -> None:
+        """Compare a plan over ranks, which come here together, and let this process's programs find it."""
+        about = json.loads(text)
+        self.control.compare(fingerprint("the exchange beside a program", about["plan"]))
+        host_engine.name_plan(host_engine.key_of(text), about["what"], about["labels"])
+        self.engine.add_plan(host_engine.key_of(text), [(strategy, half, n) for strategy, half, n in about["sums"]])
 
-    def wait(self, key: tuple[int, ...]) -> PendingExchange:
-        """The exchange of that key, once it is done; it is forgotten."""
-        pending = self.unclaimed.pop(key)
-        self.note("wait", pending.label)
-        self._be_waited_for(True)
-        with progress.span("wait", pending.label):
-            pending.summed.wait()
-        self._be_waited_for(False)
-        self.note("done", pending.label)
-        return pending
+    def refuse(self, mine: int, theirs: Mapping[int, int] | None = None) -> NoReturn:
+        """Raise `UsageError`, which names the exchanges that ranks have come to; all come here together.
 
-    def _be_waited_for(self, is_waited_for: bool) -> None:
-        self._is_waited_for = is_waited_for
-        self._pace.yields, pause_s = (YIELDS_IN_C, HURRY_IN_C_S) if is_waited_for else (0, CALM_S)
-        self._pace.pause_us = int(1e6 * pause_s)
-
-    def note(self, what: str, label: str = "") -> None:
-        """Keep an event."""
-        self.events.append(Event(what, label, time.perf_counter()))
-
-    # ------------------------------------------------------------ the thread's own
-
-    def _run(self) -> None:
-        scheduling.flush_subnormals()
-        scheduling.take_short_turns()
-        with np.errstate(all="ignore"):  # NaN and infinity pass through to all ranks
-            while self._take():
-                has_moved, pause_s = self._poll(), HURRY_S if self._is_waited_for else CALM_S
-                if any(pending.sum for pending in self._begun):
-                    has_moved |= self._carry_on(pause_s if self._requests else MOST_IN_C_S)
-                elif self._requests and not has_moved:
-                    time.sleep(pause_s)
-                if has_moved:
-                    self._waited.restart()
-                else:
-                    self._check_time()
-
-    def _take(self) -> bool:
-        """Begin what has arrived, waiting if idle; False at the end."""
-        with self._wake:
-            while not (self._arrived or self._begun or self._is_ending):
-                self._wake.wait()
-                self._waited.restart()
-            arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
-            self._pace.is_woken = 0
-        for pending in arrived:
-            if pending.after is None or pending.after.summed.is_set():
-                self._begin(pending)
-            else:
-                pending.after.followers.append(pending)
-        return bool(self._begun or not self._is_ending)
-
-    def _begin(self, pending: PendingExchange) -> None:
-        self._begun[pending], pending.after = None, None
-        if pending.begin_sum:
-            pending.sum = pending.begin_sum()
-        else:
-            self._resume(pending)
-
-    def _resume(self, pending: PendingExchange) -> None:
-        """Go on to the next messages or the end."""
-        requests = next(pending.steps, None)
-        if requests is None:
-            self._end(pending)
-        else:
-            self._requests[pending] = requests
-
-    def _end(self, pending: PendingExchange) -> None:
-        """Say that an exchange is summed, and begin those that follow it."""
-        del self._begun[pending]
-        self.note("summed", pending.label)
-        progress.record_span("travel", pending.label, pending.start_s, time.perf_counter())
-        pending.summed.set()
-        followers, pending.followers = pending.followers, []
-        for follower in followers:
-            self._begin(follower)
-
-    def _poll(self) -> bool:
-        """Go on with exchanges whose messages have come; False if none have."""
-        if not some_are_complete([request for requests in self._requests.values() for request in requests]):
-            return False
-        for pending in [pending for pending, requests in self._requests.items() if not any(requests)]:
-            del self._requests[pending]
-            self._resume(pending)
-        return True
-
-    def _carry_on(self, most_s: float) -> bool:
-        """Go on with sums in C; False if no message moves."""
-        has_moved = host_engine.go_on(most_s, self._pace)
-        for pending in [pending for pending in self._begun if pending.sum and pending.sum.has_ended()]:
-            pending.sum = pending.begin_sum = None
-            self._end(pending)
-        return has_moved
-
-    def _check_time(self) -> None:
-        """Give up if no message has come for too long.
-
-        Ranks that wait find out together who is late.
-
-        Raises:
-            TrainingError: who is late, if all of a communicator take part; else the message that has not come.
+        Args:
+            mine: the digest, or its lower bits, of this rank's.
+            theirs: numbers of the others, if the monitor has found them, and ranks do not come here together.
         """
-        waited_s = self._waited.look()
-        if waited_s <= PATIENT_S:
-            return
-        for pending in self._begun:
-            if pending.control and (waited_s > TIMEOUT_S or pending.control.is_asked()):
-                raise late_error(pending.control, pending.label, waited_s, pending.control)
-            if pending.lost and waited_s > TIMEOUT_S:
-                raise pending.lost()
+        numbers = self.control.numbers
+        if theirs is not None:
+            texts = {numbers[rank]: self.text(number) for rank, number in {self.control.rank: mine, **theirs}.items()}
+            raise UsageError(different_calls(texts))
+        row = call_row(self.text(mine), mine)
+        rows = np.empty((self.control.size, len(row)), np.uint8)
+        self._comparisons.Allgather(row, rows)
+        refuse_calls(rows, numbers)
+
+    # ------------------------------------------------------------ for the monitor that names absent ranks
+
+    def current(self) -> CallId | None:
+        """The comparison under way."""
+        call, count = c_int64(), c_int64()
+        self.library.jaxmpi_beside_compares(ctypes.byref(call), ctypes.byref(count))
+        return CallId(call.value & 0x7FFFFFFF, count.value & 0x7FFFFFFF) if count.value else None
+
+    def text(self, number: int) -> str:
+        """Describe an exchange by its digest, or the digest's lower bits."""
+        return host_engine.describe(number)
+
+    def waits(self) -> int:
+        """No exchange beside a program waits for another's turn."""
+        return 0
+
+    # ------------------------------------------------------------ called by programs
+
+    def _rank(self, operands: list, results: list) -> None:
+        """i32[]: the rank that runs a program; another may have traced it."""
+        results[0][...] = self.control.rank
+
+    def _open(self, operands: list, results: list, text: str, **words: int) -> None:
+        key, call = np.array([words[f"word{i}"] for i in range(4)], np.int32).view(np.int64).tolist()
+        encoded, ticket = text.encode(), c_uint32()
+        args = c_int64(key), c_int64(call), encoded, c_int64(len(encoded)), ctypes.byref(ticket)
+        check(not self.library.jaxmpi_beside_open(*args), "an exchange beside a program is not known here")
+        results[0][...] = ticket.value
+
+    def _start(self, operands: list, results: list, word0: int) -> None:
+        x, ticket = operands
+        copy = self._copies[int(ticket), word0] = x.copy()
+        args = c_uint32(int(ticket)), c_int64(word0), c_void_p(copy.ctypes.data)
+        check(not self.library.jaxmpi_beside_start(*args), "an exchange beside a program is not known here")
+        results[0][...] = ticket
+
+    def _done(self, operands: list, results: list, word0: int) -> None:
+        ticket = int(operands[0])
+        self.library.jaxmpi_beside_done(c_uint32(ticket), c_int64(word0))
+        np.copyto(results[0], self._copies.pop((ticket, word0)))
+        results[1][...] = ticket
 
 
-def some_are_complete(requests: Requests) -> bool:
-    """Look once whether any are complete; those that are become false."""
-    return any([request.Test() for request in requests if request])
+def call_row(text: str, about: Any = None) -> np.ndarray:
+    """A call as u8[n] for comparison over ranks: a digest, of the text if of nothing else, then the text's end."""
+    digest = hashlib.sha256(repr(about or text).encode()).digest()
+    return np.frombuffer(digest + text.encode()[-TEXT_BYTES:].ljust(TEXT_BYTES), np.uint8)  # innermost lines come last
 
 
-def same_calls(mpi: Any, control: MpiProcesses, what: str) -> Iterator[Requests]:
-    """Compare over ranks which call each has reached.
-
-    Communicates: 288 bytes to each rank, on a communicator of mpi4py that nothing else uses.
-
-    Raises:
-        UsageError: ranks have come to different calls, which it names.
-    """
-    text = what.encode()
-    mine = hashlib.sha256(text).digest() + text[-WHAT_BYTES:].ljust(WHAT_BYTES)  # the innermost lines come last
-    rows = np.empty((control.size, len(mine)), np.uint8)
-    with control.waits.waiting(BESIDE, what):
-        yield [mpi.Iallgather(np.frombuffer(mine, np.uint8), rows)]
-    if (rows != rows[0]).any():
-        whats = [row[-WHAT_BYTES:].tobytes().decode(errors="replace").rstrip() for row in rows]
-        digests = [row[:4].tobytes().hex() for row in rows]
-        is_cut = len(set(whats)) < len(set(digests))
-        named = [f"{a} ({b})" for a, b in zip(whats, digests, strict=True)] if is_cut else whats
-        raise UsageError(different_calls(dict(zip(control.numbers, named, strict=True))))
+def refuse_calls(rows: np.ndarray, numbers: Sequence[int]) -> NoReturn:
+    """Raise `UsageError`, which names the calls that ranks have come to, by the rows of all."""
+    texts = [row[-TEXT_BYTES:].tobytes().decode(errors="replace").rstrip() for row in rows]
+    digests = [row[:4].tobytes().hex() for row in rows]
+    is_cut = len(set(texts)) < len(set(digests))
+    named = [f"{a} ({b})" for a, b in zip(texts, digests, strict=True)] if is_cut else texts
+    raise UsageError(different_calls(dict(zip(numbers, named, strict=True))))
 
 
 @functools.cache
-def comm_thread() -> CommThread:
-    """This process's communication thread; other ranks need not start theirs."""
-    return CommThread()
+def exchange_handlers() -> ExchangeHandlers:
+    """This process's; all ranks make the first call together."""
+    comm = world()
+    assert isinstance(comm, MpiComm)
+    return ExchangeHandlers(comm)

@@ -42,59 +42,24 @@ class LinearExchange(Protocol):
         ...
 
 
+# One equation, which JAX can transpose: it can neither `jax.custom_jvp` inside jit nor the messages of which the
+# exchange is made. `program` is the exchange that has been traced, and so has its number and is agreed between ranks;
+# without one it is traced when it is lowered, as the exchange of tangents and cotangents is.
 _exchange_p = jax.extend.core.Primitive("jaxmpi_exchange")
 _exchange_p.multiple_results = True
 
 
 @_exchange_p.def_effectful_abstract_eval
-def _abstract(*leaves: Any, exchange: LinearExchange) -> tuple[list, set]:
+def _abstract(*leaves: Any, exchange: LinearExchange, program: ClosedJaxpr | None) -> tuple[list, Any]:
+    if program:
+        return program.out_avals, program.effects
     assert isinstance(exchange.comm, MpiComm)
     return [ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves], {exchange.comm.effect}
 
 
 @_exchange_p.def_impl
-def _now(*leaves: jax.Array, exchange: LinearExchange) -> list[jax.Array]:
-    return exchange.of(list(leaves))
-
-
-def _lower(ctx: mlir.LoweringRuleContext, *leaves: Any, exchange: LinearExchange) -> Sequence[Any]:
-    return mlir.lower_fun(lambda *arrays: exchange.of(list(arrays)))(ctx, *leaves)
-
-
-mlir.register_lowering(_exchange_p, _lower, cacheable=False)
-
-
-def _along(tangents: Sequence[Any], exchange: LinearExchange) -> list:
-    """The exchange of tangents or cotangents."""
-    return _exchange_p.bind(*map(ad.instantiate_zeros, tangents), exchange=exchange)
-
-
-def _refuse_to_map(*_: Any, **__: Any) -> tuple:
-    raise UsageError(NOT_MAPPED)
-
-
-ad.primitive_jvps[_exchange_p] = lambda primals, tangents, *, exchange: (
-    _along(primals, exchange),
-    _along(tangents, exchange),
-)
-ad.primitive_transposes[_exchange_p] = lambda cotangents, *leaves, exchange: _along(cotangents, exchange)
-batching.primitive_batchers[_exchange_p] = _refuse_to_map
-
-
-# An exchange that has been traced, and so has its number and is agreed between ranks: one equation, which JAX can
-# transpose. It cannot transpose `jax.custom_jvp` inside jit, nor the messages of which the exchange is made.
-_traced_p = jax.extend.core.Primitive("jaxmpi_traced_exchange")
-_traced_p.multiple_results = True
-
-
-@_traced_p.def_effectful_abstract_eval
-def _traced_abstract(*leaves: Any, program: ClosedJaxpr, exchange: LinearExchange) -> tuple[list, Any]:
-    return program.out_avals, program.effects
-
-
-@_traced_p.def_impl
-def _traced_now(*leaves: jax.Array, program: ClosedJaxpr, exchange: LinearExchange) -> list[jax.Array]:
-    return _compiled(program)(*leaves)
+def _now(*leaves: jax.Array, exchange: LinearExchange, program: ClosedJaxpr | None) -> list[jax.Array]:
+    return _compiled(program)(*leaves) if program else exchange.of(list(leaves))
 
 
 @functools.lru_cache(64)
@@ -103,40 +68,45 @@ def _compiled(program: ClosedJaxpr) -> Callable[..., list[jax.Array]]:
     return jax.jit(jaxpr_as_fun(program))
 
 
-def _lower_traced(
-    ctx: mlir.LoweringRuleContext, *leaves: Any, program: ClosedJaxpr, exchange: LinearExchange
-) -> Sequence[Any]:
-    return mlir.lower_fun(jaxpr_as_fun(program))(ctx, *leaves)
+def _lower(ctx: Any, *leaves: Any, exchange: LinearExchange, program: ClosedJaxpr | None) -> Sequence[Any]:
+    run = jaxpr_as_fun(program) if program else lambda *arrays: exchange.of(list(arrays))
+    return mlir.lower_fun(run)(ctx, *leaves)
 
 
-mlir.register_lowering(_traced_p, _lower_traced, cacheable=False)
-
-
-def _traced_tangents(
-    primals: Sequence[Any], tangents: Sequence[Any], *, program: ClosedJaxpr, exchange: LinearExchange
-) -> tuple[list, list]:
-    results = _traced_p.bind(*primals, program=program, exchange=exchange)
-    return results, _of_floats(program.in_avals, tangents, program.out_avals, exchange)
-
-
-def _traced_transpose(
-    cotangents: Sequence[Any], *leaves: Any, program: ClosedJaxpr, exchange: LinearExchange
+def _exchange_floats(
+    leaves: Sequence[Any], given: Sequence[Any], like: Sequence[Any], exchange: LinearExchange
 ) -> list[Any]:
-    return _of_floats(program.in_avals, cotangents, program.in_avals, exchange)
-
-
-def _of_floats(leaves: Sequence[Any], given: Sequence[Any], like: Sequence[Any], exchange: LinearExchange) -> list[Any]:
-    """The exchange of floats' tangents or cotangents; zeros for others."""
+    """The exchange of floats' tangents or cotangents; zeros for others. `leaves` and `like` are shapes and dtypes."""
     floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     out: list[Any] = [ad.Zero(each.to_tangent_aval()) for each in like]
-    for i, x in zip(floats, _along([given[i] for i in floats], exchange) if floats else [], strict=True):
+    values = [ad.instantiate_zeros(given[i]) for i in floats]
+    exchanged = _exchange_p.bind(*values, exchange=exchange, program=None) if floats else []
+    for i, x in zip(floats, exchanged, strict=True):
         out[i] = x.astype(like[i].dtype)
     return out
 
 
-ad.primitive_jvps[_traced_p] = _traced_tangents
-ad.primitive_transposes[_traced_p] = _traced_transpose
-batching.primitive_batchers[_traced_p] = _refuse_to_map
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, exchange: LinearExchange, program: ClosedJaxpr | None
+) -> tuple[list, list]:
+    results = _exchange_p.bind(*primals, exchange=exchange, program=program)
+    shapes, like = list(map(jax.typeof, primals)), list(map(jax.typeof, results))
+    return results, _exchange_floats(shapes, tangents, like, exchange)
+
+
+def _transpose(cotangents: Sequence[Any], *leaves: Any, exchange: LinearExchange, program: Any) -> list[Any]:
+    shapes = [leaf.aval if ad.is_undefined_primal(leaf) else jax.typeof(leaf) for leaf in leaves]
+    return _exchange_floats(shapes, cotangents, shapes, exchange)
+
+
+def _refuse_to_map(*_: Any, **__: Any) -> tuple:
+    raise UsageError(NOT_MAPPED)
+
+
+mlir.register_lowering(_exchange_p, _lower, cacheable=False)
+ad.primitive_jvps[_exchange_p] = _jvp
+ad.primitive_transposes[_exchange_p] = _transpose
+batching.primitive_batchers[_exchange_p] = _refuse_to_map
 
 
 def differentiable(exchange: LinearExchange, leaves: list[jax.Array], run: Callable[[list], list]) -> list[jax.Array]:
@@ -147,7 +117,7 @@ def differentiable(exchange: LinearExchange, leaves: list[jax.Array], run: Calla
     held = [jax.lax.stop_gradient(leaf) for leaf in leaves]
     if isinstance(exchange.comm, MpiComm) and any(isinstance(leaf, Tracer) for leaf in held):
         program = jax.make_jaxpr(run)(held)
-        return _traced_p.bind(*leaves, program=program, exchange=exchange)
+        return _exchange_p.bind(*leaves, exchange=exchange, program=program)
     results = run(held)
     smooth = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
     given = _with_tangents(exchange, [leaves[i] for i in smooth], [results[i] for i in smooth])
@@ -167,5 +137,8 @@ _with_tangents = jax.custom_jvp(_take_results, nondiff_argnums=(0,))
 @_with_tangents.defjvp
 def _tangents(exchange: LinearExchange, primals: tuple, tangents: tuple) -> tuple[list, list]:
     is_over_mpi = isinstance(exchange.comm, MpiComm)
-    along = _along(tangents[0], exchange) if is_over_mpi else exchange.in_f32(tangents[0])
+    if is_over_mpi:
+        along = _exchange_p.bind(*map(ad.instantiate_zeros, tangents[0]), exchange=exchange, program=None)
+    else:
+        along = exchange.in_f32(tangents[0])
     return primals[1], [t.astype(jnp.result_type(y)) for t, y in zip(along, primals[1], strict=True)]

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmpi.allreduce import comm_thread_programs
+from jaxmpi.allreduce import comm_thread
 from jaxmpi.allreduce.algorithms import Strategy, parse
 from jaxmpi.allreduce.host_engine import is_far, summed
 from jaxmpi.comm.base import Comm
@@ -47,14 +47,14 @@ def try_host_all_reduce(
     longer. Long ones between hosts are the communication thread's, to which a bucket goes as soon as its gradients are
     there. If that thread cannot make them, they are C's whatever their length. None if neither can.
     """
-    has_thread = is_far(comm) and comm is world() and not comm_thread_programs.unavailable_reason(name, comm)
+    has_thread = is_far(comm) and comm is world() and not comm_thread.unavailable_reason(name, comm)
     has_thread = has_thread and not host_callbacks.why_copies()  # nobody has measured sums from GPUs by the thread
     if not has_thread or 4 * sum(x.size for x in vectors) <= SHORT_BYTES:
         if totals := summed(vectors, name, comm, half):
             return totals
     if not has_thread:
         return None
-    return comm_thread_programs.all_reduce_on_comm_thread(vectors, name, comm, plan, labels, half=half)
+    return comm_thread.all_reduce_on_comm_thread(vectors, name, comm, plan, labels, half=half)
 
 
 def sum_bucket(flat: jax.Array, strategy: Strategy, comm: Comm) -> jax.Array:

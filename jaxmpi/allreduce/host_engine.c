@@ -1,7 +1,11 @@
 /* Sums between processes: schedules, carried out with many parts of a vector under way at once.
 
    `schedules.py` writes the steps, and `host_engine.py` says what they are for. A part goes on whenever all its messages
-   have come: it adds, begins its next messages, and so on to its end. A thread's sums are its own, so no lock is needed. */
+   have come: it adds, begins its next messages, and so on to its end. A thread's sums are its own, so no lock is needed.
+
+   A program's call makes a plan's sums in the program's own thread, or three kinds of calls hand them to the communication
+   thread, which runs `jaxmpi_beside_run`: OPEN begins an exchange, START hands over a bucket and returns at
+   once, DONE waits until the bucket holds its sum. What these three and the thread share is locked. */
 
 #define _POSIX_C_SOURCE 200809L /* clock_gettime, nanosleep */
 
@@ -13,15 +17,20 @@
 
 enum step { STEPS };
 enum memory { MEMORIES }; /* the lowest two bits of where a step reads and writes */
+enum call { CALLS };
+enum track { TRACKS };
 enum { FLOATS = 1024, MOST_SPANS = 4096, PLAN_LISTS = 1024 };
 
 struct setup {
   int (*isend)(const void *, int, handle, int, int, handle, handle *);
   int (*irecv)(void *, int, handle, int, int, handle, handle *);
   int (*testsome)(int, handle *, int *, int *, void *);
+  int (*iallgather)(const void *, int, handle, void *, int, handle, handle, handle *);
   int64_t status_bytes, error_at, in_status; /* of MPI_Status, of its MPI_ERROR; the code that says to look there */
-  void (*failed)(int32_t engine, int32_t code);  /* it ends the job */
-  void (*waits)(int32_t engine, double seconds); /* likewise, if it was too long */
+  void (*failed)(int32_t engine, int32_t code); /* it ends the job */
+  void (*waits)(int32_t engine, int64_t key, int64_t index, double seconds); /* likewise, if it was too long */
+  void (*learn)(const char *text, int64_t length); /* adds the plan of a program that another process has traced */
+  void (*differs)(int64_t call);                   /* ranks have come to other exchanges; it ends the job */
   handle byte;
 };
 
@@ -35,7 +44,7 @@ struct record { /* the schedule of one vector's sum on this rank */
 };
 
 struct plan { /* the sums of one call in a program */
-  int64_t key, count, tags; /* a digest of it; vectors; how many tags MPI has */
+  int64_t key, count, parts, tags; /* a digest of it; vectors, and their parts; how many tags MPI has */
   const struct record *const *records;
   _Atomic int32_t is_closed; /* its communicator was freed */
   int32_t engine;            /* number of the communicator's engine in this process */
@@ -66,8 +75,8 @@ struct sum {
   struct part under_way[WINDOW];
 };
 
-struct span { /* of time in which a program waited for its sums */
-  int64_t begin_ns, end_ns;
+struct span { /* of time; `index` is of a plan's vector, or -1 for all */
+  int64_t track, key, index, begin_ns, end_ns;
 };
 
 static struct setup mpi;
@@ -75,7 +84,7 @@ static struct plan *_Atomic plans[PLAN_LISTS]; /* by key */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of plans that are added, and of spans */
 static struct span spans[MOST_SPANS];
 static int64_t noted, taken; /* spans so far */
-static _Atomic int64_t waits_since_ns; /* 0: no program waits */
+static struct span waiting; /* a program's wait that has not ended; of track NOTHING if there is none */
 static _Thread_local struct sum *sums;
 static struct scratch *_Atomic idle; /* of a sum that has ended: fresh memory costs page faults */
 static _Thread_local int awaited, room; /* messages of all sums, and for how many there is room */
@@ -324,20 +333,29 @@ static int64_t parts_left(void) {
   return left;
 }
 
-static void note_span(int64_t begin_ns) {
+static void note_span(int64_t track, int64_t key, int64_t index, int64_t begin_ns) {
   pthread_mutex_lock(&lock);
-  spans[noted++ % MOST_SPANS] = (struct span){begin_ns, now_ns()};
+  spans[noted++ % MOST_SPANS] = (struct span){track, key, index, begin_ns, now_ns()};
   if (noted - taken > MOST_SPANS) taken = noted - MOST_SPANS;
+  if (track == WAIT_FOR_SUM) waiting.track = NOTHING;
   pthread_mutex_unlock(&lock);
 }
 
-/* Give the spans since the last call, MOST_SPANS at most; return how many. `since_ns`: of one under way, or 0. */
-int jaxmpi_sum_spans(struct span *to, int64_t *since_ns) {
+/* Note that a program waits from now on; return the time. */
+static int64_t begin_waiting(int64_t key, int64_t index) {
+  pthread_mutex_lock(&lock);
+  waiting = (struct span){WAIT_FOR_SUM, key, index, now_ns(), 0};
+  pthread_mutex_unlock(&lock);
+  return waiting.begin_ns;
+}
+
+/* Give the spans since the last call, MOST_SPANS at most, and the wait under way; return how many have ended. */
+int jaxmpi_sum_spans(struct span *to, struct span *under_way) {
   pthread_mutex_lock(&lock);
   int count = (int)(noted - taken);
   for (int i = 0; i < count; i++) to[i] = spans[taken++ % MOST_SPANS];
+  *under_way = waiting;
   pthread_mutex_unlock(&lock);
-  *since_ns = waits_since_ns;
   return count;
 }
 
@@ -358,7 +376,7 @@ static int sum_all(const struct plan *plan, XLA_FFI_CallFrame *frame) {
     if (!code) code = jaxmpi_sums_go_on(1000000, &pace, &has_moved);
     if (code) break;
     waited_s = has_moved ? 0 : waited_s + 1;
-    if (waited_s) mpi.waits(plan->engine, waited_s);
+    if (waited_s) mpi.waits(plan->engine, plan->key, -1, waited_s);
     for (struct sum *sum = sums, *next; sum; sum = next) {
       next = sum->next;
       jaxmpi_sum_ended(sum);
@@ -367,17 +385,289 @@ static int sum_all(const struct plan *plan, XLA_FFI_CallFrame *frame) {
   return code;
 }
 
-/* Sum the operands of a program's call. Words: the plan's key, in two halves. */
+/* ---------------------------------------------------------------- beside a program */
+
+enum state { NOT_STARTED, STARTED, UNDER_WAY, SUMMED };
+
+struct bucket {
+  char *x; /* the thread's to change from START to DONE */
+  struct sum *sum;
+  int64_t begin_ns;
+  enum state state;
+};
+
+struct exchange { /* from OPEN until all its buckets have been waited for */
+  struct exchange *next;
+  const struct plan *plan; /* NULL until this process knows it */
+  int64_t key, call, first_part, unwaited; /* of the plan; a digest of what ranks compare */
+  uint32_t ticket; /* how many had been opened before */
+  int is_compared, is_posted;
+  handle request;
+  int64_t *calls; /* this rank's, then those of all */
+  struct bucket *buckets;
+};
+
+static pthread_mutex_t beside = PTHREAD_MUTEX_INITIALIZER; /* of all that follows */
+static pthread_cond_t arrived = PTHREAD_COND_INITIALIZER, summed = PTHREAD_COND_INITIALIZER;
+static struct exchange *exchanges;
+static struct pace beside_pace = {.pause_us = CALM_US};
+static int64_t parts_opened;
+static uint32_t tickets;
+static int is_ending, waiters;
+static int32_t beside_engine, ranks;
+static handle comparisons; /* a communicator for comparisons alone */
+
+void jaxmpi_beside_setup(int32_t engine, int32_t size, handle comm) {
+  beside_engine = engine, ranks = size, comparisons = comm;
+}
+
+static struct exchange *find_exchange(uint32_t ticket) {
+  struct exchange *found = exchanges;
+  while (found && found->ticket != ticket) found = found->next;
+  return found;
+}
+
+static void wake(void) {
+  beside_pace.is_woken = 1;
+  pthread_cond_signal(&arrived);
+}
+
+/* Begin an exchange. Ranks compare which one it is first, so that those at different ones wait for nothing else. The text
+   describes the plan to a process that does not know it. Return 0, or -1. */
+int jaxmpi_beside_open(int64_t key, int64_t call, const char *text, int64_t length, uint32_t *ticket) {
+  struct exchange *made = calloc(1, sizeof *made), **end = &exchanges;
+  int64_t *calls = calloc(ranks + 1, sizeof *calls);
+  if (!made || !calls) return -1;
+  pthread_mutex_lock(&beside);
+  *made = (struct exchange){.key = key, .call = call, .ticket = tickets++, .is_compared = !call, .calls = calls};
+  *ticket = made->ticket;
+  while (*end) end = &(*end)->next;
+  *end = made;
+  wake();
+  pthread_mutex_unlock(&beside);
+  const struct plan *plan = find_plan(key);
+  if (!plan) {
+    mpi.learn(text, length);
+    plan = find_plan(key);
+  }
+  struct bucket *buckets = plan ? calloc(plan->count, sizeof *buckets) : NULL;
+  if (!buckets) return -1;
+  pthread_mutex_lock(&beside);
+  made->plan = plan;
+  made->buckets = buckets;
+  made->unwaited = plan->count;
+  made->first_part = parts_opened;
+  parts_opened = (parts_opened + plan->parts) % plan->tags;
+  pthread_mutex_unlock(&beside);
+  return 0;
+}
+
+/* Hand over a bucket. Return 0, or -1 if there is no such exchange. */
+int jaxmpi_beside_start(uint32_t ticket, int64_t index, char *x) {
+  pthread_mutex_lock(&beside);
+  struct exchange *exchange = find_exchange(ticket);
+  int is_known = exchange && exchange->plan && index < exchange->plan->count;
+  if (is_known) {
+    exchange->buckets[index] = (struct bucket){.x = x, .begin_ns = now_ns(), .state = STARTED};
+    wake();
+  }
+  pthread_mutex_unlock(&beside);
+  return is_known ? 0 : -1;
+}
+
+static void let_wait(int more) {
+  waiters += more;
+  beside_pace.yields = waiters ? HURRY_YIELDS : 0;
+  beside_pace.pause_us = waiters ? PAUSE_US : CALM_US;
+}
+
+/* Wait for a bucket. Return where it is, or NULL if there is no such exchange. */
+char *jaxmpi_beside_done(uint32_t ticket, int64_t index) {
+  pthread_mutex_lock(&beside);
+  struct exchange *exchange = find_exchange(ticket), **at = &exchanges;
+  if (!exchange || !exchange->plan || index >= exchange->plan->count) {
+    pthread_mutex_unlock(&beside);
+    return NULL;
+  }
+  int64_t key = exchange->key, begin_ns = begin_waiting(key, index);
+  let_wait(1);
+  while (exchange->buckets[index].state != SUMMED) pthread_cond_wait(&summed, &beside);
+  let_wait(-1);
+  char *x = exchange->buckets[index].x;
+  if (!--exchange->unwaited) {
+    while (*at != exchange) at = &(*at)->next;
+    *at = exchange->next;
+    free(exchange->buckets);
+    free(exchange->calls);
+    free(exchange);
+  }
+  pthread_mutex_unlock(&beside);
+  note_span(WAIT_FOR_SUM, key, index, begin_ns);
+  return x;
+}
+
+/* The comparison under way: its call, and how many exchanges have been opened with it; zeros if there is none. */
+void jaxmpi_beside_compares(int64_t *call, int64_t *count) {
+  pthread_mutex_lock(&beside);
+  struct exchange *found = exchanges;
+  while (found && (found->is_compared || !found->is_posted)) found = found->next;
+  *call = found ? found->call : 0;
+  *count = found ? found->ticket + 1 : 0;
+  pthread_mutex_unlock(&beside);
+}
+
+int jaxmpi_beside_left(void) { /* exchanges of which a bucket has not been waited for */
+  int count = 0;
+  pthread_mutex_lock(&beside);
+  for (struct exchange *each = exchanges; each; each = each->next) count++;
+  pthread_mutex_unlock(&beside);
+  return count;
+}
+
+void jaxmpi_beside_stop(void) {
+  pthread_mutex_lock(&beside);
+  is_ending = 1;
+  wake();
+  pthread_mutex_unlock(&beside);
+}
+
+/* Post a comparison, or look whether it has ended. Return MPI's error, or 0. */
+static int compare(struct exchange *exchange, int *has_moved) {
+  int found = 0, index;
+  status ignored;
+  if (!exchange->is_posted) {
+    exchange->is_posted = *has_moved = 1;
+    exchange->calls[0] = exchange->call;
+    return mpi.iallgather(exchange->calls, sizeof(int64_t), mpi.byte, exchange->calls + 1, sizeof(int64_t), mpi.byte,
+                          comparisons, &exchange->request);
+  }
+  int code = mpi.testsome(1, &exchange->request, &found, &index, ignored);
+  if (found == 1) exchange->is_compared = *has_moved = 1;
+  return code;
+}
+
+/* Go on with all exchanges as far as it goes now. Return MPI's error, or 0. `waits` is one that has not ended. */
+static int go_on_beside(int *has_moved, int *compares, int64_t *differing, struct span *waits) {
+  int code = 0;
+  for (struct exchange *exchange = exchanges; !code && exchange; exchange = exchange->next) {
+    if (!exchange->is_compared) {
+      code = compare(exchange, has_moved);
+      if (code || !exchange->is_compared) {
+        *compares = 1;
+        if (waits->track == NOTHING) *waits = (struct span){WAIT_FOR_SUM, exchange->call, COMPARISON, 0, 0};
+        continue;
+      }
+      for (int i = 1; i <= ranks; i++)
+        if (exchange->calls[i] != exchange->call) *differing = exchange->call;
+    }
+    for (int64_t i = 0, part = exchange->first_part; exchange->plan && i < exchange->plan->count; i++) {
+      struct bucket *bucket = &exchange->buckets[i];
+      const struct record *record = exchange->plan->records[i];
+      if (bucket->state == STARTED) {
+        bucket->sum = jaxmpi_sum_begin(record, exchange->plan, (float *)bucket->x, (float *)bucket->x, part);
+        if (!bucket->sum) return NO_MEMORY;
+        bucket->state = UNDER_WAY;
+      } else if (bucket->state == UNDER_WAY && jaxmpi_sum_ended(bucket->sum)) {
+        bucket->state = SUMMED;
+        note_span(TRAVEL, exchange->key, i, bucket->begin_ns);
+        pthread_cond_broadcast(&summed);
+      }
+      if (bucket->state == UNDER_WAY && waits->track == NOTHING)
+        *waits = (struct span){WAIT_FOR_SUM, exchange->key, i, 0, 0};
+      part += record->count;
+    }
+  }
+  return code;
+}
+
+/* The communication thread: carry exchanges on until `jaxmpi_beside_stop`. */
+void jaxmpi_beside_run(void) {
+  int64_t looked_ns = now_ns();
+  double waited_s = 0;
+  for (int code = 0; !code;) {
+    int moved = 0, compares = 0;
+    int32_t sums_moved = 0;
+    int64_t differing = 0;
+    struct span waits = {.track = NOTHING};
+    pthread_mutex_lock(&beside);
+    beside_pace.is_woken = 0;
+    code = go_on_beside(&moved, &compares, &differing, &waits);
+    if (!code && waits.track == NOTHING) {
+      int is_over = is_ending;
+      if (!is_over && !beside_pace.is_woken) pthread_cond_wait(&arrived, &beside);
+      pthread_mutex_unlock(&beside);
+      looked_ns = now_ns();
+      waited_s = 0;
+      if (is_over) return;
+      continue;
+    }
+    int32_t pause_us = beside_pace.pause_us;
+    pthread_mutex_unlock(&beside);
+    if (differing) mpi.differs(differing);
+    if (!code && sums) {
+      code = jaxmpi_sums_go_on(compares ? pause_us : MOST_IN_SUMS_US, &beside_pace, &sums_moved);
+    } else if (!code && !moved) {
+      nanosleep(&(struct timespec){.tv_nsec = 1000 * pause_us}, NULL);
+    }
+    if (code) mpi.failed(beside_engine, code);
+    /* A process that was stopped finds hours gone by, and the others may have been stopped as well: it counts a second. */
+    int64_t before_ns = looked_ns;
+    looked_ns = now_ns();
+    double passed_s = (looked_ns - before_ns) / 1e9;
+    waited_s = moved || sums_moved ? 0 : waited_s + (passed_s < 1 ? passed_s : 1);
+    if (waited_s > PATIENT_S) mpi.waits(beside_engine, waits.key, waits.index, waited_s);
+  }
+}
+
+/* ---------------------------------------------------------------- calls of programs */
+
+static XLA_FFI_Error *unknown(XLA_FFI_CallFrame *frame) {
+  return error(frame, "jaxmpi: a program of another process, or of a communicator that was freed; compile it here");
+}
+
+static XLA_FFI_Error *failed(XLA_FFI_CallFrame *frame, int32_t engine, int code) {
+  mpi.failed(engine, code);
+  return error(frame, "jaxmpi: the job ends"); /* no program goes on with what it may have got */
+}
+
+static int64_t key_in(const int32_t *words) { return (int64_t)words[1] << 32 | (uint32_t)words[0]; }
+
+/* Sum the operands. Words: the plan's key, in two halves. */
 XLA_FFI_Error *jaxmpi_host_engine(XLA_FFI_CallFrame *frame) {
   if (!is_work(frame)) return NULL;
-  const int32_t *words = words_of(frame);
-  const struct plan *plan = find_plan((int64_t)words[1] << 32 | (uint32_t)words[0]);
-  if (!plan) return error(frame, "jaxmpi: a program of another process, or of a communicator that was freed; compile it here");
-  int64_t begin_ns = waits_since_ns = now_ns();
+  int64_t key = key_in(words_of(frame));
+  const struct plan *plan = find_plan(key);
+  if (!plan) return unknown(frame);
+  int64_t begin_ns = begin_waiting(key, -1);
   int code = sum_all(plan, frame);
-  waits_since_ns = 0;
-  note_span(begin_ns);
-  if (!code) return NULL;
-  mpi.failed(plan->engine, code);
-  return error(frame, "jaxmpi: the job ends"); /* no program goes on with what it may have got */
+  note_span(WAIT_FOR_SUM, key, -1, begin_ns);
+  return code ? failed(frame, plan->engine, code) : NULL;
+}
+
+static void copy_to(const XLA_FFI_Buffer *to, const XLA_FFI_Buffer *from) {
+  if (to->data != from->data) memcpy(to->data, from->data, numbers_in(from) * sizeof(float));
+}
+
+/* Words: which call; of OPEN the plan's key and the digest of what ranks compare, or 0, in two halves each; of the others
+   the number of the bucket. OPEN gives the ticket u32[] that the others take; START and DONE pass the bucket through in one buffer. */
+XLA_FFI_Error *jaxmpi_beside(XLA_FFI_CallFrame *frame) {
+  if (!is_work(frame)) return NULL;
+  const int32_t *words = words_of(frame);
+  XLA_FFI_Buffer **args = (XLA_FFI_Buffer **)frame->args.args, **rets = (XLA_FFI_Buffer **)frame->rets.rets;
+  if (words[0] == OPEN) {
+    const XLA_FFI_ByteSpan *text = attribute(frame, XLA_FFI_AttrType_STRING);
+    int code = jaxmpi_beside_open(key_in(words + 1), key_in(words + 3), text->ptr, text->len, rets[0]->data);
+    return code ? unknown(frame) : NULL;
+  }
+  uint32_t ticket = *(uint32_t *)args[1]->data;
+  *(uint32_t *)rets[1]->data = ticket;
+  if (words[0] == START) {
+    copy_to(rets[0], args[0]);
+    return jaxmpi_beside_start(ticket, words[1], rets[0]->data) ? unknown(frame) : NULL;
+  }
+  char *x = jaxmpi_beside_done(ticket, words[1]);
+  if (!x) return unknown(frame);
+  if (x != args[0]->data) return failed(frame, beside_engine, MOVED);
+  copy_to(rets[0], args[0]);
+  return NULL;
 }

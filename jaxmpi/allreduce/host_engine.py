@@ -4,7 +4,9 @@ A message through Python takes 0.1 ms of a core, and a sum on another thread two
 vector takes on the wire. So C carries out schedules (`schedules`), of which it knows only the steps.
 
 - In a program a handler sums vectors in the program's own thread (`summed`).
-- Beside a program the communication thread carries buckets on (`go_on`).
+- Beside a program the communication thread carries buckets on (`comm_thread`).
+
+A program holds the key of a plan, a digest of its sums, by which C finds their schedules, and nothing of the process.
 
 Without a C compiler on all ranks neither is there: programs then sum by mpi4jax's calls, with the same bits.
 """
@@ -13,7 +15,7 @@ import ctypes
 import functools
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -31,33 +33,51 @@ from jaxmpi.comm.diagnosis import comparison_of
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.polling import survives_losses
 from jaxmpi.core.env import seconds_from
-from jaxmpi.core.errors import TrainingError
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import failures, progress
 from jaxmpi.runtime.progress import Span
 
 EXCHANGE = "an exchange"
-NO_MEMORY = -1  # a number that is no error of MPI's
+NO_MEMORY, MOVED = -1, -2  # numbers that are no errors of MPI's
 NO_MEMORY_LINE = "there is no memory for the messages of a sum"
+MOVED_LINE = "XLA has moved a bucket while it travelled; use --exchange.overlap off, and report this"
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
-# A program that waits looks at once again, as MPI's calls do; after a while it leaves its core to others.
+# A program that waits looks at once again, as MPI's calls do; after a while it leaves its core to others. While nobody
+# waits, the communication thread looks every 2 ms: each look takes time of the computation beside it.
 YIELDS, PAUSE_US = 300, 50
+CALLS = "OPEN", "START", "DONE"  # names in C
+OPEN, START, DONE = range(len(CALLS))
+TRACKS = "NOTHING", "WAIT_FOR_SUM", "TRAVEL"
+WHOLE, COMPARISON = -1, -2  # in place of a vector's number in a plan
 SOURCE = c_handlers.CSource(
     Path(__file__).with_suffix(".c"),
     [Path(__file__).with_name("compiled_wires.h")],
+    ("jaxmpi_beside",),
     STEPS=",".join(STEPS),
     MEMORIES=",".join(MEMORIES),
     WINDOW=WINDOW,
     LINE_BYTES=LINE_BYTES,
+    CALLS=",".join(CALLS),
+    TRACKS=",".join(TRACKS),
     NO_MEMORY=NO_MEMORY,
+    MOVED=MOVED,
+    COMPARISON=COMPARISON,
+    CALM_US=2000,
+    HURRY_YIELDS=20,
+    MOST_IN_SUMS_US=100_000,
+    PATIENT_S=0.5,
     YIELDS=YIELDS,
     PAUSE_US=PAUSE_US,
     **WIRE_CONSTANTS,
 )
-_sums_p = SOURCE.primitive()
-FUNCTIONS = "Isend", "Irecv", "Testsome"  # in the order of `struct setup`
+sums_p, beside_p = SOURCE.primitive(), SOURCE.primitive("jaxmpi_beside")
+FUNCTIONS = "Isend", "Irecv", "Testsome", "Iallgather"  # in the order of `struct setup`
 ODD = 0x5A17  # in MPI_ERROR, to see where it is
 MOST_SPANS = 4096  # as in C
 _engines = dict[int, "HostEngine"]()  # of communicators that were not freed
+_labels = dict[int, list[str]]()  # of the vectors of plans beside programs, by key
+_calls = dict[int, str]()  # what such plans exchange, by a digest of that
+beside: list[Any] = []  # the `ExchangeHandlers`, once they are made
 _last = [-1]  # number of an engine; the next one's is the same on all its ranks
 
 
@@ -106,21 +126,21 @@ class HostEngine:
         self.number = _last[0] = 1 + max(comm.processes.allgather_object(_last[0]))
         _engines[self.number] = self
 
-    def plan(self, strategy: str, half: str, sizes: Sequence[int]) -> int:
-        """The key by which a program finds its sums, the same on all ranks; -1 if they have more parts than tags."""
+    def parts(self, sums: Sequence[tuple[str, str, int]]) -> int:
+        """How many parts, and so tags, sums take; each is (strategy, half, floats)."""
+        return sum(self.record(*each).count for each in sums)
+
+    def add_plan(self, key: int, sums: Sequence[tuple[str, str, int]]) -> None:
+        """Let programs find sums by this key."""
         from mpi4py import MPI
 
-        about = self.number, strategy, half, tuple(sizes), self.group.numbers
-        key = int.from_bytes(hashlib.sha256(repr(about).encode()).digest()[:8], "little") >> 1
-        records = [self.record(strategy, half, n) for n in sizes]
-        if sum(record.count for record in records) > self.tags:
-            return -1
-        if key not in self._plans:
-            pointers = (c_void_p * len(records))(*(ctypes.addressof(record.struct) for record in records))
-            facts = key, len(records), self.tags, ctypes.addressof(pointers), 0, self.number, MPI._handleof(self.mpi)
-            self._plans[key] = _structs()[1](*facts), pointers, records
-            SOURCE.library().jaxmpi_sum_add_plan(ctypes.byref(self._plans[key][0]))
-        return key
+        if key in self._plans:
+            return
+        records = [self.record(*each) for each in sums]
+        pointers = (c_void_p * len(records))(*(ctypes.addressof(record.struct) for record in records))
+        facts = key, len(records), self.parts(sums), self.tags, ctypes.addressof(pointers), 0, self.number
+        self._plans[key] = _structs()[1](*facts, MPI._handleof(self.mpi)), pointers, records
+        SOURCE.library().jaxmpi_sum_add_plan(ctypes.byref(self._plans[key][0]))
 
     def close(self) -> None:
         """Let programs that still call it end with an error."""
@@ -133,36 +153,15 @@ class HostEngine:
 _closed: list[dict[int, Any]] = []
 
 
-class HostSum:
-    """A sum that C carries out in the thread that calls it."""
-
-    def __init__(self, engine: HostEngine, key: int, x: np.ndarray, first_tag: int) -> None:
-        """Begin to sum f32[n], C-contiguous, in place, by a plan of one vector.
-
-        Nothing is sent before `go_on`. Part i has tag first_tag + i modulo tags.
-        """
-        self._library = SOURCE.library()
-        plan, _, [record] = engine._plans[key]
-        self._kept, at = (plan, record, x), c_void_p(x.ctypes.data)
-        made = self._library.jaxmpi_sum_begin(
-            ctypes.byref(record.struct), ctypes.byref(plan), at, at, c_int64(first_tag)
-        )
-        self._sum = c_void_p(made)
-        if not self._sum:
-            raise MemoryError(NO_MEMORY_LINE)
-
-    def has_ended(self) -> bool:
-        """Return True once the sum is there; nothing may be called afterwards."""
-        return bool(self._library.jaxmpi_sum_ended(self._sum))
+def key_of(about: Any) -> int:
+    """A digest, by which programs know a plan."""
+    return int.from_bytes(hashlib.sha256(repr(about).encode()).digest()[:8], "little") >> 1
 
 
-class Pace(ctypes.Structure):
-    """How often C looks at messages; another thread may change it meanwhile.
-
-    `is_woken` makes it return. A look that finds nothing is followed by `yields` more, and then by pauses.
-    """
-
-    _fields_ = tuple((name, c_int32) for name in ("is_woken", "yields", "pause_us"))
+def words_of(key: int) -> tuple[int, int]:
+    """A key as words of a call."""
+    low, high = np.array([key], np.int64).view(np.int32).tolist()
+    return low, high
 
 
 # ---------------------------------------------------------------- in a program
@@ -196,29 +195,103 @@ def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = 
         return None
     if not (engine := program_engine(comm)):
         return None
-    if (key := engine.plan(strategy, half, [x.size for x in vectors])) < 0:
+    sums = [(strategy, half, x.size) for x in vectors]
+    if engine.parts(sums) > engine.tags:
         return None
-    halves = tuple(np.array([key], np.int64).view(np.int32).tolist())
-    return _sums_p.bind(*vectors, results=c_handlers.shaped(*vectors), effect=comm.effect, words=halves)
+    key = key_of((engine.number, sums, engine.group.numbers))
+    engine.add_plan(key, sums)
+    return sums_p.bind(*vectors, results=c_handlers.shaped(*vectors), effect=comm.effect, words=words_of(key))
+
+
+# ---------------------------------------------------------------- called by C
+
+
+def name_plan(key: int, whole: str, labels: Sequence[str]) -> int:
+    """Name an exchange and its vectors, for spans and messages; the digest by which ranks compare it, or 0."""
+    _labels[key] = [*labels]
+    call = key_of(whole) if whole else 0
+    _calls[call] = whole
+    return call
+
+
+def describe(number: int) -> str:
+    """An exchange beside a program by its digest, or the digest's lower 31 bits."""
+    found = (whole for call, whole in _calls.items() if call & 0x7FFFFFFF == number & 0x7FFFFFFF)
+    return next(found, "another exchange beside a program")
+
+
+def handle(mpi: Any) -> Any:
+    """MPI's handle of a communicator, for C."""
+    from mpi4py import MPI
+
+    return c_handlers.handle_type()(MPI._handleof(mpi))
+
+
+def load() -> None:
+    """Compile the engine, and give it what it calls."""
+    _structs()
+
+
+def _name(key: int, index: int) -> str:
+    if index == COMPARISON:
+        return f"the comparison of {describe(key)}"
+    labels = _labels.get(key, [])
+    return labels[index] if 0 <= index < len(labels) else EXCHANGE
 
 
 def _read_spans() -> tuple[list[Span], list[Span]]:
-    """Waits for sums in programs: those that ended since the last call, and one under way."""
-    taken, since_ns = np.empty((MOST_SPANS, 2), np.int64), c_int64()
-    count = SOURCE.library().jaxmpi_sum_spans(c_void_p(taken.ctypes.data), ctypes.byref(since_ns))
-    running = [Span("wait", EXCHANGE, since_ns.value / 1e9, since_ns.value / 1e9)] if since_ns.value else []
-    return [Span("wait", EXCHANGE, begin / 1e9, end / 1e9) for begin, end in taken[:count].tolist()], running
+    """Waits of programs for sums, and buckets' ways: those that ended since the last call, and a wait under way."""
+    taken = np.empty((MOST_SPANS + 1, 5), np.int64)
+    last = taken[MOST_SPANS:]
+    count = SOURCE.library().jaxmpi_sum_spans(c_void_p(taken.ctypes.data), c_void_p(last.ctypes.data))
+    tracks = "", "wait", "travel"
+    ended, running = (
+        [
+            Span(tracks[track], _name(key, index), begin_ns / 1e9, max(begin_ns, end_ns) / 1e9)
+            for track, key, index, begin_ns, end_ns in rows.tolist()
+            if track
+        ]
+        for rows in (taken[:count], last)
+    )
+    return ended, running
 
 
-@ctypes.CFUNCTYPE(None, c_int32, c_double)
-def _waits(number: int, waited_s: float) -> None:
+def _ending_job(function: Callable[..., None]) -> Callable[..., None]:
+    """An error ends the job: ctypes would swallow it, and the program wait on."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> None:
+        try:
+            function(*args)
+        except BaseException as error:
+            failures.fail(error, error.__traceback__ if not isinstance(error, (TrainingError, UsageError)) else None)
+
+    return call
+
+
+@ctypes.CFUNCTYPE(None, c_int32, c_int64, c_int64, c_double)
+@_ending_job
+def _waits(number: int, key: int, index: int, waited_s: float) -> None:
     """End the job if a rank has waited too long."""
-    try:
-        engine = _engines[number]
-        if waited_s > TIMEOUT_S or engine.control.is_asked():
-            raise late_error(engine.control, "an exchange", waited_s, engine.comm.processes)
-    except BaseException as error:  # ctypes would swallow it, and the program wait on
-        failures.fail(error, None)
+    engine = _engines[number]
+    is_late = waited_s > TIMEOUT_S and index != COMPARISON  # for which the monitor has the same limit
+    if is_late or engine.control.is_asked():
+        waiting = engine.comm.processes if index == WHOLE else engine.control
+        raise late_error(engine.control, _name(key, index), waited_s, waiting)
+
+
+@ctypes.CFUNCTYPE(None, c_void_p, c_int64)
+@_ending_job
+def _learn(text: int, length: int) -> None:
+    """Add the plan of a program that calls it for the first time here."""
+    beside[0].learn(ctypes.string_at(text, length).decode())
+
+
+@ctypes.CFUNCTYPE(None, c_int64)
+@_ending_job
+def _differs(call: int) -> None:
+    """End the job, since ranks have come to different exchanges beside programs."""
+    beside[0].refuse(call)
 
 
 def late_error(control: MpiProcesses, what: str, waited_s: float, waiting: MpiProcesses) -> TrainingError:
@@ -239,36 +312,16 @@ def _failed(number: int, code: int) -> None:
     """End the job: no memory, or MPI's error in a program."""
     from mpi4py import MPI
 
-    why = NO_MEMORY_LINE if code == NO_MEMORY else f"MPI: {MPI.Get_error_string(code)}"
+    ours = {NO_MEMORY: NO_MEMORY_LINE, MOVED: MOVED_LINE}
+    why = ours.get(code) or f"MPI: {MPI.Get_error_string(code)}"
     try:
-        if code != NO_MEMORY:
+        if code not in ours:
             comparison_of(_engines[number].comm).name_error(code)  # not every MPI calls the communicator's handler
     finally:
         failures.fail(TrainingError(f"an exchange between processes: {why}"), None)
 
 
-# ---------------------------------------------------------------- on the communication thread
-
-
-def go_on(most_s: float, pace: Pace) -> bool:
-    """Carry all sums on, until one has ended.
-
-    Returns True if messages have come or gone.
-
-    Args:
-        most_s: seconds after which it returns anyway.
-        pace: of its looks.
-
-    Raises:
-        MPI.Exception: of a message.
-        MemoryError: there is no memory for one.
-    """
-    from mpi4py import MPI
-
-    has_moved = c_int32()
-    if code := SOURCE.library().jaxmpi_sums_go_on(int(1e6 * most_s), ctypes.byref(pace), ctypes.byref(has_moved)):
-        raise MemoryError(NO_MEMORY_LINE) if code == NO_MEMORY else MPI.Exception(code)
-    return bool(has_moved)
+# ---------------------------------------------------------------- structures of C
 
 
 @functools.cache
@@ -283,6 +336,7 @@ def _structs() -> tuple[type[ctypes.Structure], type[ctypes.Structure]]:
             ("functions", c_void_p * len(FUNCTIONS)),
             *((name, c_int64) for name in ("status_bytes", "error_at", "in_status")),
             *(("failed", c_handlers.Failed), ("waits", type(_waits))),
+            *(("learn", type(_learn)), ("differs", type(_differs))),
             ("byte", handle),
         )
 
@@ -294,7 +348,7 @@ def _structs() -> tuple[type[ctypes.Structure], type[ctypes.Structure]]:
 
     class PlanStruct(ctypes.Structure):
         _fields_ = (
-            *((name, c_int64) for name in ("key", "count", "tags")),
+            *((name, c_int64) for name in ("key", "count", "parts", "tags")),
             ("records", c_void_p),
             *((name, c_int32) for name in ("is_closed", "engine")),
             ("comm", handle),
@@ -304,8 +358,10 @@ def _structs() -> tuple[type[ctypes.Structure], type[ctypes.Structure]]:
     assert ctypes.sizeof(Setup) == library.jaxmpi_sum_setup_bytes()
     assert ctypes.sizeof(RecordStruct) == library.jaxmpi_sum_record_bytes()
     assert ctypes.sizeof(PlanStruct) == library.jaxmpi_sum_plan_bytes()
-    library.jaxmpi_sum_begin.restype = c_void_p
-    setup = Setup(failed=_failed, waits=_waits, byte=MPI._handleof(MPI.BYTE), in_status=MPI.ERR_IN_STATUS)
+    library.jaxmpi_beside_done.restype = c_void_p
+    library.jaxmpi_beside_run.restype = None
+    calls = {"failed": _failed, "waits": _waits, "learn": _learn, "differs": _differs}
+    setup = Setup(**calls, byte=MPI._handleof(MPI.BYTE), in_status=MPI.ERR_IN_STATUS)
     setup.functions[:] = c_handlers.addresses(FUNCTIONS)
     setup.status_bytes, setup.error_at = MPI._sizeof(MPI.Status), _place_of_error()
     library.jaxmpi_sum_setup(ctypes.byref(setup))

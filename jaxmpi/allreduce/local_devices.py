@@ -31,7 +31,7 @@ from jaxmpi.allreduce.buckets import fuse, split
 from jaxmpi.allreduce.building_blocks import pad
 from jaxmpi.core.pytrees import PyTree
 
-TRAVELS_ALONE = 4  # bytes: buckets are not fused again
+UNFUSED = 4  # bucket bytes: buckets are not fused again
 
 
 def over_local_devices(choice: Choice, mesh: Mesh) -> Callable[[PyTree], PyTree]:
@@ -54,100 +54,123 @@ def over_local_devices(choice: Choice, mesh: Mesh) -> Callable[[PyTree], PyTree]
 
     def call(tree: PyTree) -> PyTree:
         leaves, structure = jax.tree.flatten(tree)
-        if not leaves:
-            return tree
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        if key not in programs:
+        if leaves and key not in programs:
             check_leaves(tree)
-            programs[key] = summed_by(choice, mesh, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves])
-        return jax.tree.unflatten(structure, programs[key](leaves))
+            like = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves]
+            programs[key] = exchange_of_leaves(choice, Devices(mesh), like)
+        return jax.tree.unflatten(structure, programs[key](leaves)) if leaves else tree
 
-    return call if exchanges(choice.strategy) or choice.op == "sum" else own
+    if exchanges(choice.strategy):
+        return call
+    workers = choice.comm.size * mesh.size if choice.op == "sum" else 1  # none calls its own a mean
+    return jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * workers, tree)) if workers > 1 else lambda tree: tree
 
 
-def own(tree: PyTree) -> PyTree:
-    """Every device's own, which a strategy that exchanges nothing calls a mean."""
-    return tree
+class Devices(NamedTuple):
+    """This process's devices."""
+
+    mesh: Mesh
+
+    @property
+    def along(self) -> NamedSharding:
+        """A leading axis of these devices."""
+        return NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
+
+    @property
+    def each(self) -> list[Any]:
+        """By place."""
+        return list(self.mesh.devices.flat)
+
+    def over(self, function: Callable, *, first: bool = True, last: bool = True) -> Callable:
+        """A program on each device.
+
+        Args:
+            first: arguments have a leading axis of devices, which the function does not see; else they are flat.
+            last: likewise of results.
+        """
+
+        def on_one(*args: Any) -> Any:
+            made = function(*(jax.tree.map(lambda x: x[0], args) if first else args))
+            return jax.tree.map(lambda x: x[None], made) if last else made
+
+        spec = self.along.spec
+        return jax.jit(jax.shard_map(on_one, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+    def on_first(self, vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
+        """Flat vectors of all devices on the first one: by vector, then by device."""
+        parts = [sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0) for x in vectors]
+        return jax.device_put([[shard.data for shard in each] for each in parts], self.each[0])
+
+    def on_all(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
+        """Flat vectors of one device copied to all."""
+        copies = [[jax.device_put(x, device) for device in self.each] for x in vectors]
+        shapes = [(self.mesh.size * x.size,) for x in vectors]
+        return [
+            jax.make_array_from_single_device_arrays(shape, self.along, each)
+            for shape, each in zip(shapes, copies, strict=True)
+        ]
 
 
-def summed_by(
-    choice: Choice, mesh: Mesh, like: Sequence[jax.ShapeDtypeStruct]
+def exchange_of_leaves(
+    choice: Choice, devices: Devices, like: Sequence[jax.ShapeDtypeStruct]
 ) -> Callable[[list[jax.Array]], list[jax.Array]]:
     """The exchange of leaves with these shapes behind an axis of devices."""
-    if not exchanges(choice.strategy):
-        workers = choice.comm.size * mesh.size
-        return jax.jit(lambda leaves: [leaf * workers for leaf in leaves])
-    buckets, devices = choice.buckets(like), list(mesh.devices.flat)
-    along = PartitionSpec(*mesh.axis_names)
-    over = functools.partial(jax.shard_map, mesh=mesh, in_specs=along, out_specs=along, check_vma=False)
-    alignment = choice.alignment._replace(pieces=mesh.size * choice.alignment.pieces)
+    buckets, count, alignment = choice.buckets(like), devices.mesh.size, choice.alignment
+    alignment = alignment._replace(pieces=count * alignment.pieces)
     sizes = [alignment.size([like[i].size for i in bucket]) for bucket in buckets]
-    divisor = choice.comm.size * mesh.size if choice.op == "mean" else 1
-    rows = [DeviceRows.of(size, mesh.size, choice.comm.size, choice.strategy) for size in sizes]
+    divisor = choice.comm.size * count if choice.op == "mean" else 1
+    layouts = [layout_of(size, count, choice.comm.size, choice.strategy) for size in sizes]
 
     def fused(leaves: list[jax.Array]) -> list[jax.Array]:
-        return [fuse([leaves[i][0] for i in bucket], alignment) for bucket in buckets]
+        return [fuse([leaves[i] for i in bucket], alignment) for bucket in buckets]
 
-    def added(of_devices: list[list[jax.Array]]) -> list[jax.Array]:
-        return [row.as_cut(functools.reduce(jnp.add, each)) for row, each in zip(rows, of_devices, strict=True)]
+    def added(by_device: list[list[jax.Array]]) -> list[jax.Array]:
+        sums = [functools.reduce(jnp.add, each) for each in by_device]
+        return [layout.interleave(x) for layout, x in zip(layouts, sums, strict=True)]
 
     def means(totals: list[jax.Array]) -> list[list[jax.Array]]:
-        flats = [row.as_it_was(total)[:size] / divisor for row, size, total in zip(rows, sizes, totals, strict=True)]
-        parts = [split(flat, [like[i] for i in bucket], alignment) for flat, bucket in zip(flats, buckets, strict=True)]
-        return jax.tree.map(lambda part: part[None], parts)
+        each = zip(layouts, sizes, totals, buckets, strict=True)
+        flats = [(layout.restore(x)[:size] / divisor, bucket) for layout, size, x, bucket in each]
+        return [split(flat, [like[i] for i in bucket], alignment) for flat, bucket in flats]
 
-    fuse_each, add_each, split_each = jax.jit(over(fused)), choice.comm.jit(added), jax.jit(over(means))
-    placed = NamedSharding(mesh, along)
+    fuse_each, add_each = devices.over(fused, last=False), choice.comm.jit(added)
+    split_each = devices.over(means, first=False)
 
     def run(leaves: list[jax.Array]) -> list[jax.Array]:
-        parts = [[shard.data for shard in in_order(vector)] for vector in fuse_each(leaves)]
-        totals = exchange(
-            add_each(jax.device_put(parts, devices[0])), choice.strategy, "sum", choice.comm, TRAVELS_ALONE
-        )
-        copies = [[jax.device_put(total, device) for device in devices] for total in totals]
-        spread = [
-            jax.make_array_from_single_device_arrays((mesh.size * each[0].size,), placed, each) for each in copies
-        ]
-        out = list(leaves)  # empty ones do not travel
-        for bucket, means_of in zip(buckets, split_each(spread), strict=True):
-            for i, mean in zip(bucket, means_of, strict=True):
+        sums = add_each(devices.on_first(fuse_each(leaves)))
+        totals = exchange(sums, choice.strategy, "sum", choice.comm, UNFUSED)
+        out = list(leaves)  # empty ones are not sent
+        for bucket, parts in zip(buckets, split_each(devices.on_all(totals)), strict=True):
+            for i, mean in zip(bucket, parts, strict=True):
                 out[i] = mean
         return out
 
     return run
 
 
-def in_order(x: jax.Array) -> list[Any]:
-    """The shards of a vector over the mesh, by device."""
-    return sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-
-
-class DeviceRows(NamedTuple):
-    """The layout in which K devices' f32[n] travels over P processes."""
+class Layout(NamedTuple):
+    """How K devices' f32[n] lie in the vector that P processes exchange."""
 
     devices: int
     length: int  # floats of a device's part: as many as `hier-<strategy>` would send for it
-    parts: int  # number of pieces into which the strategy cuts each
+    parts: int  # into which the strategy cuts each
     width: int  # floats of each of these
 
-    @classmethod
-    def of(cls, n: int, devices: int, processes: int, strategy: str) -> "DeviceRows":
-        """Cut n floats as the strategy does."""
-        length = processes * -(-n // (devices * processes))
-        cut = parse(strategy).spec.cut
-        return cls(devices, length, *(cut(length, processes) if cut else (processes, length // processes)))
-
-    def as_cut(self, x: jax.Array) -> jax.Array:
+    def interleave(self, x: jax.Array) -> jax.Array:
         """f32[n] -> f32[m]: part c holds part c of every device."""
         rows = pad(x, self.devices * self.length).reshape(self.devices, -1)
         rows = jax.vmap(lambda row: pad(row, self.parts * self.width))(rows)
         return rows.reshape(self.devices, self.parts, -1).swapaxes(0, 1).reshape(-1)
 
-    def as_it_was(self, x: jax.Array) -> jax.Array:
-        """The inverse, with what was filled in: f32[m] -> f32[devices * length]."""
-        return (
-            x.reshape(self.parts, self.devices, -1)
-            .swapaxes(0, 1)
-            .reshape(self.devices, -1)[:, : self.length]
-            .reshape(-1)
-        )
+    def restore(self, x: jax.Array) -> jax.Array:
+        """The inverse, with padding: f32[m] -> f32[devices * length]."""
+        rows = x.reshape(self.parts, self.devices, -1).swapaxes(0, 1).reshape(self.devices, -1)
+        return rows[:, : self.length].reshape(-1)
+
+
+def layout_of(n: int, devices: int, processes: int, strategy: str) -> Layout:
+    """The layout of n floats, cut as the strategy does."""
+    length = processes * -(-n // (devices * processes))
+    cut = parse(strategy).spec.cut
+    return Layout(devices, length, *(cut(length, processes) if cut else (processes, length // processes)))

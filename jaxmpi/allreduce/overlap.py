@@ -27,7 +27,7 @@ from jaxmpi.allreduce.api import (
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.buckets import Order, fuse, split_all
 from jaxmpi.allreduce.call_order import callers
-from jaxmpi.allreduce.comm_thread_programs import all_reduce_on_comm_thread, unavailable_reason
+from jaxmpi.allreduce.comm_thread import all_reduce_on_comm_thread, unavailable_reason
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of
 from jaxmpi.config.exchange_config import check_bucket_bytes

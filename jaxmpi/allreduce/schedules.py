@@ -67,7 +67,7 @@ class Group:
         return self._subgroup(self.order[self.inside.place :: self.inside.size])
 
     def _subgroup(self, order: Sequence[int]) -> "Group":
-        made = Group(self.rank, order, self.hosts, range(len(order)))  # numbered as `subgroups.SubComm` does
+        made = Group(self.rank, order, self.hosts, range(len(order)))  # numbered as `building_blocks.SubComm` does
         made.message_bytes = self.message_bytes
         return made
 

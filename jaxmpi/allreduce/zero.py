@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.spec import Halves, is_one
@@ -39,12 +39,12 @@ from jaxmpi.allreduce.api import TRACED, Choice, Op, check_op, guarded, is_trace
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.building_blocks import spread
 from jaxmpi.allreduce.call_order import caller, compared, in_turn, number_of, one_thread
-from jaxmpi.allreduce.comm_thread_programs import RANK, all_reduce_on_comm_thread
+from jaxmpi.allreduce.comm_thread import RANK, all_reduce_on_comm_thread
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.dispatch import check_counts, try_host_all_reduce
 from jaxmpi.allreduce.early_scatter import scattering
 from jaxmpi.allreduce.host_engine import is_far
-from jaxmpi.allreduce.local_devices import TRAVELS_ALONE, DeviceRows, in_order
+from jaxmpi.allreduce.local_devices import UNFUSED, Devices, Layout, layout_of
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.allreduce.zero_vectors import ElementVectors, Jit, TensorVectors, no_jit, vectors_for
 from jaxmpi.comm.agreement import Fingerprint, HostProcesses
@@ -333,79 +333,61 @@ def square_of(shard: PyTree) -> jax.Array:
 # ---------------------------------------------------------------- several devices a process
 
 
-def along(zero: Zero) -> NamedSharding:
-    """A leading axis of this process's devices."""
-    assert zero.mesh
-    return NamedSharding(zero.mesh, PartitionSpec(*zero.mesh.axis_names))
-
-
 @functools.cache
 def indices_of_devices(zero: Zero) -> jax.Array:
     """i32[devices]: the indices of this process's shards."""
+    assert zero.mesh
     first = int(zero.comm.rank) * zero.devices
-    return jax.device_put(np.array(zero.shard_indices[first : first + zero.devices], np.int32), along(zero))
+    mine = np.array(zero.shard_indices[first : first + zero.devices], np.int32)
+    return jax.device_put(mine, Devices(zero.mesh).along)
 
 
 @functools.cache
 def over_devices(zero: Zero, half: str, like: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[Any], Any]:
     """A half of trees with a leading axis of devices, whose other axes are these."""
     assert zero.mesh
-    processes, devices, placed = zero.comm.size, list(zero.mesh.devices.flat), along(zero)
-    between = Zero(zero.choice._replace(op="sum", bucket_bytes=TRAVELS_ALONE), ElementSharding(processes))
-    vectors = zero._vectors(like)
+    processes, devices, vectors = zero.comm.size, Devices(zero.mesh), zero._vectors(like)
+    between = Zero(zero.choice._replace(op="sum", bucket_bytes=UNFUSED), ElementSharding(processes))
 
-    def over(function: Callable, first: bool = True, last: bool = True) -> Callable:
-        """A program on each device; its arguments, and its results, have a leading axis of devices or are flat."""
-
-        def on_one(*args: Any) -> Any:
-            made = function(*(jax.tree.map(lambda x: x[0], args) if first else args))
-            return jax.tree.map(lambda x: x[None], made) if last else made
-
-        spec = placed.spec
-        return jax.jit(jax.shard_map(on_one, mesh=zero.mesh, in_specs=spec, out_specs=spec, check_vma=False))
-
-    def rows_of(x: jax.Array) -> DeviceRows:
-        return DeviceRows.of(x.size, zero.devices, processes, zero.choice.strategy)
+    def layout(x: jax.Array) -> Layout:
+        return layout_of(x.size, zero.devices, processes, zero.choice.strategy)
 
     def gathered(chunks: Sequence[jax.Array], wire: str) -> list[jax.Array]:
         """This process's chunks, flat -> f32[w m] each, flat on every device, as they were sent."""
-        mine = jax.device_put([*chunks], devices[0])
-        whole = between.gather(mine, [jax.ShapeDtypeStruct((processes * x.size,), x.dtype) for x in mine], wire)
-        copies = [[jax.device_put(x, device) for device in devices] for x in whole]
-        return [
-            jax.make_array_from_single_device_arrays((len(devices) * each[0].size,), placed, each) for each in copies
-        ]
+        mine = jax.device_put([*chunks], devices.each[0])
+        whole = [jax.ShapeDtypeStruct((processes * x.size,), x.dtype) for x in mine]
+        return devices.on_all(between.gather(mine, whole, wire))
 
     if half != SCATTER:
 
         def split(sent: list[jax.Array]) -> Sequence[jax.Array]:
-            rows = [rows_of(x).as_it_was(x).reshape(zero.size, -1) for x in sent]
+            rows = [layout(x).restore(x).reshape(zero.size, -1) for x in sent]
             return vectors.unpack(no_jit)(vectors.lone_leaves(rows))
 
-        pack = over(lambda shard: [x.reshape(-1) for x in vectors.pack_shards(no_jit)(shard)], last=False)
-        unpack, wire = over(split, first=False), half.removeprefix(GATHER)
+        pack = devices.over(lambda shard: [x.reshape(-1) for x in vectors.pack_shards(no_jit)(shard)], last=False)
+        unpack, wire = devices.over(split, first=False), half.removeprefix(GATHER)
         return lambda shards: unpack(gathered(pack(shards), wire))
 
     divisor = zero.size if zero.choice.op == "mean" else 1
-    pack = over(lambda leaves: [vectors.flat(x) for x in vectors.pack(no_jit)(leaves)], last=False)
-    unpack = over(
-        lambda sums: vectors.unpack_shards(no_jit)(vectors.lone_shards([each / divisor for each in sums])), first=False
-    )
 
     def added(by_device: list[list[jax.Array]]) -> list[jax.Array]:
-        return [rows_of(each[0]).as_cut(functools.reduce(jnp.add, each)) for each in by_device]
+        return [layout(each[0]).interleave(functools.reduce(jnp.add, each)) for each in by_device]
+
+    def taken(sums: list[jax.Array]) -> Any:
+        return vectors.unpack_shards(no_jit)(vectors.lone_shards([each / divisor for each in sums]))
 
     def summed(by_index: jax.Array) -> jax.Array:
         by_worker = by_index.reshape(processes, zero.devices)[np.array(zero.halves.chunks(zero.comm))]
         return by_worker.reshape(-1).sum()[None]
 
-    add, total = zero.comm.jit(added), over(summed, first=False, last=False)
-    clip = zero._clipping(over, lambda squares: total(gathered([squares], "32")[0]))
+    pack = devices.over(lambda leaves: [vectors.flat(x) for x in vectors.pack(no_jit)(leaves)], last=False)
+    add, unpack = zero.comm.jit(added), devices.over(taken, first=False)
+    total = devices.over(summed, first=False, last=False)
+    clip = zero._clipping(devices.over, lambda squares: total(gathered([squares], "32")[0]))
 
     def scatter(grads: list[jax.Array]) -> tuple[Any, jax.Array]:
-        parts = [[shard.data for shard in in_order(x)] for x in pack(grads)]
-        sums, _ = between.scatter(add(jax.device_put(parts, devices[0])))
-        return clip(unpack(jax.device_put(sums, placed)))  # row i of [K m] to device i
+        sums, _ = between.scatter(add(devices.on_first(pack(grads))))
+        return clip(unpack(jax.device_put(sums, devices.along)))  # row i of [K m] to device i
 
     return scatter
 

@@ -31,10 +31,10 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmpi.allreduce.api import is_traced
 from jaxmpi.allreduce.call_order import caller, one_thread
-from jaxmpi.allreduce.comm_thread import PendingExchange, Requests, comm_thread, same_calls
-from jaxmpi.allreduce.comm_thread_programs import TICKET
+from jaxmpi.allreduce.comm_thread import TICKET
 from jaxmpi.collectives import api, messages
 from jaxmpi.collectives.call import NOBODY, MpiCall, at_least_8_bits, from_mpi_dtype, shape_of, to_mpi_dtype
+from jaxmpi.collectives.operation_thread import PendingOperation, Requests, operation_thread, same_calls
 from jaxmpi.collectives.primitive import assert_same, describe_call, intercept_calls, operation_of
 from jaxmpi.collectives.table import OPERATIONS, mpi_op, neutral
 from jaxmpi.comm.mpi import MpiComm
@@ -223,17 +223,17 @@ class StartQueue:
         self.control = comm.processes.on_own_communicator()
         self.mpi = self.control.clone()
         self._lock = threading.Lock()
-        self._last: PendingExchange | None = None  # comparison
+        self._last: PendingOperation | None = None  # comparison
 
-    def add(self, pending: PendingExchange) -> None:
+    def add(self, pending: PendingOperation) -> None:
         """Take the next operation: it follows its comparison, which follows the one before."""
         steps = same_calls(self.control.world, self.control, pending.label)
         label = f"the comparison of {pending.label}"
         with self._lock:
-            comparison = PendingExchange(label, np.empty(0), steps, after=self._last, control=self.control)
+            comparison = PendingOperation(label, np.empty(0), steps, after=self._last, control=self.control)
             self._last = pending.after = comparison
-            comm_thread().hand_over(comparison)
-            comm_thread().hand_over(pending)
+            operation_thread().hand_over(comparison)
+            operation_thread().hand_over(pending)
 
 
 def _queue_of(comm: MpiComm) -> StartQueue:
@@ -262,17 +262,17 @@ def _register_handlers() -> None:
     """Register handlers, and start the thread."""
     host_callbacks.register(START, _start, ends_job=True)
     host_callbacks.register(WAIT, _wait, ends_job=True)
-    comm_thread()
+    operation_thread()
 
 
 def _start(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> None:
     """(arrays) -> ticket u32[]; copies are sent."""
-    started, ticket, thread = _started[call], next(_tickets) % 2**32, comm_thread()
+    started, ticket, thread = _started[call], next(_tickets) % 2**32, operation_thread()
     xs, ys = [x.copy() for x in operands], [np.empty(shape.shape, shape.dtype) for shape in started.results]
     results[0][...], bucket = ticket, ys[0] if ys else np.empty(0)
     if started.queue:
         steps = _start_mpi(started.call, started.queue.mpi, xs, ys)
-        pending = PendingExchange(started.what, bucket, steps, control=started.queue.control)
+        pending = PendingOperation(started.what, bucket, steps, control=started.queue.control)
         thread.unclaimed[(ticket,)] = pending
         started.queue.add(pending)
         return
@@ -282,13 +282,13 @@ def _start(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> 
     # It begins here: the program's next message to or from that rank comes behind it.
     request = messages.MessageRequest(started.message, next(iter(xs), None), next(iter(ys), None))
     lost = functools.partial(messages.lost_message, started.message)
-    pending = thread.unclaimed[(ticket,)] = PendingExchange(started.what, bucket, iter([[request]]), lost=lost)
+    pending = thread.unclaimed[(ticket,)] = PendingOperation(started.what, bucket, iter([[request]]), lost=lost)
     thread.hand_over(pending)
 
 
 def _wait(operands: list[np.ndarray], results: list[np.ndarray]) -> None:
     """(ticket, what must be there before) -> (results); waits."""
-    pending = comm_thread().wait((int(operands[0]),))
+    pending = operation_thread().wait((int(operands[0]),))
     for result in results:
         np.copyto(result, pending.bucket)
 

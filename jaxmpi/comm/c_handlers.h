@@ -23,8 +23,17 @@ static int is_work(XLA_FFI_CallFrame *frame) {
   return frame->stage == XLA_FFI_ExecutionStage_EXECUTE;
 }
 
-/* The attribute of a call, s32[]. */
-static const int32_t *words_of(XLA_FFI_CallFrame *frame) { return ((XLA_FFI_Array *)frame->attrs.attrs[0])->data; }
+/* The first attribute of a call that has this type. */
+static void *attribute(XLA_FFI_CallFrame *frame, XLA_FFI_AttrType type) {
+  int64_t i = 0;
+  while (i < frame->attrs.size && frame->attrs.types[i] != type) i++;
+  return i < frame->attrs.size ? frame->attrs.attrs[i] : NULL;
+}
+
+/* The words of a call, s32[]. */
+static const int32_t *words_of(XLA_FFI_CallFrame *frame) {
+  return ((XLA_FFI_Array *)attribute(frame, XLA_FFI_AttrType_ARRAY))->data;
+}
 
 static XLA_FFI_Error *error(XLA_FFI_CallFrame *frame, const char *message) {
   XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, message, XLA_FFI_Error_Code_INTERNAL};

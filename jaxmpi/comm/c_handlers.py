@@ -58,16 +58,17 @@ def addresses(names: Sequence[str]) -> list[int]:
 class CSource:
     """A source in C with a handler of its name."""
 
-    def __init__(self, path: Path, headers: Sequence[Path] = (), **constants: Any) -> None:
+    def __init__(self, path: Path, headers: Sequence[Path] = (), others: Sequence[str] = (), **constants: Any) -> None:
         """Nothing is compiled yet.
 
         Args:
             path: of the source.
             headers: that it includes, besides that of all.
+            others: names of more handlers in it.
             constants: defined in it.
         """
         self._path, self._target, self._constants = path, f"jaxmpi_{path.stem}", constants
-        self._headers = [HEADER, *headers]
+        self._headers, self._targets = [HEADER, *headers], [self._target, *others]
         self._loaded: ctypes.CDLL | None = None
         self._trouble: str | None = None
         self._lock = threading.RLock()  # programs are lowered by several threads
@@ -97,28 +98,37 @@ class CSource:
             if self._loaded is None:
                 handle = "int" if handle_type() is c_int32 else "void *"
                 loaded = c_library.load(self._path, self._headers, {"HANDLE": handle, **self._constants})
-                capsule = jax.ffi.pycapsule(loaded[self._target])
-                jax.ffi.register_ffi_target(self._target, capsule, platform="cpu")
+                for target in self._targets:
+                    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(loaded[target]), platform="cpu")
                 self._loaded = loaded
             return self._loaded
 
-    def primitive(self, is_in_place: bool = False) -> Any:
-        """A JAX primitive that calls the handler: operands -> results.
+    def primitive(self, target: str = "") -> Any:
+        """A JAX primitive that calls the handler, or another of its handlers: operands -> results.
 
-        In place, each operand and its result may share a buffer.
-
-        Its parameters are `results`, of `ShapedArray`s; `effect`, which orders calls; and `words`, i32 for the handler.
+        Its parameters are `results`, of `ShapedArray`s; `effect`, which orders calls; `words`, i32 for the handler; and
+        perhaps `in_place`, pairs of operands and results that share a buffer, and `text` for the handler.
         """
-        made = jax.extend.core.Primitive(self._target)
+        target = target or self._target
+        made = jax.extend.core.Primitive(target)
         made.multiple_results = True
 
-        def lower(ctx: Any, *operands: Any, results: tuple, effect: Any, words: tuple[int, ...]) -> list:
-            shared = [(i, i) for i in range(len(results))] if is_in_place else []
-            constants = np.array(words, np.int32)
-            return host_callbacks.lower_in_order(ctx, self._target, operands, effect, shared, words=constants)
+        def lower(
+            ctx: Any,
+            *operands: Any,
+            results: tuple,
+            effect: Any,
+            words: tuple[int, ...],
+            in_place: tuple[tuple[int, int], ...] = (),
+            text: str = "",
+        ) -> list:
+            attributes = {"words": np.array(words, np.int32)} | ({"text": text} if text else {})
+            return host_callbacks.lower_in_order(ctx, target, operands, effect, in_place, **attributes)
 
         made.def_impl(functools.partial(xla.apply_primitive, made))
-        made.def_effectful_abstract_eval(lambda *_, results, effect, words: (list(results), {effect}))
+        made.def_effectful_abstract_eval(
+            lambda *_, results, effect, **__: (list(results), {effect} if effect else set())
+        )
         mlir.register_lowering(made, lower, platform="cpu")
         return made
 

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jaxmpi.allreduce.call_order import one_thread
 from jaxmpi.comm.agreement import check_may_send, fingerprint, refuse_together
 from jaxmpi.comm.job import processes
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.host_arrays import check_holds, check_unmasked
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.to_jax import check_not_float0
@@ -69,52 +69,53 @@ def mean(metrics: PyTree, count: Any = 1) -> PyTree:
     return _over_ranks("jaxmpi.metrics.mean", metrics, count, is_mean=True)
 
 
+def _over_ranks(what: str, metrics: PyTree, count: Any, is_mean: bool) -> PyTree:
+    check_may_send(what)
+    control = processes()
+    with one_thread(control, what), refuse_together(control.compare):
+        weight = _weight(count) if is_mean else 1.0
+        named = [(path or "(the number itself)", leaf) for path, leaf in named_leaves(metrics)]
+        given = [_array(f"{what}: leaf {path!r}", leaf) for path, leaf in named]
+    kinds = {
+        path: f"{KINDS.get(x.dtype.kind, 'integers')}{list(x.shape)}" for (path, _), x in zip(named, given, strict=True)
+    }
+    arrays = [_real(x) for x in given]
+    columns = [np.stack(_halves(x.reshape(-1)), axis=-1).reshape(-1) for x in arrays]
+    with one_thread(control, what):
+        control.compare(fingerprint(what, kinds))
+        rows = control.allgather_array(np.concatenate([[weight], *columns]))
+    counts = rows[:, 0]
+    if not counts.any():
+        raise UsageError(f"{what}: got a count of 0 on every rank; expected examples on one of them")
+    present, counts = rows[counts > 0, 1:], counts[counts > 0]
+    out, begin = [], 0
+    for (path, _), x, original, column in zip(named, arrays, given, columns, strict=True):
+        parts = np.moveaxis(present[:, begin : begin + column.size].reshape(len(counts), x.size, 2), 1, 0)
+        begin += column.size
+        is_float = x.dtype.kind == "f"
+        totals = (_sum_floats if is_float else _sum_integers)(parts, counts, is_mean)
+        if not (is_mean or is_float) and x.ndim and any(not -(2**63) <= t < 2**63 for t in totals):
+            raise UsageError(
+                f"{what}: leaf {path!r}: got a sum beyond 64 bits; expected one of int64: give floats, or numbers one "
+                "by one, whose sums are Python's"
+            )
+        dtype = np.float64 if is_mean or is_float else np.int64
+        total = totals[0] if x.ndim == 0 else np.array(totals, dtype).reshape(x.shape)
+        if original.dtype.kind == "c":
+            total = np.asarray(total).view(np.complex128)[..., 0]
+            total = total.item() if original.ndim == 0 else total
+        out.append(total)
+    return jax.tree.unflatten(jax.tree.structure(metrics), out)
+
+
 def _weight(count: Any) -> float:
     """A count as a float equal to it."""
     what = "jaxmpi.metrics.mean: count"
     x = _array(what, count)
     is_one = x.shape == () and x.dtype.kind != "c" and bool(np.isfinite(x.astype(np.float64)))
-    check(
-        is_one and 0 <= x.item() and (x.dtype.kind == "f" or x.item() <= 2**53),
-        f"{what}: got {count}; expected one finite number from 0 on, if whole up to 2^53",
-    )
+    if not (is_one and 0 <= x.item() and (x.dtype.kind == "f" or x.item() <= 2**53)):
+        raise UsageError(f"{what}: got {count}; expected one finite number from 0 on, if whole up to 2^53")
     return float(x.item())
-
-
-def _over_ranks(what: str, metrics: PyTree, count: Any, is_mean: bool) -> PyTree:
-    check_may_send(what)
-    control = processes()
-    with one_thread(control, what), refuse_together(control.compare):
-        count = _weight(count) if is_mean else 1.0
-        named = named_leaves(metrics)
-        given = [_array(f"{what}: leaf {path or '(the number itself)'!r}", leaf) for path, leaf in named]
-    kinds = [f"{KINDS.get(x.dtype.kind, 'integers')}{list(x.shape)}" for x in given]
-    arrays = [_real(x) for x in given]
-    by_path = dict(zip((path for path, _ in named), kinds, strict=True))
-    columns = [np.stack(_halves(x.reshape(-1)), axis=-1).reshape(-1) for x in arrays]
-    with one_thread(control, what):
-        control.compare(fingerprint(what, by_path))
-        rows = control.allgather_array(np.concatenate([[count], *columns]))
-    counts = rows[:, 0]
-    check(bool(counts.any()), f"{what}: got a count of 0 on every rank; expected examples on one of them")
-    present, counts = rows[counts > 0, 1:], counts[counts > 0]
-    out, begin = [], 0
-    for (path, _), x, column in zip(named, arrays, columns, strict=True):
-        parts = present[:, begin : begin + column.size].reshape(len(counts), x.size, 2)
-        begin += column.size
-        over_ranks = _of_floats if x.dtype.kind == "f" else _of_integers
-        total = over_ranks(np.moveaxis(parts, 1, 0), counts, is_mean)
-        is_float = is_mean or x.dtype.kind == "f"
-        is_long = not is_float and x.ndim > 0 and any(not -(2**63) <= t < 2**63 for t in total)
-        check(
-            not is_long,
-            f"{what}: leaf {path or '(the number itself)'!r}: got a sum beyond 64 bits; expected one of int64: give "
-            "floats, or numbers one by one, whose sums are Python's",
-        )
-        out.append(total[0] if x.ndim == 0 else np.array(total, np.float64 if is_float else np.int64).reshape(x.shape))
-    out = [x.view(np.complex128)[..., 0] if each.dtype.kind == "c" else x for x, each in zip(out, given, strict=True)]
-    out = [x.item() if each.dtype.kind == "c" and each.ndim == 0 else x for x, each in zip(out, given, strict=True)]
-    return jax.tree.unflatten(jax.tree.structure(metrics), out)
 
 
 def _real(x: np.ndarray) -> np.ndarray:
@@ -124,23 +125,24 @@ def _real(x: np.ndarray) -> np.ndarray:
 
 def _array(where: str, leaf: Any) -> np.ndarray:
     """A leaf in NumPy: bools, integers (Python's as objects), f64, c128."""
-    check(not isinstance(leaf, Tracer), f"{where} is traced; inside jit take jaxmpi.collectives.allreduce")
-    is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    check(not is_key, f"{where}: got a random key; expected numbers: jax.random.key_data of it")
+    if isinstance(leaf, Tracer):
+        raise UsageError(f"{where} is traced; inside jit take jaxmpi.collectives.allreduce")
+    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise UsageError(f"{where}: got a random key; expected numbers: jax.random.key_data of it")
     check_not_float0(where, leaf)
     check_unmasked(where, leaf)
     array = np.asarray(leaf)
     if array.dtype.kind in "biu":
         return array
     if isinstance(leaf, int):
-        is_held = -(2**84) <= leaf < 2**84  # by two floats
-        check(is_held, f"{where}: got a whole number beyond 85 bits; expected a smaller one, or a float")
+        if not -(2**84) <= leaf < 2**84:  # what two floats hold
+            raise UsageError(f"{where}: got a whole number beyond 85 bits; expected a smaller one, or a float")
         return array
     is_plain = array.dtype != object
     if is_plain and jnp.issubdtype(array.dtype, jnp.integer):  # integers of fewer than 8 bits
         return array.astype(np.int64)
-    is_number = is_plain and jnp.issubdtype(array.dtype, jnp.inexact)
-    check(is_number, f"{where}: got {array.dtype if is_plain else type(leaf).__name__}; expected numbers")
+    if not (is_plain and jnp.issubdtype(array.dtype, jnp.inexact)):
+        raise UsageError(f"{where}: got {array.dtype if is_plain else type(leaf).__name__}; expected numbers")
     if array.dtype.itemsize > 8 and array.dtype != np.complex128:
         check_holds(where, array, np.float64)
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
@@ -159,14 +161,14 @@ def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.where(is_finite, high, x), np.where(is_finite, x - np.where(is_finite, high, 0), 0.0)
 
 
-def _exactly(counts: np.ndarray) -> list[Any]:
+def _exact_weights(counts: np.ndarray) -> list[Any]:
     """Counts as Python integers, or as fractions if one is not whole."""
     return [int(count) for count in counts] if (counts % 1 == 0).all() else [Fraction(count) for count in counts]
 
 
-def _of_integers(halves: np.ndarray, counts: np.ndarray, is_mean: bool) -> list[Any]:
+def _sum_integers(halves: np.ndarray, counts: np.ndarray, is_mean: bool) -> list[Any]:
     """Count-weighted sums over ranks, or means, from halves f64[n, ranks, 2]."""
-    weights = _exactly(counts)
+    weights = _exact_weights(counts)
     totals = [
         builtins.sum(weight * (HALF * int(high) + int(low)) for weight, (high, low) in zip(weights, rows, strict=True))
         for rows in halves.tolist()
@@ -175,28 +177,25 @@ def _of_integers(halves: np.ndarray, counts: np.ndarray, is_mean: bool) -> list[
     return [float(total / divisor) for total in totals] if is_mean else totals
 
 
-def _of_floats(halves: np.ndarray, counts: np.ndarray, is_mean: bool) -> list[float]:
-    """As `_of_integers`."""
-    weights = _exactly(counts)
+def _sum_floats(halves: np.ndarray, counts: np.ndarray, is_mean: bool) -> list[float]:
+    """As `_sum_integers`: by `math.fsum` of exact products, else by fractions."""
+    weights = _exact_weights(counts)
     divisor = builtins.sum(weights) if is_mean else 1
-    with np.errstate(over="ignore", invalid="ignore"):  # `is_exact` sees them
+    with np.errstate(over="ignore", invalid="ignore"):  # such are summed as fractions
         products = halves * counts[:, None]
     is_short = bool((counts % 1 == 0).all() and (counts < COUNTS).all())
     is_exact = np.asarray(np.isfinite(products).all(axis=(1, 2)) & is_short)
-    return [
-        _of_products(each, divisor, row, weights) if exact else _of_fractions(row, weights, divisor)
-        for row, each, exact in zip(halves, products, is_exact, strict=True)
-    ]
+    out = []
+    for row, each, exact in zip(halves, products, is_exact, strict=True):
+        try:
+            total = math.fsum(each.ravel().tolist()) / divisor if exact else _sum_fractions(row, weights, divisor)
+        except OverflowError:
+            total = _sum_fractions(row, weights, divisor)
+        out.append(total)
+    return out
 
 
-def _of_products(products: np.ndarray, divisor: Any, row: np.ndarray, weights: list[Any]) -> float:
-    try:
-        return math.fsum(products.ravel().tolist()) / divisor
-    except OverflowError:
-        return _of_fractions(row, weights, divisor)
-
-
-def _of_fractions(row: np.ndarray, weights: list[Any], divisor: Any) -> float:
+def _sum_fractions(row: np.ndarray, weights: list[Any], divisor: Any) -> float:
     """The sum or mean from halves f64[ranks, 2], rounded once."""
     endless = row[~np.isfinite(row)]
     if endless.size:

@@ -39,7 +39,8 @@ from jaxmpi.runtime.process import my_rank
 # (operands, results, **attributes) -> None: read the first, which are read-only, and fill the second.
 Function = Callable[..., None]
 TARGET = "jaxmpi_python"
-EXPORTABLE = (jax.export.DisabledSafetyCheck.custom_call(TARGET),)  # `disabled_checks` of `jax.export.export`
+# `disabled_checks` of `jax.export.export`: calls of Python, and of buckets' thread (`allreduce/host_engine.c`).
+EXPORTABLE = tuple(jax.export.DisabledSafetyCheck.custom_call(name) for name in (TARGET, "jaxmpi_beside"))
 _functions: dict[str, Function] = {}
 _ends_job: set[str] = set()  # names of those whose errors end the job
 _thread = threading.local()

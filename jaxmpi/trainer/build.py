@@ -17,7 +17,7 @@ import optax
 from jaxmpi.allreduce import compression, overlap
 from jaxmpi.allreduce.api import Choice, Op, exchange, exchange_gradients
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.comm_thread_programs import exchange_handlers
+from jaxmpi.allreduce.comm_thread import exchange_handlers
 from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.zero import make_zero
 from jaxmpi.comm.control import MpiProcesses

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxmpi.allreduce import algorithms, comm_thread_programs, overlap, subgroups, zero
+from jaxmpi.allreduce import algorithms, building_blocks, comm_thread, overlap, zero
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm import base
@@ -236,11 +236,11 @@ WHOLE_AVERAGES = (
     "own, of whole params; use off"
 )
 IN_A_JOB = (
-    *(overlap.UNFIT.format(asked="on", reason=why) for why in (*comm_thread_programs.UnfitForThread, *UnfitForOverlap)),
+    *(overlap.UNFIT.format(asked="on", reason=why) for why in (*comm_thread.UnfitForThread, *UnfitForOverlap)),
     BACKEND,
     *shrink.NEEDS,
     base.ONE_HOST,
-    subgroups.UNEVEN,
+    building_blocks.UNEVEN,
     zero.NO_HALVES,
     zero.NO_FIT,
     zero.NO_WIRE,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxmpi.allreduce import algorithms, comm_thread_programs, compression, overlap
+from jaxmpi.allreduce import algorithms, comm_thread, compression, overlap
 from jaxmpi.allreduce.algorithms.table import algorithms_in_c, with_halves
 from jaxmpi.allreduce.api import BUCKET_BYTES
 from jaxmpi.allreduce.autotune import choose, is_auto
@@ -133,14 +133,14 @@ def shards_obstacle(plan: Plan, strategy: str) -> str:
     if not halves:
         return ""  # refused for itself
     if not halves.scatter_part:
-        if nowhere := comm_thread_programs.unavailable_reason("asa:32", workers.comm):
+        if nowhere := comm_thread.unavailable_reason("asa:32", workers.comm):
             return nowhere
         with_both = [(each, algorithms.parse(each).spec.halves) for each in with_halves(workers.comm.hosts)]
         able = ", ".join(each for each, both in with_both if both and both.scatter_part)
         return UnfitForOverlap.HALVES.format(algorithm=algorithm, able=able)
     if experiment.batch_statistics == "synchronised":
         return UnfitForOverlap.SLICES
-    return comm_thread_programs.unavailable_reason(f"{algorithm}:{experiment.exchange.gather_wire}", workers.comm) or ""
+    return comm_thread.unavailable_reason(f"{algorithm}:{experiment.exchange.gather_wire}", workers.comm) or ""
 
 
 def sharding_of(plan: Plan) -> ElementSharding | TensorSharding:

@@ -17,7 +17,7 @@ from jaxmpi.allreduce.algorithms import color_trees, parse
 from jaxmpi.allreduce.algorithms.color_trees import forest, most_edges
 from jaxmpi.allreduce.algorithms.table import STRATEGIES
 from jaxmpi.allreduce.dispatch import sum_bucket
-from jaxmpi.allreduce.host_engine import SOURCE, Pace
+from jaxmpi.allreduce.host_engine import SOURCE
 from jaxmpi.allreduce.schedules import Group, Schedule
 from jaxmpi.allreduce.wires import BLOCK, WIRES
 from jaxmpi.comm.axis import AxisComm
@@ -68,9 +68,10 @@ SomeAreComplete = CFUNCTYPE(c_int, c_int, POINTER(c_int), POINTER(c_int), POINTE
 
 class Setup(ctypes.Structure):
     _fields_ = (
-        *(("isend", Isend), ("irecv", Isend), ("testsome", SomeAreComplete)),
+        *(("isend", Isend), ("irecv", Isend), ("testsome", SomeAreComplete), ("iallgather", c_void_p)),
         *((name, c_int64) for name in ("status_bytes", "error_at", "in_status")),
-        *(("failed", c_void_p), ("waits", c_void_p), ("byte", c_int)),
+        *((name, c_void_p) for name in ("failed", "waits", "learn", "differs")),
+        ("byte", c_int),
     )
 
 
@@ -83,7 +84,7 @@ class RecordStruct(ctypes.Structure):
 
 class PlanStruct(ctypes.Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("key", "count", "tags")),
+        *((name, c_int64) for name in ("key", "count", "parts", "tags")),
         ("records", c_void_p),
         *((name, c_int32) for name in ("is_closed", "engine")),
         ("comm", c_int),
@@ -100,6 +101,10 @@ def library() -> ctypes.CDLL:
     assert made.jaxmpi_sum_record_bytes() == ctypes.sizeof(RecordStruct)
     assert made.jaxmpi_sum_plan_bytes() == ctypes.sizeof(PlanStruct)
     return made
+
+
+class Pace(ctypes.Structure):
+    _fields_ = tuple((name, c_int32) for name in ("is_woken", "yields", "pause_us"))
 
 
 class Engine:
@@ -208,12 +213,13 @@ def test_the_engine_gives_the_bits_of_the_algorithms_in_jax(workers, wire, libra
     for name in ("MESSAGE_BYTES", "HOST_MESSAGE_BYTES"):
         monkeypatch.setattr(schedules, name, 4 * BLOCK + 300)
     apart = tuple(np.random.default_rng(workers).permutation(workers).tolist())
-    names = ["asa", "ring", "pipering", "color2", *(["tree"] if workers.bit_count() == 1 else [])]
-    names += [f"color{workers}"] if workers > 2 else []
+    names = ["asa", "ring"]
+    if wire in ("32", "8"):  # trees take long to compile, and encode as the others do
+        names += ["pipering", f"color{workers}", *(["tree"] if workers.bit_count() == 1 else [])]
     places = [*((name, apart) for name in names), ("asa", (0,) * workers), ("ring", (0,) * workers)]
     if workers in (4, 6):
         hosts = tuple(i % 2 for i in range(workers))
-        places += [(f"hier-{cross}", hosts) for cross in ("ring", "asa", "tree", "color2")]
+        places += [(f"hier-{cross}", hosts) for cross in ("ring", "color2", *(("asa", "tree") if workers == 6 else ()))]
     for name, hosts in places:
         assert parse(name).is_in_c(hosts)
         for n in (30 * BLOCK * workers - 5, *([7] if wire == "8" else [])):
@@ -270,7 +276,7 @@ def error_in_status(library: ctypes.CDLL, found: int, bad: int) -> int:
         return in_status
 
     functions = Isend(both._isend), Isend(both._irecv), SomeAreComplete(testsome)
-    setup = Setup(*functions, status_bytes, error_at, in_status)
+    setup = Setup(*functions, None, status_bytes, error_at, in_status)
     library.jaxmpi_sum_setup(ctypes.byref(setup))
     x = np.ones(8, np.float32)
     both.begin(0, parse("ring:32").schedule(8, Group(0, (0, 1), (0, 1))), x)

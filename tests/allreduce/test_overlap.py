@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmpi.allreduce import comm_thread, overlap
+from jaxmpi.allreduce import overlap
+from jaxmpi.collectives import operation_thread
 from jaxmpi.comm import polling
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
@@ -31,22 +32,22 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
     """And goes on to count: at last it names who does not come."""
     now_s = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    thread: Any = comm_thread.CommThread.__new__(comm_thread.CommThread)
+    thread: Any = operation_thread.OperationThread.__new__(operation_thread.OperationThread)
     thread._waited = polling.WaitClock()
     control: Any = SimpleNamespace(is_asked=lambda: False, late=lambda: [1], in_job=list)
     control.waits = SimpleNamespace(where=lambda ranks: "")
-    pending = comm_thread.PendingExchange("bucket 3", np.zeros(1, np.float32), iter(()), control=control)
+    pending = operation_thread.PendingOperation("allreduce 3", np.zeros(1, np.float32), iter(()), control=control)
     thread._begun = {pending: None}
     for _ in range(2):
-        now_s += 2 * comm_thread.TIMEOUT_S
+        now_s += 2 * operation_thread.TIMEOUT_S
         thread._check_time()
-    while now_s < 1000 + 4.99 * comm_thread.TIMEOUT_S:
+    while now_s < 1000 + 4.99 * operation_thread.TIMEOUT_S:
         now_s += 0.9
         thread._check_time()
     for _ in range(100):
-        now_s += 0.02 * comm_thread.TIMEOUT_S / 100
+        now_s += 0.02 * operation_thread.TIMEOUT_S / 100
         thread._waited.look()
-    with pytest.raises(TrainingError, match=r"bucket 3 has waited \d+ s for rank \[1\]; all ranks must exchange"):
+    with pytest.raises(TrainingError, match=r"allreduce 3 has waited \d+ s for rank \[1\]; all ranks must exchange"):
         thread._check_time()
 
 
@@ -102,9 +103,9 @@ import os, sys, time
 import numpy as np, jax, jax.numpy as jnp
 import jaxmpi
 from jaxmpi.allreduce import overlap
-from jaxmpi.allreduce.comm_thread import comm_thread
+from jaxmpi.allreduce.comm_thread import exchange_handlers
+from jaxmpi.runtime import progress
 comm = jaxmpi.world()
-comm_thread = comm_thread()
 """
 
 
@@ -124,7 +125,7 @@ FAULTS = {  # what ranks do, what is said (a pattern), and the one time limit in
     ),
     "rank 1 comes once": (
         STEP + "for i in range(2 - comm.rank % 2): step(jnp.ones(9))\ntime.sleep(60)",
-        r"the comparison of exchange beside a program \(.*\) has waited \d+ s for rank \[1\]",
+        r"waited \d+ s in exchange beside a program \(.*\) for rank 1",
         {"EXCHANGE": "4"},
     ),
     "rank 1 raises": (
@@ -181,9 +182,10 @@ def test_a_job_ends_in_peace_with_an_exchange_under_way(tmp_path):
         "last = step(jnp.ones((500, 500)) / 500)\n"
         "assert not last.is_ready()\n"
         "import atexit\n"
-        "atexit.unregister(comm_thread.stop)\n"  # to look after it, since the last registered is the first called
-        "atexit.register(lambda: print('alive', comm_thread._thread.is_alive(), 'ready', last.is_ready()))\n"
-        "atexit.register(comm_thread.stop)\n"
+        "handlers = exchange_handlers()\n"
+        "atexit.unregister(handlers.stop)\n"  # to look after it, since the last registered is the first called
+        "atexit.register(lambda: print('alive', handlers.thread.is_alive(), 'ready', last.is_ready()))\n"
+        "atexit.register(handlers.stop)\n"
     )
     (tmp_path / "job.py").write_text(HEAD + code)
     ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=60)
@@ -259,13 +261,14 @@ def step(parts):
     return overlap.exchange([parts[0] + 0 * late.sum(), parts[1] * 1, parts[2] * 1], "ring32", "sum")
 
 for _ in range(3):
-    comm_thread.events.clear()
+    progress.drain()
     sums = [np.asarray(total) for total in step(parts)]
 for i, total in enumerate(sums):
     assert (total == comm.size * (comm.size + 1) / 2 * (i + 1)).all()
-last = max(e.time_s for e in comm_thread.events if e.what == "start")
+travels = [span for span in progress.drain() if span.track == "travel"]
+last = max(span.begin_s for span in travels)
 assert len(set(comm.hosts)) == comm.size
-print("summed before the last start:", sum(e.what == "summed" and e.time_s < last for e in comm_thread.events))
+print("summed before the last start:", sum(span.end_s < last for span in travels))
 """
 
 

@@ -23,9 +23,8 @@ from jaxmpi.allreduce.algorithms import (
 )
 from jaxmpi.allreduce.algorithms.color_trees import plant
 from jaxmpi.allreduce.api import Choice, Op, exchange
-from jaxmpi.allreduce.building_blocks import alltoall_by_rotation
+from jaxmpi.allreduce.building_blocks import SubComm, alltoall_by_rotation
 from jaxmpi.allreduce.local_devices import over_local_devices
-from jaxmpi.allreduce.subgroups import SubComm
 from jaxmpi.allreduce.wires import BLOCK
 from jaxmpi.allreduce.working_memory import at_work
 from jaxmpi.comm.axis import AxisComm

@@ -90,7 +90,7 @@ CARRIED = """
 import sys
 import jax, numpy as np
 import jaxmpi
-from jaxmpi.allreduce import comm_thread_programs, host_engine
+from jaxmpi.allreduce import comm_thread, host_engine
 from jaxmpi.allreduce.zero import make_zero
 from jaxmpi.comm.job import processes
 from jaxmpi.core.sharding import assign_tensors
@@ -108,9 +108,9 @@ for way in ways:
     if way.startswith("by"):
         host_engine.program_engine = lambda comm: None
     if way.endswith("program"):
-        comm_thread_programs.unavailable_reason = lambda *args: "asked for"
+        comm_thread.unavailable_reason = lambda *args: "asked for"
     text = jax.jit(lambda x: jaxmpi.exchange(x, "ring32")).lower(x).as_text()
-    steps.append(["host_engine" in text, "jaxmpi_python" in text])
+    steps.append(["host_engine" in text, "jaxmpi_beside" in text])
     for strategy in NAMES:
         total = jax.jit(lambda tree: jaxmpi.exchange(tree, strategy))({"a": x, "b": x[:7]})
         bits = b"".join(np.asarray(leaf).tobytes() for leaf in total.values())

@@ -20,8 +20,7 @@ from jaxmpi.allreduce import overlap, schedules
 from jaxmpi.allreduce.algorithms.color_trees import forest, packets_of
 from jaxmpi.allreduce.algorithms.table import algorithms_in_c
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.comm_thread import THREAD, comm_thread
-from jaxmpi.allreduce.comm_thread_programs import OPENINGS, exchange_handlers
+from jaxmpi.allreduce.comm_thread import THREAD, exchange_handlers
 from jaxmpi.allreduce.schedules import WINDOW
 from jaxmpi.allreduce.wires import BLOCK
 from jaxmpi.comm.control import MpiProcesses
@@ -104,11 +103,11 @@ def test_gradients_of_several_batches_travel_once_beside_the_last_backward_pass(
         return overlap.exchange(jax.tree.map(lambda t, g: (t + g) / 3, total, grads), "ring32", order=order)
 
     w = {"a": jnp.array([[0.5, -1.0], [2.0, 0.1]]), "b": jnp.array([1.0, -2.0])}
-    comm_thread().events.clear()
+    progress.drain()
     means = step(w, batches[RANK])
     expected = jax.jit(gradient)(w, batches.reshape(-1, 2))[0]
     assert all(np.allclose(means[name], expected[name], rtol=1e-5, atol=1e-6) for name in w)
-    assert [event.what for event in comm_thread().events].count("open") == 1
+    assert [span.track for span in progress.drain()].count("travel") == 1
 
 
 def test_what_is_used_elsewhere_too_is_not_touched():
@@ -195,8 +194,7 @@ def test_an_exported_program_runs_on_all_ranks():
 def test_many_exchanges_leave_nothing():
     step = jax.jit(lambda v: overlap.exchange([v * 1, v[:3] * 1], "ring32", "sum", bucket_bytes=16))
     rounds, x = 1000 if SIZE == 2 else 20, jnp.ones(100)
-    for _ in range(OPENINGS + 1):  # the last of them are kept, without what travelled
-        jax.block_until_ready(step(x))
+    jax.block_until_ready(step(x))
     before = kept()
     for _ in range(rounds):
         jax.block_until_ready(step(x))
@@ -207,11 +205,10 @@ def test_many_exchanges_leave_nothing():
 
 
 def kept() -> list[int]:
-    """Python objects, threads, and buckets that nobody has waited for."""
-    comm_thread().events.clear()
+    """Python objects, threads, and exchanges that nobody has waited for."""
     progress.drain()
     gc.collect()
-    return [len(gc.get_objects()), threading.active_count(), len(comm_thread().unclaimed)]
+    return [len(gc.get_objects()), threading.active_count(), exchange_handlers().library.jaxmpi_beside_left()]
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker exchanges nothing")

@@ -168,6 +168,7 @@ def test_the_gradient_norm_is_the_mean_over_those_steps_of_workers_that_it_count
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a run that loses a rank is the next test
 def test_collectives_have_the_bits_of_others_and_outlive_ranks():
     """Rank 2, then rank 0 is killed between two steps: programs of those that live end, and new ones are right."""
     line = [

@@ -273,9 +273,10 @@ def test_a_job_that_is_stopped_as_a_whole_is_not_accused(rule, tmp_path):
         kill_session(job.pid)
 
 
-CASES = [(1, ()), pytest.param(0, ("--on-stall", "warn"), marks=pytest.mark.slow)]
+CASES = [(1, ()), (0, ("--on-stall", "warn"))]
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.parametrize(("victim", "more"), CASES)
 def test_a_stopped_rank_is_named_with_its_phase_in_time(victim, more, tmp_path):

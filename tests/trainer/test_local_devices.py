@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxmpi.allreduce.api import exchange
-from jaxmpi.allreduce.local_devices import DeviceRows
+from jaxmpi.allreduce.local_devices import layout_of
 from jaxmpi.comm.axis import AxisComm
 from launching import Ended, mpirun, train
 from test_comm_xla import EXPERIMENT, ON_CPU, assert_close
@@ -46,9 +46,9 @@ def test_a_sum_of_devices_lies_as_hier_would_cut_it(strategy):
     each = jax.vmap(lambda x: exchange(x, f"hier-{strategy}", "sum", workers), axis_name="w")
 
     def of_a_process(parts: jax.Array) -> jax.Array:
-        rows = DeviceRows.of(x.shape[1], DEVICES, PROCESSES, strategy)
-        mine = rows.as_cut(functools.reduce(jnp.add, parts))
-        return rows.as_it_was(exchange(mine, strategy, "sum", processes))[: x.shape[1]]
+        layout = layout_of(x.shape[1], DEVICES, PROCESSES, strategy)
+        mine = layout.interleave(functools.reduce(jnp.add, parts))
+        return layout.restore(exchange(mine, strategy, "sum", processes))[: x.shape[1]]
 
     got = jax.vmap(of_a_process, axis_name="p")(jnp.asarray(x).reshape(PROCESSES, DEVICES, -1))
     expected = np.asarray(each(x))
@@ -175,6 +175,7 @@ def test_a_run_over_xla_leaves_what_one_over_mpi_leaves(over_xla, over_devices):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a job more
 def test_resume_is_bit_exact_and_so_are_two_devices_a_process(over_xla, folder):
     """The first ten steps by 4 processes, the others by 2 of 2 devices each."""
     from_step_10(over_xla, "xla-resumed")

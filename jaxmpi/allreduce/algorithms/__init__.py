@@ -1,9 +1,9 @@
 """Algorithms that sum a bucket over workers, one module for each.
 
-In reading order: `spec`, what a strategy must be; `library`, the bounds; `root`, all to one rank; `ring`; `asa`,
-all-to-all; `tree`, halving and doubling; `color_trees`; `hierarchical`, hosts first; `shared_memory` of one host;
-`table`, all of them, with one row of `table.STRATEGIES` for each strategy. A module holds the sum inside a program, its
-schedule for C if there is one, the cost and the row.
+In reading order: `spec`, what a strategy must be; `ring`; `asa`, all-to-all; `tree`, halving and doubling;
+`color_trees`; `hierarchical`, hosts first; `baselines`, to compare with, and shared memory of one host; `table`, all of
+them, with one row of `STRATEGIES` for each. A module holds the sum inside a program, its schedule for C if there is
+one, the cost and the row.
 
 Inside a program a strategy takes f32[n], n % comm.size == 0. It gives the sum over workers, bitwise equal on all of
 them, and adds in f32 whatever the wire. It sees only a Comm, whose rank may be a traced value: no Python branch on

@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxmpi.allreduce.algorithms.asa import ASA
+from jaxmpi.allreduce.algorithms.baselines import ALLREDUCE, NONE, ROOT, SHARED_MEMORY
 from jaxmpi.allreduce.algorithms.color_trees import COLOR, MAX_COLOURS, PIPERING
 from jaxmpi.allreduce.algorithms.hierarchical import HIERARCHICAL
-from jaxmpi.allreduce.algorithms.library import ALLREDUCE, NONE
 from jaxmpi.allreduce.algorithms.ring import RING
-from jaxmpi.allreduce.algorithms.root import ROOT
-from jaxmpi.allreduce.algorithms.shared_memory import SHARED_MEMORY
 from jaxmpi.allreduce.algorithms.spec import StrategySpec
 from jaxmpi.allreduce.algorithms.tree import TREE
 from jaxmpi.allreduce.schedules import Group, Schedule, in_columns

@@ -1,0 +1,165 @@
+"""Strategies to compare with, and the sum in the memory of one host.
+
+`ar` is the library's own allreduce, `root` sends all to one rank, `none` exchanges nothing, and `shm` adds in memory
+that ranks share.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxmpi.allreduce.algorithms.spec import ALL, Halves, StrategySpec, is_one, own_chunks
+from jaxmpi.allreduce.algorithms.tree import pairwise_seconds
+from jaxmpi.allreduce.prices import Net, add, code, crossings, turn, wire_format
+from jaxmpi.allreduce.wires import WIRES, Wire
+from jaxmpi.comm.base import Comm
+from jaxmpi.comm.shared_sum import CHUNK
+
+
+def allreduce(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """Whatever the MPI library's (or XLA's) own allreduce does; 32 bits only."""
+    del wire
+    return comm.allreduce(x)
+
+
+def summed_slice(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """The library's own reduce-scatter: f32[n] -> f32[n / w].
+
+    It may add in another order than the library's allreduce.
+    """
+    del wire
+    return comm.reduce_scatter(x)
+
+
+def allgathered(mine: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """The library's own allgather: f32[n / w] -> f32[n], in any wire."""
+    return wire.decode(comm.allgather(wire.encode(mine))).reshape(-1)
+
+
+def allreduce_seconds(net: Net, n: float, wire: str) -> float:
+    """Seconds of recursive doubling or of `pairwise_seconds`, whichever is less.
+
+    Recursive doubling takes log2 w rounds of all n. Good libraries use it for short vectors, and halving with doubling
+    for long ones. Thakur et al. 2005, section 4.5.
+    """
+    levels = range(max(1, math.ceil(math.log2(net.workers))))
+    doubling = sum(turn(net, n, wire, crossings(net, 1 << level)) + add(net, n) for level in levels)
+    return min(doubling, pairwise_seconds(net, n, wire))
+
+
+def none(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """No exchange: the bound of compute alone. Workers drift apart."""
+    del wire
+    return x * comm.size
+
+
+def own_means(leaves: list[jax.Array], comm: Comm, divisor: float) -> list[jax.Array]:
+    """The leaves, untouched, as their mean, at a single worker's cost."""
+    return leaves if divisor == comm.size else [none(x, comm, WIRES["32"]) / divisor for x in leaves]
+
+
+def none_seconds(net: Net, n: float, wire: str) -> float:
+    """Nothing travels."""
+    del net, n, wire
+    return 0.0
+
+
+# Libraries need not repeat it bit for bit, and a resumed run must.
+ALLREDUCE = StrategySpec(
+    allreduce,
+    ("32",),
+    seconds=allreduce_seconds,
+    is_candidate=lambda net: False,
+    halves=Halves(summed_slice, allgathered, own_chunks),
+)
+# It would always win.
+NONE = StrategySpec(
+    none,
+    ("32",),
+    means=own_means,
+    seconds=none_seconds,
+    is_candidate=lambda net: False,
+    exchanges=False,
+    arrays_at_work=1,
+)
+
+
+def all_to_root(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """Send all vectors to rank 0, which sends back their sum.
+
+    Vectors come one after another and are added in rank order. Rank 0 receives and sends w - 1 vectors, the others one
+    each: the naive way, to compare with. Rounds twice.
+    """
+    sent, total = wire.encode(x), x
+    for rank in range(1, comm.size):
+        total = total + wire.decode(comm.permute(sent, [(rank, 0)]))
+    result = wire.encode(total)
+    for rank in range(1, comm.size):
+        received = comm.permute(result, [(0, rank)])
+        result = jax.tree.map(functools.partial(jnp.where, comm.rank == rank), received, result)
+    return wire.decode(result)
+
+
+def all_to_root_seconds(net: Net, n: float, wire: str) -> float:
+    """Seconds of 2 (w - 1) messages of n, and their additions.
+
+    Messages go one after another, and one rank adds: the growth with w that Gibiansky 2017 begins with.
+    """
+    alone = net._replace(slots=1)  # a rank that does not send or receive waits, and leaves its core to the others
+    inside = (net.slots - 1) * turn(alone._replace(slots=2), n, wire, 0)
+    between = (net.workers - net.slots) * turn(alone, n, wire, 1)
+    return 2 * (inside + between) + (net.workers - 1) * (add(alone, n) + code(alone, n, wire) / 2)
+
+
+ROOT = StrategySpec(all_to_root, ALL, crosses=True, seconds=all_to_root_seconds)
+
+
+def shared_memory(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """Sum on one host through shared memory, in 32 bits only."""
+    del wire
+    return comm.sum_on_host([x])[0]
+
+
+def shared_slice(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """The first half: f32[n] -> f32[n / w], this rank's summed slice."""
+    del wire
+    return comm.scatter_on_host([x])[0]
+
+
+def shared_gather(mine: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """The second half: f32[n / w] -> f32[n], through the same memory."""
+    del wire
+    return comm.gather_on_host([mine])[0]
+
+
+def shared_memory_seconds(net: Net, n: float, wire: str) -> float:
+    """Seconds of a chain of ranks over chunks in shared memory.
+
+    `shared_sum.SharedSum` of long vectors, by rank: the rank reads its n floats and the slot, and writes the slot,
+    which is an addition. Then it reads the slot and writes its result, which is a message's way. Waits are as many as
+    ranks and chunks together. Only on one host.
+    """
+    wait = (net.workers + n / CHUNK) * net.inside.alpha_s
+    return (wait + n * wire_format(wire)[1] * net.inside.beta_s_per_byte) * net.crowd + add(net, n)
+
+
+SHARED_MEMORY = StrategySpec(
+    shared_memory,
+    ("32",),
+    means=lambda leaves, comm, divisor: comm.sum_on_host(leaves, divisor),  # nothing is fused, padded or split
+    halves=Halves(
+        shared_slice,
+        shared_gather,
+        own_chunks,
+        means=lambda vectors, comm, divisor: comm.scatter_on_host(vectors, divisor),
+        wholes=lambda chunks, comm: comm.gather_on_host(chunks),
+        gathers=("32",),
+    ),
+    fits=is_one,
+    seconds=shared_memory_seconds,
+    is_candidate=lambda net: net.hosts == 1,
+    in_shared_memory=True,
+    arrays_at_work=1,
+)
