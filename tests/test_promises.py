@@ -18,7 +18,10 @@ from launching import ROOT, kill_session, mpirun_line, run
 PACKAGE = ROOT / "jaxmpi"
 DIGITS = str(ROOT / "experiments" / "digits.py")
 # Files that read pickles, or have them read: messages of other processes of the same job.
-MESSAGES = {"data/loader_worker.py", "core/shared_memory.py", "functions/transport.py", "trainer/notebook_workers.py"}
+MESSAGES = {
+    *("data/loader_worker.py", "data/memory_source.py", "functions/transport.py", "rules/asynchronous/center.py"),
+    "trainer/api.py",
+}
 UNSAFE = {"marshal", "shelve", "dill", "cloudpickle", "joblib"}
 
 

@@ -1,13 +1,12 @@
 """Sources in memory: arrays and objects of an experiment, digits, silhouettes of animals, synthetic images.
 
-Ranks compare a digest of arrays, which covers some of the examples. Digits and animals are read from the files of their
-packages without importing those, which takes seconds on every rank, and TensorFlow.
+Ranks compare a digest of arrays, which covers some of the examples. Animals are read from the files of their package
+without importing it, which takes seconds on every rank, and TensorFlow.
 """
 
 import gzip
 import hashlib
 import importlib.metadata
-import importlib.util
 import io
 import pickle
 import zlib
@@ -167,19 +166,13 @@ def array(config: Data, split: str) -> Source:
 
 
 def digits(config: Data, split: str) -> Source:
-    """Handwritten digits of scikit-learn: 1,797 grey images of 8 x 8 px.
+    """Handwritten digits, as scikit-learn has them: 1,797 grey images of 8 x 8 px.
 
     Held out for validation, always the same: every fifth example, from the first, of all examples sorted by label (file
     order within a label). That is 360, and 20 % of each digit. Enlarged to `data.resize` once, here. Source: Alpaydin
-    and Kaynak 1998, UCI repository.
+    and Kaynak 1998, UCI repository (CC BY 4.0); the file is scikit-learn's copy.
     """
-    package = importlib.util.find_spec("sklearn")
-    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz" if package and package.origin else None
-    if path is None or not path.is_file():
-        raise UsageError(f"digits: scikit-learn or its file {path} is missing; install it")
-    rows = np.loadtxt(path, delimiter=",", dtype=np.uint8)
-    if rows.shape != (1797, 65):
-        raise UsageError(f"digits: {path}: got {rows.shape}; expected 64 pixels and a label: reinstall it")
+    rows = np.loadtxt(Path(__file__).with_name("digits.csv.gz"), delimiter=",", dtype=np.uint8)  # 64 pixels, a label
     held_out = np.zeros(len(rows), bool)
     held_out[np.argsort(rows[:, -1], kind="stable")[::5]] = True
     rows = rows[held_out if split == "validation" else ~held_out]
