@@ -22,6 +22,7 @@ from typing import Any, TypeGuard
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
 
 from jaxmpi.allreduce.algorithms.table import parse
 from jaxmpi.allreduce.schedules import LINE_BYTES, MEMORIES, STEPS, WINDOW, Group
@@ -48,6 +49,7 @@ YIELDS, PAUSE_US = 300, 50
 CALLS = "OPEN", "START", "DONE"  # names in C
 OPEN, START, DONE = range(len(CALLS))
 TRACKS = "NOTHING", "WAIT_FOR_SUM", "TRAVEL"
+CHUNK = "gather from a chunk"  # a half whose operand is this rank's chunk alone
 WHOLE, COMPARISON = -1, -2  # in place of a vector's number in a plan
 SOURCE = c_handlers.CSource(
     Path(__file__).with_suffix(".c"),
@@ -98,9 +100,13 @@ def unavailable_reason(comm: MpiComm) -> str:
 class SumRecord:
     """The schedule of a sum of f32[n] on this rank, for C."""
 
-    def __init__(self, group: Group, strategy: str, half: str, n: int) -> None:
-        """Make the schedule of a strategy, or of a half of it: `scatter` or `gather`."""
-        schedule = parse(strategy).schedule(n, group, half)
+    def __init__(self, comm: MpiComm, group: Group, strategy: str, half: str, n: int) -> None:
+        """Make the schedule of a strategy, or of a half of it: `scatter`, `gather`, or `gather` from a CHUNK."""
+        choice, begin = parse(strategy), 0
+        if half == CHUNK:
+            assert choice.spec.halves
+            half, begin = "gather", choice.spec.halves.chunks(comm)[comm.rank] * (n // comm.size)
+        schedule = choice.schedule(n, group, half, begin)
         self._kept = steps, parts = schedule.arrays()
         self.count = len(parts)  # parts, each of which has a tag; equal on all ranks
         self.struct = _structs()[0](
@@ -120,7 +126,9 @@ class HostEngine:
         """Make communicators; all ranks come here together."""
         self.comm, self.control = comm, comm.processes.on_own_communicator()  # by which ranks find out who is late
         self.mpi, self.group = self.control.clone(), Group(comm.rank, comm.order, comm.hosts)
-        self.record = functools.cache(functools.partial(SumRecord, self.group))  # (strategy, half, n) -> SumRecord
+        self.record = functools.cache(
+            functools.partial(SumRecord, comm, self.group)
+        )  # (strategy, half, n) -> SumRecord
         self.tags = min(comm.processes.tags, np.iinfo(np.int32).max)
         self._plans = dict[int, Any]()  # `struct plan` by key, each with what it points to
         self.number = _last[0] = 1 + max(comm.processes.allgather_object(_last[0]))
@@ -187,7 +195,7 @@ def program_engine(comm: MpiComm) -> HostEngine | None:
 
 
 def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = "") -> list[jax.Array] | None:
-    """Sums f32[n], or halves of them, in the program's thread.
+    """Sums f32[n], or halves of them, in the program's thread; with the half CHUNK f32[n / w] -> f32[n].
 
     Several are under way at once. None if C has them not, on all ranks alike, which trace the program together.
     """
@@ -195,12 +203,14 @@ def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = 
         return None
     if not (engine := program_engine(comm)):
         return None
-    sums = [(strategy, half, x.size) for x in vectors]
+    sizes = [x.size * comm.size if half == CHUNK else x.size for x in vectors]
+    sums = [(strategy, half, n) for n in sizes]
     if engine.parts(sums) > engine.tags:
         return None
     key = key_of((engine.number, sums, engine.group.numbers))
     engine.add_plan(key, sums)
-    return sums_p.bind(*vectors, results=c_handlers.shaped(*vectors), effect=comm.effect, words=words_of(key))
+    results = tuple(ShapedArray((n,), np.float32) for n in sizes)
+    return sums_p.bind(*vectors, results=results, effect=comm.effect, words=words_of(key))
 
 
 # ---------------------------------------------------------------- called by C

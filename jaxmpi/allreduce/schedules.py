@@ -75,9 +75,10 @@ class Group:
 class Schedule:
     """The steps of all parts of a sum on one rank."""
 
-    def __init__(self, wire: Wire, message_bytes: int) -> None:
-        """Nothing is written down yet."""
+    def __init__(self, wire: Wire, message_bytes: int, operand_begin: int = 0) -> None:
+        """Nothing is written down yet; the operand is the vector from float `operand_begin` on."""
         self.wire, self.is_exact, self.message_bytes = wire, wire.code == "F32", message_bytes
+        self.operand_begin = operand_begin
         self.steps, self.parts = list[int](), list[int]()  # words; where each part begins
         self.scratch_bytes = self._used_bytes = 0  # of a part at most; in use
         self._written = set[int]()  # places of the vector that hold results; all others are read from the operand
@@ -125,7 +126,7 @@ class Schedule:
 
     def _source(self, span: Span) -> int:
         is_unchanged = span.place % 4 == RESULT and span.place not in self._written
-        return span.place + OPERAND if is_unchanged else span.place
+        return span.place - 16 * self.operand_begin + OPERAND if is_unchanged else span.place
 
     def _target(self, span: Span) -> int:
         self._written.add(span.place)

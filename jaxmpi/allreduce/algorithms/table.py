@@ -68,8 +68,11 @@ class Strategy(NamedTuple):
         """The name without the wire."""
         return self.name.partition(":")[0]
 
-    def schedule(self, n: int, group: Group, half: str = "") -> Schedule:
-        """The steps of the sum of f32[n] on one rank, or of a half of it: `scatter` or `gather`."""
+    def schedule(self, n: int, group: Group, half: str = "", operand_begin: int = 0) -> Schedule:
+        """The steps of the sum of f32[n] on one rank, or of a half of it: `scatter` or `gather`.
+
+        The operand is the vector from float `operand_begin` on: a gather reads nothing but this rank's chunk.
+        """
         parts, halves = self.spec.parts, self.spec.halves
         if half:
             assert halves
@@ -77,7 +80,7 @@ class Strategy(NamedTuple):
             assert sum
             parts = functools.partial(in_columns, sum=sum)
         assert parts
-        schedule = Schedule(self.wire, group.message_bytes)
+        schedule = Schedule(self.wire, group.message_bytes, operand_begin)
         for part in parts(n, group, self.wire):
             schedule.add_part(part, group, is_whole=half != "scatter")
         return schedule
