@@ -330,6 +330,8 @@ def workers_of(comm: Comm | None) -> Comm:
         UsageError: it is the world, in a function whose workers are others; this rank has no part in it.
     """
     check_member(comm)
+    if hasattr(comm, "Get_attr"):  # one of mpi4py's
+        return communicator(comm)
     chosen = comm or world()
     if (why := refusing_world.value) and chosen is world():
         raise UsageError(why)
