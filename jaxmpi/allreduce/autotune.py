@@ -213,7 +213,6 @@ class Trials:
         What cannot be used here is left out.
         """
         warm: dict[str, float] = {}
-        began, busy = time.perf_counter(), busy_seconds()
         for name in names:
             try:
                 warm[name] = min(self.warm(name))
@@ -221,6 +220,7 @@ class Trials:
                 continue
         hopeful = [name for name in warm if warm[name] <= HOPELESS * min(warm.values())]
         count = min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / (sum(warm[name] for name in hopeful) or 1))))
+        began, busy = time.perf_counter(), busy_seconds()  # a C compiler that a first call starts is no other's
         rounds = [{name: self.seconds(name) for name in hopeful} for _ in range(count if len(hopeful) > 1 else 1)]
         is_quiet = not others_compute(self.comm, busy, time.perf_counter() - began)
         return warm | {name: statistics.median(each[name] for each in rounds) for name in hopeful}, is_quiet

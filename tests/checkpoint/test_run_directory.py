@@ -19,7 +19,7 @@ from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
-from jaxmpi.core.files import HeldFolder
+from jaxmpi.core.files import HeldFolder, write_whole
 from jaxmpi.data import ArraySource
 from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.observe.recorder import Recorder
@@ -321,3 +321,19 @@ def test_a_rollback_in_a_run_directory_without_its_record_ends_the_run(tmp_path,
     with pytest.raises(TrainingError, match=r"cannot be used any more: .*record\.jsonl"):
         main.train(Experiment(digits_cnn_tiny(), data=data, **rest, **back), "digits")
     assert not (tmp_path / "record.jsonl").exists()  # none is begun anew, as if nothing had been before
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    write_whole(path, b"old")
+
+    def full(self, raw):
+        with open(self, "wb") as file:
+            file.write(raw[:1])
+        raise OSError("no space left")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(TrainingError, match="no space left"):
+        write_whole(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["config.json"]
