@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxmpi
-from jaxmpi.allreduce import cost_model, measuring
+from jaxmpi.allreduce import cost_model, measuring, probes
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.probes import Probe, as_json, from_json
 from jaxmpi.comm.mpi import MpiComm
@@ -34,15 +34,15 @@ def probe_and_measure(strategies: list[str], floats: int, rounds: int) -> dict[s
     """Be a rank: probe, then measure; return both."""
     comm = jaxmpi.world()
     assert isinstance(comm, MpiComm)
-    probe = Probe(measuring.measure_net(comm), {})
+    probe = Probe(probes.measure_net(comm), {})
     wires = {parse(name).name.partition(":")[2] for name in strategies}
-    codecs = {wire: measuring.codec_seconds(comm, probe.net, wire) for wire in sorted(wires)}
+    codecs = {wire: probes.codec_seconds(comm, probe.net, wire) for wire in sorted(wires)}
     probe = probe._replace(net=probe.net._replace(codec_s_per_float=codecs))
     measured = {}
     for name in (parse(spelling).name for spelling in strategies):
-        long = measuring.lengths_for(probe.net, name)[1]
+        long = probes.lengths_for(probe.net, name)[1]
         short = long // 4 - long // 4 % comm.size  # longer than what a link lets pass at once, unlike the probe's own
-        probe.seconds[name] = {n: measuring.time_strategy(comm, name, n) for n in (short, long)}
+        probe.seconds[name] = {n: probes.time_strategy(comm, name, n) for n in (short, long)}
         measured[name] = times_of_exchange(comm, name, floats, rounds)
     return {"probe": as_json(probe), "measured": measured}
 
@@ -67,15 +67,15 @@ def predicted(probe: Probe, hosts: int, options: argparse.Namespace, name: str) 
 
 def show(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Print a row per number of hosts and strategy."""
-    probes = {hosts: from_json(result["probe"]) for hosts, result in results.items()}
+    saved = {hosts: from_json(result["probe"]) for hosts, result in results.items()}
     rows = []
     print(f"\n{options.floats:,} floats, {options.slots} ranks a host, {options.rate}, {options.rounds} rounds")
-    head = [heading for hosts in probes for heading in (f"from {hosts}", "ratio")]
+    head = [heading for hosts in saved for heading in (f"from {hosts}", "ratio")]
     print(harness.table(["hosts", "strategy", "measured s", *head]))
     for hosts, result in results.items():
         for name, times in result["measured"].items():
             median = statistics.median(times)
-            seconds = {at: predicted(probe, hosts, options, name) for at, probe in probes.items()}
+            seconds = {at: predicted(probe, hosts, options, name) for at, probe in saved.items()}
             cells = [cell for s in seconds.values() for cell in (f"{s:.3f}", f"{s / median:.2f}")]
             print(harness.row([hosts, name, f"{median:.3f}", *cells]))
             rows.append({"hosts": hosts, "strategy": name, "measured_s": times, "predicted_s_from": seconds})

@@ -23,12 +23,11 @@ from jaxmpi.allreduce import compression
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.autotune import AutotuneResult, allowed_wires, choose, is_auto, size_class
 from jaxmpi.allreduce.buckets import Alignment, Order, assign_buckets, fuse, split, split_all
-from jaxmpi.allreduce.building_blocks import allgather
+from jaxmpi.allreduce.building_blocks import allgather, halves, mean_of_halves
 from jaxmpi.allreduce.call_order import caller, callers, columns, compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.compression import Peers
 from jaxmpi.allreduce.derivative import NOT_MAPPED, differentiable
 from jaxmpi.allreduce.dispatch import sums
-from jaxmpi.allreduce.integer_mean import halves, mean_of_halves
 from jaxmpi.comm.agreement import Fingerprint, check_may_send, fingerprint, refuse_together
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import Comm

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmpi.allreduce.working_memory import at_work
+from jaxmpi.allreduce.algorithms import parse
+from jaxmpi.allreduce.autotune import is_auto
+from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.bench import contenders
 from jaxmpi.bench.contenders import Shape
 from jaxmpi.bench.options import PEERS, select_peers
@@ -135,6 +137,17 @@ def trees(names: Sequence[str]) -> dict[str, dict[str, Shape]]:
 # ---------------------------------------------------------------- as many ranks as memory holds
 
 BASE_BYTES, TORCH_BYTES = 450_000_000, 400_000_000  # bytes of a process without any case, and of torch in it
+AUTO_ARRAYS, COMPRESSOR_ARRAYS = 4, 6  # `auto` before it has chosen
+
+
+def arrays_at_work(strategy: str) -> float:
+    """Measured memory of an exchange, in arrays as big as the gradients: results included, gradients not.
+
+    scripts/exchange_memory.py measures it; docs/performance.md has the figures.
+    """
+    if is_compressor(strategy):
+        return COMPRESSOR_ARRAYS
+    return AUTO_ARRAYS if is_auto(strategy) else parse(strategy).spec.arrays_at_work
 
 
 def needed_bytes(case: Case, plan: BenchPlan, ranks: int) -> int:
@@ -144,7 +157,7 @@ def needed_bytes(case: Case, plan: BenchPlan, ranks: int) -> int:
     """
     ops = [PEERS[name].op for name in plan.peers]
     inputs = (bool(plan.strategies) or "mean" in ops) + ("sum" in ops) + any(PEERS[p].receives for p in plan.peers)
-    working = max([*map(at_work, plan.strategies), *(1 for _ in plan.peers)], default=0)
+    working = max([*map(arrays_at_work, plan.strategies), *(1 for _ in plan.peers)], default=0)
     rank_bytes = BASE_BYTES + TORCH_BYTES * ("torch" in plan.peers) + round((inputs + working) * 4 * case.floats)
     return ranks * rank_bytes + 2 * 4 * case.floats * bool(plan.peers)
 

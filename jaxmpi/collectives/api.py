@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.allreduce.api import BUCKET_BYTES, is_traced
+from jaxmpi.allreduce.building_blocks import halves, mean_of_halves
 from jaxmpi.allreduce.call_order import caller, callers, columns
-from jaxmpi.allreduce.integer_mean import halves, mean_of_halves
 from jaxmpi.collectives import messages
 from jaxmpi.collectives.arguments import (
     arrays_of,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 
 from jaxmpi.allreduce import cost_model, probes
-from jaxmpi.allreduce.prices import Link, Net, wire_format
+from jaxmpi.allreduce.algorithms.spec import Link, Net, wire_format
 from jaxmpi.allreduce.probes import Probe
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.config import experiment_file

@@ -21,9 +21,9 @@ import launching
 from jaxmpi.allreduce import autotune, cost_model, probes
 from jaxmpi.allreduce.algorithms import ALL, STRATEGIES, StrategySpec, parse
 from jaxmpi.allreduce.algorithms.color_trees import PRICE
+from jaxmpi.allreduce.algorithms.spec import Link, Net, turn
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.cost_model import Fit
-from jaxmpi.allreduce.prices import Link, Net, turn
 from jaxmpi.allreduce.wires import BLOCK, WIRES, Wire
 from jaxmpi.checkpoint import run_directory
 from jaxmpi.checkpoint.manifests import sealed

@@ -26,7 +26,7 @@ from jaxmpi.allreduce.api import Choice, Op, exchange
 from jaxmpi.allreduce.building_blocks import SubComm, alltoall_by_rotation
 from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.wires import BLOCK
-from jaxmpi.allreduce.working_memory import at_work
+from jaxmpi.bench.plan import arrays_at_work
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.core.errors import UsageError
@@ -254,7 +254,7 @@ def test_a_row_of_one_s_own_tells_what_the_trainer_asks(monkeypatch):
     monkeypatch.setitem(STRATEGIES, "alone", STRATEGIES["none"])
     sends = ("nonexact", "nonexact:16", "asa16", "auto", "auto:16", "topk5/ring32", "hier-ring32")
     assert [name for name in (*sends, "none", "none:32", "alone") if exchanges(name)] == [*sends]
-    assert [at_work(name) for name in ("nonexact", "ring", "none", "shm", "asa16")] == [7, 4, 1, 1, 3]
+    assert [arrays_at_work(name) for name in ("nonexact", "ring", "none", "shm", "asa16")] == [7, 4, 1, 1, 3]
 
 
 @pytest.mark.parametrize(

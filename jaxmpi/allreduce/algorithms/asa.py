@@ -6,9 +6,19 @@ from contextlib import nullcontext
 
 import jax
 
-from jaxmpi.allreduce.algorithms.spec import ALL, Halves, StrategySpec, both_halves, own_chunks
+from jaxmpi.allreduce.algorithms.spec import (
+    ALL,
+    Halves,
+    Net,
+    StrategySpec,
+    add,
+    both_halves,
+    code,
+    own_chunks,
+    ring_crossing,
+    turn,
+)
 from jaxmpi.allreduce.building_blocks import allgather, alltoall
-from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn
 from jaxmpi.allreduce.schedules import Group, Schedule, Span, gather_round_ring, in_columns
 from jaxmpi.allreduce.wires import Wire
 from jaxmpi.comm.base import Comm, add_rows

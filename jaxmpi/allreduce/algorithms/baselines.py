@@ -10,9 +10,20 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxmpi.allreduce.algorithms.spec import ALL, Halves, StrategySpec, is_one, own_chunks
+from jaxmpi.allreduce.algorithms.spec import (
+    ALL,
+    Halves,
+    Net,
+    StrategySpec,
+    add,
+    code,
+    crossings,
+    is_one,
+    own_chunks,
+    turn,
+    wire_format,
+)
 from jaxmpi.allreduce.algorithms.tree import pairwise_seconds
-from jaxmpi.allreduce.prices import Net, add, code, crossings, turn, wire_format
 from jaxmpi.allreduce.wires import WIRES, Wire
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.shared_sum import CHUNK

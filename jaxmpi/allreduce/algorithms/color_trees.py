@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.spec import ALL, StrategySpec
+from jaxmpi.allreduce.algorithms.spec import ALL, Net, StrategySpec, add, code, ring_crossing, turn, wire_format
 from jaxmpi.allreduce.buckets import round_up
 from jaxmpi.allreduce.building_blocks import pad, place_of, put, take
-from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn, wire_format
 from jaxmpi.allreduce.schedules import MESSAGE_BYTES, Group, Part, Schedule, Span, columns
 from jaxmpi.allreduce.wires import BLOCK, Wire
 from jaxmpi.comm.base import Comm

@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from jaxmpi.allreduce.algorithms.spec import ALL, Cost, Halves, StrategySpec, Sum, is_even
+from jaxmpi.allreduce.algorithms.spec import ALL, Cost, Halves, Link, Net, StrategySpec, Sum, add, is_even, turn
 from jaxmpi.allreduce.building_blocks import split_by_host
-from jaxmpi.allreduce.prices import Link, Net, add, turn
 from jaxmpi.allreduce.schedules import Group, Part, Parts, Schedule, Span, SumSchedule
 from jaxmpi.allreduce.wires import Wire
 from jaxmpi.comm.base import Comm, add_rows

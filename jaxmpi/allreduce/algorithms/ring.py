@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxmpi.allreduce.algorithms.spec import ALL, Halves, StrategySpec, both_halves
+from jaxmpi.allreduce.algorithms.spec import ALL, Halves, Net, StrategySpec, add, both_halves, code, ring_crossing, turn
 from jaxmpi.allreduce.building_blocks import gather_round, place_of, shift
-from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn
 from jaxmpi.allreduce.schedules import Group, Schedule, Span, gather_round_ring, in_columns
 from jaxmpi.allreduce.wires import Wire
 from jaxmpi.comm.base import Comm

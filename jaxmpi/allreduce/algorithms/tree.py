@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmpi.allreduce.algorithms.spec import ALL, StrategySpec
+from jaxmpi.allreduce.algorithms.spec import ALL, Net, StrategySpec, add, code, crossings, turn
 from jaxmpi.allreduce.building_blocks import pad, place_of, spread
-from jaxmpi.allreduce.prices import Net, add, code, crossings, turn
 from jaxmpi.allreduce.schedules import Group, Schedule, Span, in_columns
 from jaxmpi.allreduce.wires import Wire
 from jaxmpi.comm.base import Comm, Pairs
