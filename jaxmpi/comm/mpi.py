@@ -330,6 +330,8 @@ def workers_of(comm: Comm | None) -> Comm:
         UsageError: it is the world, in a function whose workers are others; this rank has no part in it.
     """
     check_member(comm)
+    if hasattr(comm, "Get_attr"):  # one of mpi4py's
+        return communicator(comm)
     chosen = comm or world()
     if (why := refusing_world.value) and chosen is world():
         raise UsageError(why)
@@ -360,11 +362,13 @@ def communicator(comm: Any) -> "MpiComm | SoloComm":
                 "communicator of mpi4py; along an axis of vmap or shard_map take the collectives of jax.lax"
             )
         return chosen
-    if comm.size == 1:
-        return SoloComm()
     from mpi4py import MPI
 
-    control = processes()
+    if comm == MPI.COMM_SELF:
+        return SoloComm()
+    control = processes()  # by all ranks, also one that a split leaves alone: others may start by theirs
+    if comm.size == 1:
+        return SoloComm()
     assert isinstance(control, MpiProcesses)
     if comm == MPI.COMM_WORLD:
         return communicator(None)

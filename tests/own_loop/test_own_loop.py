@@ -32,6 +32,24 @@ def test_a_world_after_the_first_array_warns_at_its_line():
     assert ended.out.count("sum 2") == 1
 
 
+ALONE = """
+from mpi4py import MPI
+import numpy as np
+import jaxmpi
+part = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
+print("mean", float(jaxmpi.exchange(np.float32(MPI.COMM_WORLD.rank), comm=part)), flush=True)
+MPI.COMM_WORLD.Barrier()
+"""
+
+
+@pytest.mark.e2e
+def test_parts_of_mpi4py_one_of_them_a_single_rank_start_jaxmpi_without_the_world():
+    ended = mpirun(3, "-c", ALONE, timeout_s=40)
+    assert not ended.timed_out, ended.out
+    assert ended.code == 0, ended.out
+    assert ended.out.count("mean 1.0") == 3
+
+
 FAILS = """
 import sys
 from mpi4py import MPI

@@ -94,6 +94,16 @@ def test_sum_between_hosts(strategy):
     assert same_bits_everywhere(got)
 
 
+def test_a_communicator_of_mpi4py_says_who_exchanges():
+    from mpi4py import MPI
+
+    theirs = MPI.COMM_WORLD.Split(RANK % 2)
+    part = range(RANK % 2, SIZE, 2)
+    program = jax.jit(lambda x: jaxmpi.exchange(x, comm=theirs))
+    assert program(jnp.full(3, RANK + 1.0)).tolist() == [sum(part) / len(part) + 1] * 3
+    theirs.Free()
+
+
 def test_shared_memory_ends_at_the_host():
     with pytest.raises(jaxmpi.UsageError, match=f"strategy shm sums in the memory of one host; got workers on {HOSTS}"):
         jaxmpi.exchange(np.zeros(3, np.float32), "shm", comm=scattered())
