@@ -118,7 +118,7 @@ def test_all_are_timed_again_if_the_cached_one_takes_another_time_now(cache, mon
 
 
 def test_what_was_timed_while_others_compute_is_not_cached(cache, monkeypatch):
-    monkeypatch.setattr(autotune, "OTHERS_COMPUTE", -1.0)
+    monkeypatch.setattr(autotune, "OTHERS_COMPUTE", float("-inf"))
     assert "other processes compute" in autotune.choose(workers(), SIZES).why
     assert not choices(cache)
 
