@@ -22,18 +22,11 @@ from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.optim.optimizers import rate_factors
 from jaxmpi.runtime import failures, fault_injection, progress
-from jaxmpi.trainer.callbacks import NO_STOP, Moment, call_each, of_rank
+from jaxmpi.trainer.callbacks import Moment, call_each
 from jaxmpi.trainer.run import Run
 from jaxmpi.trainer.step import EvalMetrics
 
 CALLS = "what a callback calls"
-
-
-class Evaluation(NamedTuple):
-    """Outcome of an evaluation."""
-
-    figures: dict[str, float]
-    stop: str = ""  # why a callback ends the run
 
 
 class EvalState(NamedTuple):
@@ -43,12 +36,12 @@ class EvalState(NamedTuple):
     model_state: PyTree
 
 
-def evaluate(run: Run, state: TrainState, step: int) -> Evaluation:
-    """Evaluate on every validation example once, over all workers; see `eval_state`."""
+def evaluate(run: Run, state: TrainState, step: int) -> tuple[dict[str, float], str]:
+    """Figures of every validation example once, over all workers; and why a callback ends the run, or empty."""
     subject = eval_state(run, state)
     with progress.phase("evaluating"):
-        means = gather_figures(batch_metrics(run, subject, step), run.workers)
-    return conclude(run, subject, step, means)
+        figures = gather_figures(batch_metrics(run, subject, step), run.workers)
+    return figures, conclude(run, subject, step, figures)
 
 
 def eval_state(run: Run, state: TrainState) -> EvalState:
@@ -57,22 +50,44 @@ def eval_state(run: Run, state: TrainState) -> EvalState:
     return EvalState(functions.eval_params(state.params, state.rule_state), functions.mean_state(state.model_state))
 
 
-def batch_metrics(
-    run: Run, subject: EvalState, step: int, begin: int = 0, end: int | None = None
-) -> Iterator[EvalMetrics]:
-    """Metrics of this process's validation batches [begin, end)."""
-    with contextlib.closing(run.plan.validation.batches(begin, end)) as batches:
+def batch_metrics(run: Run, subject: EvalState, step: int) -> Iterator[EvalMetrics]:
+    """Metrics of this process's validation batches."""
+    with contextlib.closing(run.plan.validation.batches()) as batches:
         for batch in batches:
             failures.set_phase(f"evaluation after step {step}", failures.LONG)  # for the watchdog: it makes progress
             fault_injection.inject_at("eval", step)
             yield run.functions.eval_step(*subject, batch)
 
 
-def conclude(run: Run, subject: EvalState, step: int, means: dict[str, Any]) -> Evaluation:
-    """Record the figures, and call the user's callbacks."""
+def gather_figures(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, Any]:
+    """Figures over all workers' batches, `eval_count` of examples first, then the loss; all ranks call it."""
+    sums: dict[str, np.ndarray] = {}  # f64[2, ...]: sums and what divides them, over this process's batches
+    for batch in metrics:
+        for name, ratio in batch.items():
+            rows = np.stack([local_rows(value, workers).sum(axis=0, dtype=np.float64) for value in ratio])
+            sums[name] = sums.get(name, 0) + rows
+    names = sorted(sums, key=lambda name: name != "loss")
+    flat = np.concatenate([sums[name].ravel() for name in names] or [np.zeros(0)])
+    parts = np.split(workers.processes.allreduce_sum(flat), np.cumsum([sums[name].size for name in names])[:-1])
+    totals = {name: part.reshape(sums[name].shape) for name, part in zip(names, parts, strict=False)}
+    count = totals.pop("count", np.zeros(2))[0]
+    figures: dict[str, Any] = {"eval_count": int(count)}
+    return figures | ({f"eval_{name}": quotient(*total) for name, total in totals.items()} if count else {})
+
+
+def quotient(sums: np.ndarray, counts: np.ndarray) -> float:
+    """Divide sums by counts; average the columns that have a count."""
+    counted = np.atleast_1d(counts) != 0
+    if not counted.any():
+        return float("nan")
+    return float(np.mean(np.atleast_1d(sums)[counted] / np.atleast_1d(counts)[counted]))
+
+
+def conclude(run: Run, subject: EvalState, step: int, figures: dict[str, Any]) -> str:
+    """Record the figures, and call the user's callbacks; why one of them ends the run, or empty."""
     place = {"epoch": run.plan.epoch(step), "examples": run.plan.examples(step)}
-    run.recorder.evaluation(step=step, tokens_per_byte=run.plan.validation.tokens_per_byte, **place, **means)
-    return Evaluation(means, call_callbacks(run, step, means, subject) if run.experiment.callbacks else "")
+    run.recorder.evaluation(step=step, tokens_per_byte=run.plan.validation.tokens_per_byte, **place, **figures)
+    return call_callbacks(run, step, figures, subject) if run.experiment.callbacks else ""
 
 
 # ---------------------------------------------------------------- callbacks
@@ -103,14 +118,16 @@ def call_callbacks(run: Run, step: int, figures: dict[str, float], subject: Eval
         stop=reasons.append,
         mode_of=run.plan.task.mode_of,
     )
-    for callback in of_rank(run.experiment.callbacks, moment.rank):
+    for callback in run.experiment.callbacks:
+        if moment.rank and callback.first_rank_only:
+            continue
         name = type(callback).__name__
         failures.set_phase(f"callback {name} after step {step}", failures.LONG)
         call_each([callback], "after_evaluation", moment, is_asynchronous=bool(run.workers.asynchronous))
         if not callback.first_rank_only:
             control.assert_same(CALLS, {"next": f"the end of {name}.after_evaluation"})
     if reasons and run.workers.asynchronous:
-        raise UsageError(NO_STOP)
+        raise UsageError("Moment.stop: got an asynchronous rule, whose workers end at train_for")
     return next(filter(None, control.allgather_object(reasons[0] if reasons else "")), "")
 
 
@@ -129,57 +146,6 @@ def own_batches(run: Run) -> Iterator[Batch]:
     axis = 1 + bool(run.workers.mesh)
     for batch in run.plan.validation.batches():
         yield jax.tree.map(lambda x: local_rows(x, run.workers).reshape(-1, *x.shape[axis:]), batch)
-
-
-# ---------------------------------------------------------------- sums and counts
-
-
-def gather_figures(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, Any]:
-    """Figures over all workers' batches, `eval_count` first; all ranks call it."""
-    sums = sum_metrics(metrics, workers)
-    return to_means(unflatten_sums(sums, workers.processes.allreduce_sum(flatten_sums(sums))))
-
-
-def sum_metrics(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, np.ndarray]:
-    """Sums and counts of each figure, f64[2, ...], over this process's batches."""
-    sums: dict[str, np.ndarray] = {}
-    for batch in metrics:
-        for name, ratio in batch.items():
-            rows = np.stack([local_rows(value, workers).sum(axis=0, dtype=np.float64) for value in ratio])
-            sums[name] = sums.get(name, 0) + rows
-    return sums
-
-
-def to_means(totals: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Figures of sums over all workers, `eval_count` of examples first."""
-    count = totals.pop("count", np.zeros(2))[0]
-    means: dict[str, Any] = {"eval_count": int(count)}
-    return means | ({f"eval_{name}": quotient(*total) for name, total in totals.items()} if count else {})
-
-
-def flatten_sums(sums: dict[str, np.ndarray]) -> np.ndarray:
-    """f64[all]: the sums one after another, those of the loss first."""
-    return np.concatenate([sums[name].ravel() for name in loss_first(sums)] or [np.zeros(0)])
-
-
-def unflatten_sums(sums: dict[str, np.ndarray], values: np.ndarray) -> dict[str, np.ndarray]:
-    """The inverse of `flatten_sums`, given sums of the same names and shapes."""
-    names = loss_first(sums)
-    parts = np.split(values, np.cumsum([sums[name].size for name in names])[:-1]) if names else []
-    return {name: part.reshape(sums[name].shape) for name, part in zip(names, parts, strict=True)}
-
-
-def loss_first(names: Iterable[str]) -> list[str]:
-    """Names in their order, after the loss."""
-    return sorted(names, key=lambda name: name != "loss")
-
-
-def quotient(sums: np.ndarray, counts: np.ndarray) -> float:
-    """Divide sums by counts; average the columns that have a count."""
-    counted = np.atleast_1d(counts) != 0
-    if not counted.any():
-        return float("nan")
-    return float(np.mean(np.atleast_1d(sums)[counted] / np.atleast_1d(counts)[counted]))
 
 
 # ---------------------------------------------------------------- of a state

@@ -5,8 +5,7 @@ run continues bit for bit, and a checkpoint of another run is refused. So a chec
 state: the exchange in use, the learning rate, positions of streams, states of callbacks, and the fields that make a run
 the same run. Other settings may change between the parts of a run; `say_changes` prints and records them. With
 `continue_from` a run begins with the weights and moments of another run, at another effective batch. A run directory
-that has disappeared is not made anew, since another job may be given its name: the run is saved elsewhere and ends
-(docs/decisions/0010).
+that has disappeared is not made anew, since another job may be given its name: the run ends.
 """
 
 import math
@@ -14,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -223,11 +222,10 @@ def restore_feed_and_callbacks(
     # The corrupt examples of all workers count as rank 0's: progress lines add up the ranks'.
     feed.skipped = extra.get("skipped", 0) if plan.workers.processes.rank == 0 else 0
     feed.go_to(saved.step if saved else 0, extra.get("streams", []))
-    kept = extra.get("callbacks", [])
-    own = plan.experiment.callbacks
-    callbacks.restore(own, at_start if saved is None or is_of_another_run(saved) else kept)
-    if is_of_another_run(saved):
-        callbacks.carry_rate(own, kept)
+    continues, own = is_of_another_run(saved), plan.experiment.callbacks
+    if saved is None or continues:
+        callbacks.restore(own, at_start)
+    callbacks.restore(own, extra.get("callbacks", []), is_other_run=continues)
 
 
 def say_changes(plan: Plan, recorder: Recorder, extra: dict[str, Any], start: int) -> None:
@@ -258,7 +256,7 @@ def save(run: Run, state: TrainState, step: int, score: float | None, *, is_last
     """
     failures.set_phase(f"checkpoint of step {step}", failures.LONG)
     if fate := run.saver.fate():  # once the checkpoint before is written
-        end_elsewhere(run, state, step, fate)
+        raise AgreedError(f"run directory {str(run.folder)!r} {fate}: nothing is saved at step {step}")
     note_saved(run)
     if not run.plan.exchanges:
         return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
@@ -326,12 +324,3 @@ def extra_to_save(run: Run, step: int) -> dict[str, Any]:
         every = control.allgather_object(feed.positions(step))
         extra["streams"] = [position for each in every for position in each]
     return extra
-
-
-def end_elsewhere(run: Run, state: TrainState, step: int, fate: str) -> NoReturn:
-    """Save a run that has lost its directory elsewhere, and end it."""
-    text = f"run directory {str(run.folder)!r} {fate}"
-    if not run.plan.exchanges:
-        raise AgreedError(f"{text}; strategy none saves nothing")
-    place = run.saver.save_elsewhere(states_to_save(run, state), extra_to_save(run, step), run.recorder.copy_to)
-    raise AgreedError(f"{text}; saved at step {step} in {str(place)!r}: go on with --resume --run-dir {place}")

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -239,11 +238,6 @@ def test_bad_input_is_named(case):
     ended = train_here(*args)
     assert ended.code == failures.MISUSED
     assert message in re.sub(r"[\s│]+", " ", ended.out), ended.out
-
-
-def test_a_run_without_jit_is_refused_with_the_way_out(tmp_path, no_launcher):
-    with jax.disable_jit(), pytest.raises(UsageError, match=r"JAX_DISABLE_JIT: .* unset it"):
-        fit(Experiment(digits_cnn_tiny(), data=DATA, run_dir=str(tmp_path)), "digits")
 
 
 @pytest.mark.e2e
