@@ -9,9 +9,7 @@ that has disappeared is not made anew, since another job may be given its name: 
 """
 
 import math
-import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +43,19 @@ def starting_states(plan: Plan, rule: Rule, folder: Path) -> tuple[States, Saved
 
     A run that continues another begins with that run's newest checkpoint, until it has one of its own.
     """
-    experiment, workers = plan.experiment, plan.workers
-    states, now = initial_states(plan, rule), identity(plan)
-    is_first = workers.processes.rank == 0
-    if experiment.resume and is_first:
+    experiment, workers, control = plan.experiment, plan.workers, plan.workers.processes
+    states = initial_states(plan, rule)
+    if experiment.resume and control.rank == 0:
         for path in run_directory.lost(folder):
             warn(f"passed over: {path}: gone, though the record has it as saved")
     if rule.asynchronous:
-        say = warn if is_first else lambda text: None
-        checkpoints = folder / "checkpoints"
+        say, checkpoints = warn if control.rank == 0 else lambda text: None, folder / "checkpoints"
         start = load_start(checkpoints, states[workers.mine[0]], workers, rule.asynchronous, experiment.resume, say)
-        run_directory.refuse_other_run(start.extra.get("experiment", {}), now)
+        run_directory.refuse_other_run(start.extra.get("experiment", {}), identity(plan))
         return states, start
-    saved = restore_run(folder, states, plan, rule, now) if experiment.resume else None
+    saved = restore_run(folder, states, plan, rule) if experiment.resume else None
     if saved is None and experiment.continue_from:
-        saved = continue_run(Path(experiment.continue_from), states, plan, rule, now)
+        saved = continue_run(Path(experiment.continue_from), states, plan, rule)
     return (saved.states if saved else states), saved
 
 
@@ -73,7 +69,7 @@ def initial_states(plan: Plan, rule: Rule) -> States:
     if control.rank == 0:
         params, model_state = jax.tree.map(jnp.asarray, plan.init(jax.random.key(experiment.seed)))
         if experiment.params:
-            params, model_state = load_params(experiment.params, params, model_state)
+            params, model_state = load_params(Path(experiment.params), params, model_state)
     else:
         params = plan.param_shapes if shared else zeros_for(plan.param_shapes)
         model_state = zeros_for(plan.shapes[1])
@@ -82,31 +78,28 @@ def initial_states(plan: Plan, rule: Rule) -> States:
     else:
         params, model_state = control.bcast((params, model_state))
     control.assert_same("initial params", {"sha256": tree_digest(params)})
-    on_host = partial(jax.tree.map, np.asarray)
-    if rule.sharding is None:
-        rule_states = dict.fromkeys(workers.mine, on_host(workers.comm.jit(rule.init)(params)))
+    jit, sharding = workers.comm.jit, rule.sharding
+    if sharding is None:
+        common = jax.tree.map(np.asarray, jit(rule.init)(params))
+        rule_states = dict.fromkeys(workers.mine, common)
     else:
-        init, chunks = workers.comm.jit(rule.sharding.init), rule.sharding.zero.shard_indices
-        rule_states = {worker: on_host(init(params, np.int32(chunks[worker]))) for worker in workers.mine}
-    return {
-        worker: create(params, model_state, rule_states[worker], seed=experiment.seed, worker=worker)
-        for worker in workers.mine
-    }
+        init, indices = jit(sharding.init), sharding.zero.shard_indices
+        rule_states = {i: jax.tree.map(np.asarray, init(params, np.int32(indices[i]))) for i in workers.mine}
+    return {i: create(params, model_state, rule_states[i], seed=experiment.seed, worker=i) for i in workers.mine}
 
 
-def load_params(path: str, params: PyTree, model_state: PyTree) -> tuple[PyTree, PyTree]:
+def load_params(path: Path, params: PyTree, model_state: PyTree) -> tuple[PyTree, PyTree]:
     """Params and model state of a .safetensors file or an Orbax folder, structured as those given."""
     try:
-        if Path(path).suffix == SUFFIX:
-            model = load(Path(path))
+        if path.suffix == SUFFIX:
+            model = load(path)
             loaded = Loaded(*model.like(params, model_state), bool(model.model_state))
         else:
-            loaded = params_from_orbax(Path(path), params, model_state)
+            loaded = params_from_orbax(path, params, model_state)
     except UsageError as error:
         raise type(error)(f"--params: {error}") from error
     if not loaded.has_state and jax.tree.leaves(model_state):
-        text = "bare params, so the model state begins as the model's own"
-        print(f"jaxmpi: --params: {path}: {text}", file=sys.stderr, flush=True)
+        warn(f"--params: {path}: bare params, so the model state begins as the model's own")
     return loaded.params, loaded.model_state
 
 
@@ -132,18 +125,21 @@ def identity(plan: Plan) -> dict[str, Any]:
     return run_directory.identity(plan.experiment, plan.clock.effective_batch, plan.data)
 
 
-def restore_run(
-    folder: Path, states: States, plan: Plan, rule: Rule, now: dict[str, Any], may_differ: Sequence[str] = ()
-) -> Saved | None:
+def restore_run(folder: Path, states: States, plan: Plan, rule: Rule, may_differ: Sequence[str] = ()) -> Saved | None:
     """The newest checkpoint in a run directory, the same on all ranks, or None.
 
     Args:
         states: of this process's workers, in the place of which it is read.
-        now: `identity` of the run that continues with it.
-        may_differ: fields of `now`.
+        may_differ: fields of `identity`.
     """
-    workers, control = plan.workers, plan.workers.processes
-    shared = rule.sharding and rule.sharding.zero.shared_params
+    workers, control, first = plan.workers, plan.workers.processes, next(iter(states.values()))
+    sharding, slicing = rule.sharding, None  # how workers hold the rule's state; None if each has its own
+    shared = sharding and sharding.zero.shared_params
+    if sharding:
+        whole = dict(named_leaves(jax.eval_shape(rule.init, first.params)))
+        slicing = Slicing(whole, sharding.zero.shard_indices, sharding.of_state().from_checkpoint)
+    elif rule.state_is_replicated:
+        slicing = Slicing(dict(named_leaves(first.rule_state)))
     saved = restore(
         folder / "checkpoints",
         states,
@@ -151,7 +147,7 @@ def restore_run(
         workers=workers.size,
         replicated=rule.state_is_replicated,
         same_params=rule.params_are_replicated,
-        slicing=slicing_of(rule, next(iter(states.values()))),
+        slicing=slicing,
         reads_params=control.local_rank == 0 or not shared,
         say=warn if control.rank == 0 else lambda text: None,
     )
@@ -163,32 +159,22 @@ def restore_run(
         saved = saved._replace(states={worker: state._replace(params=shared.fill(state.params))})
     params = next(iter(saved.states.values())).params if rule.params_are_replicated else {}
     control.assert_same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
-    run_directory.refuse_other_run(saved.extra.get("experiment", {}), now, may_differ)
+    run_directory.refuse_other_run(saved.extra.get("experiment", {}), identity(plan), may_differ)
     return saved
 
 
-def slicing_of(rule: Rule, state: TrainState) -> Slicing | None:
-    """How workers hold the rule's state in checkpoints; None if each has its own."""
-    if rule.sharding:
-        from_checkpoint = rule.sharding.of_state().from_checkpoint
-        return Slicing(
-            dict(named_leaves(jax.eval_shape(rule.init, state.params))),
-            rule.sharding.zero.shard_indices,
-            from_checkpoint,
-        )
-    return Slicing(dict(named_leaves(state.rule_state))) if rule.state_is_replicated else None
-
-
-def continue_run(source: Path, states: States, plan: Plan, rule: Rule, now: dict[str, Any]) -> Saved:
-    """The newest checkpoint of another run, at this run's step of as many examples.
+def continue_run(source: Path, states: States, plan: Plan, rule: Rule) -> Saved:
+    """The newest checkpoint of another run, at this run's last step with no more examples.
 
     Weights, moments and model state stay as they are. The step, and the optimizer's own step by which its learning rate
     goes, count steps of this run's effective batch.
     """
-    saved = restore_run(source, states, plan, rule, now, run_directory.BATCHES)
+    saved = restore_run(source, states, plan, rule, run_directory.BATCHES)
     if saved is None:
         raise UsageError(f"continue_from: {str(source)!r} has no checkpoint")
-    step = step_of_examples(saved.step, saved.extra["experiment"]["effective batch"], plan)
+    batch = saved.extra["experiment"]["effective batch"]
+    epochs, batches = divmod(saved.step, math.ceil(len(plan.feed.source) / batch))
+    step = epochs * plan.clock.steps_per_epoch + batches * batch // plan.clock.effective_batch
     moved = {
         worker: state._replace(
             step=np.full_like(state.step, step),
@@ -197,12 +183,6 @@ def continue_run(source: Path, states: States, plan: Plan, rule: Rule, now: dict
         for worker, state in saved.states.items()
     }
     return saved._replace(states=moved, step=step, step_there=saved.step)
-
-
-def step_of_examples(step: int, effective_batch: int, plan: Plan) -> int:
-    """The plan's last step with no more examples than `step` steps of another effective batch."""
-    epochs, batches = divmod(step, math.ceil(len(plan.feed.source) / effective_batch))
-    return epochs * plan.clock.steps_per_epoch + batches * effective_batch // plan.clock.effective_batch
 
 
 def is_of_another_run(saved: Saved | AsyncStart | None) -> bool:
