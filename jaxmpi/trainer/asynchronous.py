@@ -40,9 +40,8 @@ from jaxmpi.rules.asynchronous.worker import AsyncWorker
 from jaxmpi.runtime import failures
 from jaxmpi.runtime.progress import drain, phase
 from jaxmpi.trainer import callbacks
-from jaxmpi.trainer.evaluate import batch_metrics, conclude, eval_state, gather_figures, rate_factor, score
-from jaxmpi.trainer.loop import Position, RunProgress, run_steps
-from jaxmpi.trainer.run import SUMS, Done, Run
+from jaxmpi.trainer.loop import Coordinator, Position, RunProgress, run_steps
+from jaxmpi.trainer.run import SUMS, Done, Run, batch_metrics, conclude, eval_state, gather_figures, rate_factor, score
 from jaxmpi.trainer.state import note_whole, run_facts
 from jaxmpi.trainer.step import EvalMetrics, Metrics
 from jaxmpi.trainer.timetable import DueEvents
@@ -51,12 +50,7 @@ LOOK_S = 0.02  # between reports of a worker that only waits for the others
 
 
 def run_asynchronously(run: Run, start: AsyncStart) -> dict[str, float]:
-    """This rank's part, to the end; the last evaluation on worker 0.
-
-    Raises:
-        TrainingError: the center or worker 0 is gone, or the loss is not finite.
-        decisions.Preempted: the run was asked to leave, and has been saved.
-    """
+    """This rank's part, to the end; the last evaluation on worker 0."""
     config, rule = run.experiment, run.functions.rule.asynchronous
     assert rule is not None
     trace = UncoordinatedTrace(step_range(config.trace, "trace"), run.workers.processes, run.folder / "trace.json")
@@ -86,11 +80,10 @@ class StderrRecorder(Recorder):
         warn(f"{failures.describe_rank()}: {text}")
 
 
-class AsyncCoordinator:
-    """The loop's coordinator for this rank's worker."""
+class AsyncCoordinator(Coordinator):
+    """The coordinator of this rank's worker; nothing is ever due on a worker but worker 0."""
 
     is_asynchronous = True
-    is_stopped = False
 
     def __init__(
         self,
@@ -100,7 +93,6 @@ class AsyncCoordinator:
         trace: UncoordinatedTrace,
         server: threading.Thread | None = None,
     ) -> None:
-        """Take up what the run starts with; `server` keeps a shard of the center on this rank."""
         # Votes and evaluations are this rank's.
         solo = dataclasses.replace(run.plan, workers=run.workers._replace(processes=SoloProcesses()))
         leaves = [path for path, _ in named_leaves(start.state.params)]
@@ -133,7 +125,6 @@ class AsyncCoordinator:
         return state
 
     def batches(self) -> Generator[Batch, None, None]:
-        """Batches without an end."""
         with contextlib.closing(self.source):
             yield self.first
             yield from self.source
@@ -190,31 +181,12 @@ class AsyncCoordinator:
         )
         self._pending.clear()
 
-    # No message of this worker waits for others, its params are its own, and nothing is ever due on a worker but 0.
-    def pause(self, state: TrainState) -> None: ...
-
-    def compare(self, step: int, state: TrainState) -> None: ...
-
-    def leave(self, step: int, state: TrainState) -> None: ...
-
-    def log(self, step: int, state: TrainState) -> None: ...
-
-    def evaluate(self, step: int, state: TrainState) -> None: ...
-
-    def save(self, step: int, state: TrainState, *, is_last: bool) -> None: ...
-
     def settle(self, step: int, due: DueEvents) -> None:
         """Restart the timer, since record and checkpoints are no training; exchanges have been counted."""
         self.timer.restart()
 
     def finish(self, state: TrainState) -> dict[str, float]:
-        """Make the last exchange, evaluation and checkpoint, all workers doing their parts.
-
-        Returns: the last evaluation, on worker 0.
-
-        Raises:
-            decisions.Preempted: the run is to be resumed later.
-        """
+        """Make the last exchange, evaluation and checkpoint, all workers doing their parts."""
         figures = self.complete_run(self.worker.end(state))
         if self.server:
             self.server.join()
@@ -237,7 +209,6 @@ class AsyncLeader(AsyncCoordinator):
     """Worker 0's coordinator: it leads all, by their examples."""
 
     def __init__(self, run: Run, start: AsyncStart, worker: AsyncWorker, *more: Any) -> None:
-        """Go on from the start of the run."""
         super().__init__(run, start, worker, *more)
         self.logged = AllWorkers({}, start.counters, np.zeros((worker.workers, len(Counters._fields))), [])
         self.workers = self.logged  # as the last answer has them
@@ -274,11 +245,7 @@ class AsyncLeader(AsyncCoordinator):
         return self.workers.counters.examples > self.logged.counters.examples
 
     def save(self, step: int, state: TrainState, *, is_last: bool) -> None:
-        """Have all workers write their parts of a checkpoint.
-
-        Raises:
-            TrainingError: it cannot be written, or the run directory is gone, moved or replaced.
-        """
+        """Have all workers write their parts of a checkpoint."""
         self.order, self.saved, home = Order(self.order.number + 1, step), self.workers.counters, self.run.home
         if fate := home.fate():
             raise TrainingError(f"run directory {str(home.path)!r} {fate}: nothing is saved at step {step}")

@@ -188,11 +188,7 @@ class StepForm(NamedTuple):
 
 
 def choose_form(plan: Plan) -> StepForm:
-    """The form that suits these workers.
-
-    Raises:
-        UsageError: `exchange.overlap` on, where that cannot be.
-    """
+    """The form that suits these workers."""
     word, obstacle = plan.experiment.exchange.overlap, overlap_obstacle(plan)
     if shares_params(plan):
         saved = size_bytes(plan.param_shapes) * (plan.workers.size - 1) // plan.workers.size
@@ -216,9 +212,6 @@ def shares_params(plan: Plan, strategy: str = "") -> bool:
 
     The ranks read these params between programs, so the step is split. The params before a step must not be needed any
     more. With `--comm xla` a step is one program over all devices.
-
-    Args:
-        strategy: in place of the plan's.
     """
     experiment, strategy = plan.experiment, strategy or plan.experiment.exchange.strategy
     if experiment.exchange.shard_update != "on" or plan.workers.size == 1 or experiment.comm == "xla":
@@ -272,11 +265,7 @@ def shards_obstacle(plan: Plan, strategy: str) -> str:
 
 
 def sharding_of(plan: Plan) -> ElementSharding | TensorSharding:
-    """How sharded updates divide the params among workers.
-
-    Raises:
-        UsageError: the optimizer allows none, or params are not float32.
-    """
+    """How sharded updates divide the params among workers."""
     check_floats(plan.param_shapes)
     return optimizers.sharding_for(plan.experiment.optim, plan.lr, plan.param_shapes, plan.workers.size)
 
@@ -344,12 +333,7 @@ def center_strategy(name: str) -> str:
 
 
 def exchange_for(plan: Plan, order: Order, form: StepForm | None = None) -> base.Exchange:
-    """The exchange of this run, during the backward pass or after it.
-
-    Args:
-        order: in which gradients come to exist, known once the step is traced.
-        form: of the step; None: only the shapes of the exchange count.
-    """
+    """The exchange of this run, during the backward pass or after it."""
     experiment, workers, strategy = plan.experiment, plan.workers, plan.strategy
     bucket_bytes, overlaps = experiment.exchange.bucket_bytes, form is not None and form.overlaps
     options: dict[str, Any] = {"strategy": strategy, "bucket_bytes": bucket_bytes, "comm": workers.comm}

@@ -109,20 +109,14 @@ class Callback:
 MOMENTS = {name: method for name, method in vars(Callback).items() if name.startswith(("at_", "before_", "after_"))}
 
 
-class InjectFaults(Callback):
-    """Faults that `--inject` orders for a step."""
-
-    def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        return fault_injection.inject_at("step", step, (state, batch))
-
-
-class ProfilerCallback(Callback):
-    """JAX's profiler over the steps that `--profile` names; whoever opened the profiler closes it."""
+class Instruments(Callback):
+    """Faults that `--inject` orders for a step, and JAX's profiler over the steps that `--profile` names."""
 
     def __init__(self, profiler: Profiler) -> None:
         self.profiler = profiler
 
     def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        state, batch = fault_injection.inject_at("step", step, (state, batch))
         self.profiler.before(step)
         return state, batch
 
@@ -320,12 +314,11 @@ def states(callbacks: Sequence[Callback], control: Processes) -> list[list[Any]]
 
     def copy_states() -> None:
         for callback in callbacks:
-            name, state = type(callback).__name__, callback.state()
+            name = type(callback).__name__
             try:
-                rows.append([name, json.loads(json.dumps(state))])
+                rows.append([name, json.loads(json.dumps(callback.state()))])
             except (TypeError, ValueError, RecursionError) as error:
-                text = f"callback {name}: state: got {state!r:.80}: {error}; expected JSON values"
-                raise UsageError(text) from error
+                raise UsageError(f"callback {name}: state: {error}; expected JSON values") from error
 
     if callbacks:
         on_all_ranks(control, copy_states)

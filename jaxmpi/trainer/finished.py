@@ -55,9 +55,9 @@ from jaxmpi.data.feed import DeviceFeed, open_feed
 from jaxmpi.runtime import failures, provenance
 from jaxmpi.tasks.registry import make_task
 from jaxmpi.trainer import step as steps
-from jaxmpi.trainer.evaluate import gather_figures
 from jaxmpi.trainer.options import PLATFORMS, PROGRAM, facts_file
 from jaxmpi.trainer.plan import init_model
+from jaxmpi.trainer.run import gather_figures
 
 FROM_PYTHON = "from_python.py"  # experiment file of a run that jaxmpi.Trainer started in processes of its own
 
@@ -84,11 +84,7 @@ class Finished:
             return gather_figures(metrics, self.workers)
 
     def predict(self, batch: Batch) -> Any:
-        """Return the task's outputs for one batch of this process's own, a dict of arrays [batch, ...].
-
-        Raises:
-            UsageError: a field that the task takes is missing.
-        """
+        """Return the task's outputs for one batch of this process's own, a dict of arrays [batch, ...]."""
         try:
             return self._predict(self.params, self.model_state, batch)
         except KeyError as error:
@@ -108,28 +104,24 @@ class Finished:
 
     def predict_all(self) -> dict[str, np.ndarray]:
         """Outputs by name for all validation examples, in order, on all ranks."""
-        names: list[str] = []
-        parts: list[list[np.ndarray]] = []
+        parts: dict[str, list[np.ndarray]] = {}
         with self.feed.pool:
             for batch in self.feed.batches():
-                named = by_name(self.predict(batch))
-                names = [*named]
-                parts.append(self._gather_rows([*map(np.asarray, named.values()), np.asarray(batch["weight"])]))
-        *whole, weights = map(np.concatenate, zip(*parts, strict=True)) if parts else [np.zeros(0)]
-        real = weights > 0
+                named = by_name(self.predict(batch)) | {None: batch["weight"]}
+                for name, rows in zip(named, self._gather_rows([*map(np.asarray, named.values())]), strict=True):
+                    parts.setdefault(name, []).append(rows)
+        outputs = {name: np.concatenate(rows) for name, rows in parts.items()}
+        real = outputs.pop(None, np.zeros(0)) > 0  # pyright: ignore[reportArgumentType] - no name of an output
         if missing := len(self.feed.source) - int(real.sum()):
             raise UsageError(f"{self.feed.source.name}: {missing} examples are corrupt")
-        return {name: values[real] for name, values in zip(names, whole, strict=True)}
+        return {name: values[real] for name, values in outputs.items()}
 
     def _gather_rows(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Every rank's rows in the sampler's order; float64 keeps 32 bits exactly."""
         every = self.workers.processes.allgather_array(np.concatenate([x.ravel().astype(np.float64) for x in arrays]))
-        ends = np.cumsum([x.size for x in arrays])[:-1]
-        gathered = []
-        for x, part in zip(arrays, np.split(every, ends, axis=1), strict=True):
-            rows = part.reshape(len(every), *x.shape).swapaxes(0, 1)
-            gathered.append(rows.reshape(-1, *x.shape[1:]).astype(x.dtype))
-        return gathered
+        parts = np.split(every, np.cumsum([x.size for x in arrays])[:-1], axis=1)
+        rows = [part.reshape(len(every), *x.shape).swapaxes(0, 1) for x, part in zip(arrays, parts, strict=True)]
+        return [each.reshape(-1, *x.shape[1:]).astype(x.dtype) for x, each in zip(arrays, rows, strict=True)]
 
 
 def by_name(outputs: Any) -> dict[str, Any]:
@@ -297,15 +289,7 @@ class NotExportable(Exception):
 
 
 def write_program(run: Finished, file: Path, *, platforms: Sequence[str] = (), batch: int = 0) -> None:
-    """Write a finished run's predictions and facts; all ranks call it, rank 0 alone writes and prints.
-
-    Args:
-        platforms: to lower for; default: those of `PLATFORMS` for which the model can be lowered.
-        batch: examples of a call; default: any number, or as many as the run predicts at once if the model must know.
-
-    Raises:
-        UsageError: the model cannot be exported, or one of the files exists or cannot be written.
-    """
+    """Write a finished run's predictions and facts; all ranks call it, rank 0 alone writes and prints."""
     example, name = run.example(), run.forward.task.name  # on all ranks: they may keep the data together
     if run.workers.processes.rank != 0:
         return
@@ -346,11 +330,7 @@ def write_program(run: Finished, file: Path, *, platforms: Sequence[str] = (), b
 def export_predictions(
     run: Finished, fields: dict[str, Any], platforms: Sequence[str], batch: int
 ) -> tuple[jax.export.Exported, list[str]]:
-    """The predictions of a finished run, and notes where they do less than they might.
-
-    Args:
-        fields: arrays [examples, ...] of a batch, by path.
-    """
+    """The predictions of a finished run, and notes where they do less than they might."""
     size: int | str = batch or len(next(iter(fields.values())))
     whole = lower(run, fields, tuple(fields), size)
     needed = tuple(name for i, name in enumerate(fields) if i in whole.module_kept_var_idx)
@@ -377,13 +357,7 @@ def export_predictions(
 def lower(
     run: Finished, fields: dict[str, Any], needed: Sequence[str], size: int | str, platforms: Sequence[str] = ()
 ) -> jax.export.Exported:
-    """The predictions as a function of some fields of a batch, lowered.
-
-    Args:
-        needed: the fields that it takes; others are zeros, on which nothing depends.
-        size: examples, or a symbol for any number.
-        platforms: none for this process's.
-    """
+    """The predictions as a function of some fields of a batch, lowered."""
     params, model_state = jax.tree.map(jnp.asarray, (run.params, run.model_state))
 
     def predictions(given: Batch) -> dict[str, Any]:

@@ -32,10 +32,9 @@ from jaxmpi.runtime import failures, progress
 from jaxmpi.runtime.allocator import give_back_freed_memory
 from jaxmpi.trainer import memory
 from jaxmpi.trainer.build import build_functions
-from jaxmpi.trainer.evaluate import distance, evaluate, rate_factor, score
-from jaxmpi.trainer.loop import Position, RunProgress, run_steps
+from jaxmpi.trainer.loop import Coordinator, Position, RunProgress, run_steps
 from jaxmpi.trainer.plan import Plan, make_plan
-from jaxmpi.trainer.run import SUMS, Run, of_workers, open_recorder
+from jaxmpi.trainer.run import SUMS, Run, distance, evaluate, of_workers, open_recorder, rate_factor, score
 from jaxmpi.trainer.state import (
     States,
     note_saved,
@@ -48,22 +47,14 @@ from jaxmpi.trainer.step import Metrics
 from jaxmpi.trainer.timetable import DueEvents
 
 
-class LockStep:
+class LockStep(Coordinator):
     """The coordinator of synchronous rules."""
 
-    is_asynchronous = False
-
     def __init__(self, run: Run, sums: np.ndarray | None = None) -> None:
-        """Collective: all ranks make one together.
-
-        Args:
-            sums: f64[SUMS], of this process's workers since the last progress line; None: zeros.
-        """
         self.run = run
         self.timer = StepTimer(run.workers.size, to_device(run.workers))
         self.sums = np.zeros(SUMS) if sums is None else sums
         self.result: dict[str, float] = {}  # figures of the last evaluation
-        self.is_stopped = False  # by a callback
         self._pending: list[tuple[int, Metrics | None]] = []  # dispatched, not yet read
         self._evaluated = -1  # step of the last evaluation
 
@@ -78,7 +69,6 @@ class LockStep:
         return position.state
 
     def batches(self) -> Generator[Batch, None, None]:
-        """To the last step of the run."""
         feed = self.run.plan.feed
         if feed.memory and feed.memory.load():
             self.run.say_loaded(feed.memory, self.start)
@@ -129,7 +119,6 @@ class LockStep:
             self.run.recorder.say(f"stopped at step {step}: {why}")
 
     def save(self, step: int, state: TrainState, *, is_last: bool) -> None:
-        """Begin a checkpoint, which the saver's thread writes."""
         run = self.run
         is_last = is_last or step >= run.plan.clock.total_steps
         figure = score(run.experiment, self.result) if self._evaluated == step else None
@@ -152,7 +141,6 @@ class LockStep:
             self.run.shrinking.settle(self.sums)
 
     def finish(self, state: TrainState) -> dict[str, float]:
-        """Wait until the last checkpoint is on disk."""
         self._wait_for_saver()
         shrinking = self.run.shrinking
         if shrinking and shrinking.control.size < shrinking.initial_size:
@@ -196,11 +184,7 @@ def measure_first_step(run: Run, state: TrainState, batch: Batch) -> None:
 
 
 def run_to_end(run: Run, states: States, start: int, overdue: DueEvents) -> dict[str, float]:
-    """Run the loop, again after each rollback, or without ranks that died.
-
-    Args:
-        overdue: is to be done before the first step.
-    """
+    """Run the loop, again after each rollback, or without ranks that died."""
 
     def at_start() -> tuple[LockStep, Position]:
         return LockStep(run), Position(start, place_states(run, states), overdue)
@@ -227,7 +211,7 @@ def roll_back(run: Run, back: decisions.RollBack) -> tuple[LockStep, Position]:
     """Restore the newest checkpoint; the record is cut there."""
     run.votes.count()  # on a step that does not count any more
     run.saver.wait()
-    states, start = restore_newest(run, run.plan, str(back))
+    states, start = restore_newest(run, str(back))
     run.recorder.go_back(start)
     run.recorder.write("rollback", step=start, failed=back.step, why=str(back))
     run.recorder.say(f"{back}: back to step {start}")
@@ -235,20 +219,15 @@ def roll_back(run: Run, back: decisions.RollBack) -> tuple[LockStep, Position]:
     return LockStep(run), Position(start, place_states(run, states))
 
 
-def restore_newest(run: Run, plan: Plan, why: str) -> tuple[States, int]:
-    """States of this process's workers, and the step, of the newest checkpoint; of the start if there is none.
-
-    Args:
-        plan: that continues, perhaps with fewer workers than the run had.
-        why: it goes back, for the error.
-    """
-    control = plan.workers.processes
+def restore_newest(run: Run, why: str) -> tuple[States, int]:
+    """States of this process's workers, and the step, of the newest checkpoint; of the start if there is none."""
+    control = run.workers.processes
     if fate := next(filter(None, control.allgather_object(run.home.fate())), ""):
         raise AgreedError(f"{why}, and the run directory {str(run.folder)!r} {fate}: nothing to go back to")
     if control.rank == 0:
         with run_directory.still_usable():
             run_directory.refuse_lost(run.folder)
-    resumed = plan.with_fields(resume=True)
+    resumed = run.plan.with_fields(resume=True)
     states, saved = starting_states(resumed, run.functions.rule, run.folder)
     restore_feed_and_callbacks(resumed, saved, run.callback_states)
     return states, saved.step if saved else 0
@@ -278,7 +257,7 @@ def continue_after_shrink(run: Run, ends: contextlib.ExitStack) -> tuple[LockSte
     run.memory, run.is_measured = memory_of_fewer(run), True
     back = ""
     if was_sharded:
-        states, step = restore_newest(run, plan, shrinking.describe_gone())
+        states, step = restore_newest(run, shrinking.describe_gone())
         sums, is_late, is_unsaved = np.zeros_like(sums), False, False
         back = f", with its shard of the optimizer's state: back to step {step}"
     else:

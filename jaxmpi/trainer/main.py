@@ -141,7 +141,12 @@ def train_until(
     run_directory.agree_on(experiment, control, digest)
     if control.rank == 0:  # a model that does not fit ends the job here, with one message
         with progress.phase("tracing the model to check it"):
-            check_before_data(experiment)
+            check_sinks(experiment.sinks)
+            if spec := find_spec(
+                experiment
+            ):  # if its labels are not just classes, they and the loss come with the data
+                loss = experiment.loss if spec.labels == "classes" else None
+                check_model(experiment.model, loss, experiment.compute_dtype)
     stored = read_stored(experiment, name, control)
     experiment = run_directory.as_begun(experiment, stored, workers.size)
     scaled_for = stored.scaled_for if stored else workers.size
@@ -204,15 +209,6 @@ def read_stored(experiment: Experiment, name: str, control: Processes) -> run_di
                 run_directory.check_source(experiment)
     row = control.bcast_object(row)
     return run_directory.StoredSettings(*row) if row else None
-
-
-def check_before_data(experiment: Experiment) -> None:
-    """Raise `UsageError` unless sinks are known and a model fits the trainer."""
-    check_sinks(experiment.sinks)
-    spec = find_spec(experiment)
-    if spec:  # if its labels are not just classes, they and the loss are known with the data
-        loss = experiment.loss if spec.labels == "classes" else None
-        check_model(experiment.model, loss, experiment.compute_dtype)
 
 
 def check_with_data(plan: Plan) -> None:

@@ -8,7 +8,7 @@ come on top. `jaxmpi forecast` prints the same table before there is a run.
 
 import argparse
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import jax
 import numpy as np
@@ -32,20 +32,6 @@ from jaxmpi.trainer.plan import Plan, make_plan
 
 KEEP_FACTOR = 2  # freed memory is kept if this many times what is needed is free: its holes took up to 0.9 of it
 NO_SUM = "a sum that is not made"  # its name in a program that is compiled and not run
-NAMES = {  # of parts, in tables
-    "params": "params",
-    "shared": "params of the host",
-    "optimizer_state": "optimizer's state",
-    "model_state": "model state",
-    "previous_state": "state before a step",
-    "checkpoint": "copy for a checkpoint",
-    "host_checkpoint": "copy of the host for a checkpoint",
-    "batch": "batch",
-    "gradients": "gradients",
-    "exchanged": "exchange",
-    "activations": "activations",
-    "average": "an evaluation's average",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +39,7 @@ class WorkerMemory:
     """Bytes of one worker, by part."""
 
     params: int  # the worker's own
-    shared: int = 0  # params of which a host has one copy
+    params_of_host: int = 0  # of which a host has one copy
     optimizer_state: int  # the rule's state, which has the optimizer's in it
     model_state: int = 0
     previous_state: int = 0  # state before a step, if it is kept until the step counts
@@ -83,12 +69,12 @@ class WorkerMemory:
 
     def on_host(self, workers: int) -> int:
         """The most at one time of this many workers of a host."""
-        return workers * self.at_once + self.shared + self.host_checkpoint
+        return workers * self.at_once + self.params_of_host + self.host_checkpoint
 
     def parts(self) -> dict[str, int]:
-        """Bytes of each part by its name; parts of 0 are left out."""
-        sizes = {label: getattr(self, name) for name, label in NAMES.items()}
-        return {label: size for label, size in sizes.items() if size}
+        """Bytes of each part that is not 0, by name."""
+        named = {field.name: getattr(self, field.name) for field in fields(self) if field.type is int}
+        return {name.replace("_", " "): size for name, size in named.items() if size}
 
     def described(self) -> str:
         """All parts in a line, in MB."""
@@ -110,7 +96,7 @@ def estimate_memory(plan: Plan, rule: Rule, *, is_fused: bool) -> WorkerMemory:
     common = params * rule.params_are_replicated + optimizer_state * rule.state_is_replicated
     return WorkerMemory(
         params=0 if is_shared else params,
-        shared=params if is_shared else 0,
+        params_of_host=params if is_shared else 0,
         optimizer_state=optimizer_state,
         model_state=model_state,
         previous_state=state * (skips or experiment.on_rank_loss == "shrink"),
@@ -162,7 +148,7 @@ def workers_here(workers: Workers) -> int:
 
 def allocated(memory: WorkerMemory, here: int) -> int:
     """Bytes of the first step that a host's workers already hold."""
-    return here * memory.state + memory.shared
+    return here * memory.state + memory.params_of_host
 
 
 def is_short(memory: WorkerMemory, here: int, free_bytes: int) -> bool:
@@ -171,11 +157,7 @@ def is_short(memory: WorkerMemory, here: int, free_bytes: int) -> bool:
 
 
 def make_room(memory: WorkerMemory, plan: Plan, free_bytes: int) -> None:
-    """Keep freed memory or give it back; refuse what cannot fit, on CPUs, on a host's first rank.
-
-    Raises:
-        UsageError: bytes needed and free, and the way out.
-    """
+    """Keep freed memory or give it back; refuse what cannot fit, on CPUs, on a host's first rank."""
     here = workers_here(plan.workers)
     if is_short(memory, here, free_bytes):
         give_back_at_once()
@@ -232,14 +214,13 @@ def main(options: argparse.Namespace) -> None:
     free_bytes, form = available_bytes(), "one program" if workers.size == 1 else "the split form"
     print(f"{workers.size} workers x local batch {plan.local_batch}, {here} on a host, {form}; MB a worker")
     rows: dict[str, list[str]] = {"--exchange.shard-update": [*found]}
-    for label in NAMES.values():
-        rows[label] = [mb(memory.parts().get(label, 0)) for memory in found.values()]
+    named = [memory.parts() for memory in found.values()]
+    rows |= {name: [mb(each.get(name, 0)) for each in named] for each in named for name in each}
     rows["at once"] = [mb(memory.at_once) for memory in found.values()]
     rows["all on a host"] = [mb(memory.on_host(here)) for memory in found.values()]
     rows["free on this host"] = [mb(free_bytes)]
     for name, row in rows.items():
-        if {*row} != {"0"} or name in NAMES["optimizer_state"]:
-            print(f"{name:36}" + "".join(f"{x:>10}" for x in row))
+        print(f"{name:36}" + "".join(f"{x:>10}" for x in row))
     if obstacle:
         print(obstacle, flush=True)
     check_fits(found[experiment.exchange.shard_update], plan, here, free_bytes)

@@ -33,7 +33,7 @@ def forecast(argv: Sequence[str]) -> argparse.Namespace:
     experiment_file.refuse_early(options.fields)
     options.slots = options.slots or options.n
     if not 1 <= options.slots <= options.n:
-        raise UsageError(f"--slots: got {options.slots} with -n {options.n}; expected 1 to as many ranks a host")
+        raise UsageError(f"--slots: got {options.slots}; expected 1 to {options.n} ranks a host")
     return options
 
 

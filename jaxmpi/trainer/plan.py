@@ -108,15 +108,7 @@ def init_model(task: Task, feed: DeviceFeed, key: jax.Array) -> tuple[PyTree, Py
 
 
 def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, before: Plan | None = None) -> Plan:
-    """Open the data and work out batches, steps and learning rate; all ranks call it.
-
-    Args:
-        scaled_for: number of workers with which the run began; 0: these.
-        before: the plan of a run that continues with fewer workers, whose data is open.
-
-    Raises:
-        UsageError: a batch that does not divide, data that is missing, a learning-rate scaling that the rule refuses.
-    """
+    """Open the data and work out batches, steps and learning rate; all ranks call it."""
     scaled_for = scaled_for or workers.size
     is_other = scaled_for != workers.size
     local_batch = schema.local_batch(experiment, workers.size, uneven=is_other)

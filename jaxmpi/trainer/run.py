@@ -1,27 +1,36 @@
-"""A run: its plan with everything that is open while it lasts, its votes, and its progress lines.
+"""A run: its plan with everything that is open while it lasts; its votes, progress lines and evaluations.
 
 Every rank votes on every step, and compares what is to be equal on all workers before a checkpoint. A progress line
 covers the steps since the line before, of all workers. Each rank adds up its own steps, and one allgather a line brings
 sums and timings together, so no step sends a message for the log. Sums are divided by counts here, which is exact for
 unequal shares.
+
+An evaluation is exact for uneven last batches: ranks add sums and counts in float64, without examples that only fill a
+batch up, and divide once. Params are those that the rule evaluates, such as a mean or the center. Then the user's
+callbacks run; before a sum that one of them makes, ranks compare which call they have reached.
 """
 
+import contextlib
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxmpi.checkpoint.manager import Retention, Saver
+from jaxmpi.comm.agreement import check_may_send
 from jaxmpi.comm.topology import Workers, local_rows
 from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import HeldFolder
-from jaxmpi.core.pytrees import named_leaves
-from jaxmpi.core.train_state import TrainState
+from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.data.feed import DeviceFeed
 from jaxmpi.data.shuffle import MemoryShuffle, Shuffle, describe_memory
 from jaxmpi.observe.flops import Peak, Work, total_peak
@@ -31,15 +40,16 @@ from jaxmpi.observe.sinks.registry import open_sinks
 from jaxmpi.observe.step_timing import Summary, Window, flat, summary
 from jaxmpi.observe.terminal import open_terminal
 from jaxmpi.observe.trace import Profiler, Tracer
+from jaxmpi.optim.optimizers import rate_factors
 from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.recover.replica_check import compare_replicas
-from jaxmpi.runtime import failures
+from jaxmpi.runtime import failures, fault_injection, progress
 from jaxmpi.tasks.registry import TASKS, find_spec
 from jaxmpi.trainer.build import Functions
-from jaxmpi.trainer.callbacks import Callback, InjectFaults, ProfilerCallback
+from jaxmpi.trainer.callbacks import Callback, Instruments, Moment, call_each
 from jaxmpi.trainer.memory import WorkerMemory
 from jaxmpi.trainer.plan import Plan
-from jaxmpi.trainer.step import Metrics
+from jaxmpi.trainer.step import EvalMetrics, Metrics
 
 SUMS = 7  # over workers: loss, examples, |g_i|^2, steps; and if |g|^2 was measured |g_i|^2, |g|^2, steps
 
@@ -156,12 +166,7 @@ class Run:
     def log(
         self, step: int, sums: np.ndarray, window: Window, distance: float | None = None, rate_factor: float = 1.0
     ) -> None:
-        """Write mean loss and times of all workers since the last line; all ranks call it.
-
-        Args:
-            distance: of this process's workers from their last mean or center, summed, if the rule keeps it.
-            rate_factor: by which callbacks have multiplied the learning rate.
-        """
+        """Write mean loss and times of all workers since the last line; all ranks call it."""
         plan, feed, workers = self.plan, self.plan.feed, self.workers
         mine = np.array([*sums, feed.skipped, feed.wait_s, distance or 0.0])
         every = workers.processes.allgather_array(np.concatenate([mine, flat(window)]))
@@ -239,7 +244,7 @@ def of_workers(
         "functions": functions,
         "saver": Saver(home, control, workers=workers.size, keep=keep, **equal),
         "votes": decisions.StepConsensus(control, notice, [path for path, _ in named_leaves(plan.param_shapes)]),
-        "callbacks": [InjectFaults(), ProfilerCallback(profiler), *own],
+        "callbacks": [Instruments(profiler), *own],
         "tracer": Tracer(trace, control, hosts, home.path / "trace.json"),
         "noise": Noise(workers.size, plan.clock.effective_batch // workers.size) if rule.measured else None,
         "peak": total_peak(workers, experiment.compute_dtype),
@@ -267,3 +272,137 @@ def unit_of(experiment: Experiment, feed: DeviceFeed) -> Unit:
     image = model.example() if model else feed.example().get("image")
     is_image = len(getattr(image, "shape", ())) == 4 and not (model and model.takes_tokens)
     return Unit("images" if is_image else "examples")
+
+
+# ---------------------------------------------------------------- evaluation
+
+CALLS = "what a callback calls"
+
+
+class EvalState(NamedTuple):
+    """A model that is evaluated, on this process's devices."""
+
+    params: PyTree
+    model_state: PyTree
+
+
+def evaluate(run: Run, state: TrainState, step: int) -> tuple[dict[str, float], str]:
+    """Figures of every validation example once, over all workers; and why a callback ends the run, or empty."""
+    subject = eval_state(run, state)
+    with progress.phase("evaluating"):
+        figures = gather_figures(batch_metrics(run, subject, step), run.workers)
+    return figures, conclude(run, subject, step, figures)
+
+
+def eval_state(run: Run, state: TrainState) -> EvalState:
+    """Params as the rule evaluates them, and model state as `batch_statistics` says."""
+    functions = run.functions
+    return EvalState(functions.eval_params(state.params, state.rule_state), functions.mean_state(state.model_state))
+
+
+def batch_metrics(run: Run, subject: EvalState, step: int) -> Iterator[EvalMetrics]:
+    """Metrics of this process's validation batches."""
+    with contextlib.closing(run.plan.validation.batches()) as batches:
+        for batch in batches:
+            failures.set_phase(f"evaluation after step {step}", failures.LONG)  # for the watchdog: it makes progress
+            fault_injection.inject_at("eval", step)
+            yield run.functions.eval_step(*subject, batch)
+
+
+def gather_figures(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, Any]:
+    """Figures over all workers' batches, `eval_count` of examples first, then the loss; all ranks call it."""
+    sums: dict[str, np.ndarray] = {}  # f64[2, ...]: sums and what divides them, over this process's batches
+    for batch in metrics:
+        for name, ratio in batch.items():
+            rows = np.stack([local_rows(value, workers).sum(axis=0, dtype=np.float64) for value in ratio])
+            sums[name] = sums.get(name, 0) + rows
+    names = sorted(sums, key=lambda name: name != "loss")
+    flat = np.concatenate([sums[name].ravel() for name in names] or [np.zeros(0)])
+    parts = np.split(workers.processes.allreduce_sum(flat), np.cumsum([sums[name].size for name in names])[:-1])
+    totals = {name: part.reshape(sums[name].shape) for name, part in zip(names, parts, strict=False)}
+    count = totals.pop("count", np.zeros(2))[0]
+    figures: dict[str, Any] = {"eval_count": int(count)}
+    return figures | ({f"eval_{name}": quotient(*total) for name, total in totals.items()} if count else {})
+
+
+def quotient(sums: np.ndarray, counts: np.ndarray) -> float:
+    """Divide sums by counts; average the columns that have a count."""
+    counted = np.atleast_1d(counts) != 0
+    if not counted.any():
+        return float("nan")
+    return float(np.mean(np.atleast_1d(sums)[counted] / np.atleast_1d(counts)[counted]))
+
+
+def conclude(run: Run, subject: EvalState, step: int, figures: dict[str, Any]) -> str:
+    """Record the figures, and call the user's callbacks; why one of any rank's ends the run, or empty."""
+    place = {"epoch": run.plan.epoch(step), "examples": run.plan.examples(step)}
+    run.recorder.evaluation(step=step, tokens_per_byte=run.plan.validation.tokens_per_byte, **place, **figures)
+    if not run.experiment.callbacks:
+        return ""
+    control, reasons = run.workers.processes, list[str]()
+    params, model_state = jax.tree.map(lambda x: local_rows(x, run.workers)[0] if run.workers.mesh else x, subject)
+    moment = Moment(
+        step=step,
+        epoch=run.plan.epoch(step),
+        figures=figures,
+        rank=control.rank,
+        folder=run.folder,
+        params=params,
+        model_state=model_state,
+        predict=lambda batch: run.functions.predict(params, model_state, batch),
+        validation=lambda: own_batches(run),
+        sum=partial(sum_over_ranks, run),
+        say=run.recorder.say,
+        write=partial(run.recorder.note, step=step),
+        show=partial(run.recorder.sample, step),
+        stop=reasons.append,
+        mode_of=run.plan.task.mode_of,
+    )
+    for callback in run.experiment.callbacks:
+        if moment.rank and callback.first_rank_only:
+            continue
+        name = type(callback).__name__
+        failures.set_phase(f"callback {name} after step {step}", failures.LONG)
+        call_each([callback], "after_evaluation", moment, is_asynchronous=bool(run.workers.asynchronous))
+        if not callback.first_rank_only:
+            control.assert_same(CALLS, {"next": f"the end of {name}.after_evaluation"})
+    if reasons and run.workers.asynchronous:
+        raise UsageError("Moment.stop: got an asynchronous rule, whose workers end at train_for")
+    return next(filter(None, control.allgather_object(reasons[0] if reasons else "")), "")
+
+
+def sum_over_ranks(run: Run, values: np.ndarray) -> np.ndarray:
+    """The sum of all ranks' arrays, f64; all ranks call it."""
+    array = np.asarray(values, np.float64)
+    if run.workers.asynchronous:  # worker 0's callbacks have all batches
+        return array
+    check_may_send("Moment.sum")
+    run.workers.processes.assert_same(CALLS, {"next": f"Moment.sum of an array {list(array.shape)}"})
+    return run.workers.processes.allreduce_sum(array.ravel()).reshape(array.shape)
+
+
+def own_batches(run: Run) -> Iterator[Batch]:
+    """This process's rows of the validation batches, in host memory."""
+    axis = 1 + bool(run.workers.mesh)
+    for batch in run.plan.validation.batches():
+        yield jax.tree.map(lambda x: local_rows(x, run.workers).reshape(-1, *x.shape[axis:]), batch)
+
+
+def score(experiment: Experiment, means: dict[str, float]) -> float | None:
+    """The figure that orders checkpoints, the lowest best; None without an evaluation."""
+    value = means.get(experiment.monitor)
+    return -value if value is not None and experiment.monitor_mode == "max" else value
+
+
+def distance(run: Run, state: TrainState) -> float | None:
+    """Summed L2 distance of this process's workers from the mean or center of the last exchange.
+
+    None if the rule does not keep one.
+    """
+    of_state = run.functions.rule.distance
+    return local_rows(of_state(state.rule_state), run.workers).sum().item() if of_state else None
+
+
+def rate_factor(run: Run, state: TrainState) -> float:
+    """The factor of the learning rate, by callbacks."""
+    return next((local_rows(factor, run.workers).flat[0].item() for factor in rate_factors(state.rule_state)), 1.0)

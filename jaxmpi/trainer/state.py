@@ -126,12 +126,7 @@ def identity(plan: Plan) -> dict[str, Any]:
 
 
 def restore_run(folder: Path, states: States, plan: Plan, rule: Rule, may_differ: Sequence[str] = ()) -> Saved | None:
-    """The newest checkpoint in a run directory, the same on all ranks, or None.
-
-    Args:
-        states: of this process's workers, in the place of which it is read.
-        may_differ: fields of `identity`.
-    """
+    """The newest checkpoint in a run directory, the same on all ranks, or None."""
     workers, control, first = plan.workers, plan.workers.processes, next(iter(states.values()))
     sharding, slicing = rule.sharding, None  # how workers hold the rule's state; None if each has its own
     shared = sharding and sharding.zero.shared_params
@@ -193,11 +188,7 @@ def is_of_another_run(saved: Saved | AsyncStart | None) -> bool:
 def restore_feed_and_callbacks(
     plan: Plan, saved: Saved | AsyncStart | None, at_start: Sequence[Sequence[Any]] = ()
 ) -> None:
-    """Take this process's data and callbacks to where a checkpoint left them.
-
-    Args:
-        at_start: states of the callbacks if there is no checkpoint.
-    """
+    """Take this process's data and callbacks to where a checkpoint left them."""
     extra, feed = saved.extra if saved else {}, plan.feed
     # The corrupt examples of all workers count as rank 0's: progress lines add up the ranks'.
     feed.skipped = extra.get("skipped", 0) if plan.workers.processes.rank == 0 else 0
@@ -229,11 +220,7 @@ def say_changes(plan: Plan, recorder: Recorder, extra: dict[str, Any], start: in
 
 
 def save(run: Run, state: TrainState, step: int, score: float | None, *, is_last: bool) -> None:
-    """Begin a checkpoint, which is written while steps continue.
-
-    Args:
-        is_last: no step follows before it is written.
-    """
+    """Begin a checkpoint, which is written while steps continue."""
     failures.set_phase(f"checkpoint of step {step}", failures.LONG)
     if fate := run.saver.fate():  # once the checkpoint before is written
         raise AgreedError(f"run directory {str(run.folder)!r} {fate}: nothing is saved at step {step}")

@@ -103,7 +103,7 @@ start = now()
 jax.block_until_ready(functions.train_step(state, batch))
 seen["whole step"] = bytes_of("VmHWM") - start
 del state
-words = {"params": said.params + said.shared, "moments": said.optimizer_state, "whole step": said.activations}
+words = {"params": said.params + said.params_of_host, "moments": said.optimizer_state, "whole step": said.activations}
 words["step"] = said.gradients + said.activations  # in the whole, gradients come where activations were
 
 
@@ -162,7 +162,7 @@ functions = build.build_functions(plan)
 estimate = memory.estimate_memory(plan, functions.rule, is_fused=False)
 start = now()
 states = initial_states(plan, functions.rule)
-print("GROWN", workers.processes.rank, (bytes_of("VmHWM") - start) / estimate.shared)
+print("GROWN", workers.processes.rank, (bytes_of("VmHWM") - start) / estimate.params_of_host)
 average = jax.block_until_ready(jax.device_put(states.pop(workers.processes.rank).rule_state))
 params = plan.param_shapes
 for _ in range(2):  # what the first one compiles stays
@@ -210,7 +210,7 @@ def test_the_forecast_has_a_shard_for_each_device_of_each_rank(tmp_path, capsys)
     said = capsys.readouterr().out
     assert "4 workers x" in said
     assert "2 on a host" in said
-    off, on = map(float, re.findall(r"optimizer's state +(\S+) +(\S+)", said)[0])
+    off, on = map(float, re.findall(r"optimizer state +(\S+) +(\S+)", said)[0])
     assert off / 4 <= on <= 1.05 * off / 4
 
 
@@ -226,7 +226,7 @@ def test_the_forecast_is_of_the_split_form_for_any_exchange(line, tmp_path, caps
     said = capsys.readouterr().out
     assert "the split form" in said
     assert re.search(r"^gradients +\S+", said, re.MULTILINE)
-    assert "params of the host" not in said
+    assert "params of host" not in said
 
 
 def test_a_step_has_activations_or_an_exchange_and_in_one_program_gradients_are_among_them():
@@ -298,8 +298,8 @@ def test_shards_leave_their_share_of_state_and_gradients(monkeypatch):
     monkeypatch.setattr(build, "SAVED_BYTES", 100_000)
     _, off = planned(4, exchange=ExchangeConfig("shm:32"))
     _, on = planned(4, exchange=ExchangeConfig("shm:32", shard_update="on"), optim=Optim("adam", ema=0.9))
-    assert (off.shared, off.average, off.gradients) == (0, 0, off.params)
-    assert (on.params, on.shared, on.average, on.gradients) == (0, off.params, off.params, off.params // 4)
+    assert (off.params_of_host, off.average, off.gradients) == (0, 0, off.params)
+    assert (on.params, on.params_of_host, on.average, on.gradients) == (0, off.params, off.params, off.params // 4)
     assert on.optimizer_state <= 1.05 * 1.5 * off.optimizer_state / 4
 
 
@@ -309,7 +309,7 @@ def test_checkpoints_are_copied_while_steps_go_on():
     _, off = planned(4, exchange=ExchangeConfig("shm:32"), **often)
     assert (off.host_checkpoint, off.checkpoint) == (off.params + off.optimizer_state, off.model_state)
     _, on = planned(4, exchange=ExchangeConfig("shm:32", shard_update="on"), **often)
-    assert (on.host_checkpoint, on.checkpoint) == (on.shared, on.optimizer_state + on.model_state)
+    assert (on.host_checkpoint, on.checkpoint) == (on.params_of_host, on.optimizer_state + on.model_state)
     _, last = planned(4, exchange=ExchangeConfig("shm:32"), train_for="1ep", checkpoint_every="0st")
     assert (last.checkpoint, last.host_checkpoint) == (0, 0)
 
