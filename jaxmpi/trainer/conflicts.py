@@ -17,7 +17,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.config.validate import incompatible, refuse_incompatible
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.data.sources.grain_datasets import is_stream
-from jaxmpi.optim.optimizers import OPTIMIZERS, has_own_rate
+from jaxmpi.optim.optimizers import has_own_rate
 from jaxmpi.rules import registry
 from jaxmpi.runtime.process import launched_workers
 from jaxmpi.tasks.base import Task
@@ -51,12 +51,6 @@ def is_streamed(part: Any) -> bool:
         pairs = part.train if isinstance(part.train, (tuple, list)) else ()
         return any(map(is_streamed, [part.validation, *(pair[0] for pair in pairs if pair)]))
     return part.source == "grain" and any(map(is_stream, (part.train, part.validation)))
-
-
-def evaluates_average(experiment: Experiment) -> bool:
-    """Return True for a schedule-free optimizer by name, whose state has no shards."""
-    optim = experiment.optim
-    return optim.transform is None and optim.name in OPTIMIZERS and not OPTIMIZERS[optim.name].by
 
 
 def has_foreign_momentum(experiment: Experiment) -> bool:
@@ -107,11 +101,6 @@ AT_START = (
         lambda x: x.exchange.shard_update == "on",
         "exchange.shard_update on, which is an update with the mean gradient",
         ("rule.name", "all but gradients", "use rule gradients, or off", is_not_gradients),
-    ),
-    *incompatible(
-        evaluates_average,
-        "optimizer {optim.name}, which evaluates an average of its own, of whole params",
-        ("exchange.shard_update", "on", "use another optimizer, or off"),
     ),
     *incompatible(
         shrinks,

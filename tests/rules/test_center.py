@@ -197,7 +197,7 @@ def test_gossip_keeps_weights_and_the_weighted_mean_in_every_schedule(workers, p
             if sender == receiver:
                 left[sender] -= 1
                 if push := gossips[sender].draw():
-                    queues[sender, push.to].append((w[sender], push.share))
+                    queues[sender, push[0]].append((w[sender], push[1]))
             else:
                 pushed, share = queues[sender, receiver].popleft()
                 w[receiver] = gossips[receiver].merge(w[receiver], pushed, share)
@@ -217,7 +217,7 @@ def test_a_resumed_worker_keeps_its_weight_and_pushes_to_none_that_is_closed(p, 
     part = gossip(1, 4, 7, weight)
     assert part.weight == first
     push = part.draw(frozenset({0, 2}))
-    assert (push and push.to) == (3 if p else None)
+    assert (push and push[0]) == (3 if p else None)
 
 
 @pytest.mark.parametrize("wire", [*WIRES, "user"])

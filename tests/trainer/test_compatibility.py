@@ -70,7 +70,6 @@ REFUSED: list[dict[str, Any]] = [
     {"continue_from": "a", "rule": RuleConfig("gosgd")},
     {"exchange": ExchangeConfig("none"), **EASGD},
     {"exchange": ExchangeConfig("lowrank4"), **EASGD},
-    {"optim": Optim("schedule_free_sgd"), **SHARDED},
     {"exchange": {"gather_wire": "16"}},
     {"data": {"shuffle_by": "files", "memory": "partition"}},
     {"local_batch": 8, "effective_batch": 16},

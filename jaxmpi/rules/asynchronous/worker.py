@@ -116,7 +116,7 @@ class AsyncWorker:
         if push:
             begin = begin or wait_for_step(state)
             body = self.wire.encode(self.flat.vector(state.params) if w is None else w)
-            thread.push(push.to, push.share, body)
+            thread.push(*push, body)
             self.count(sent_bytes=body.size)
         if push or w is not None:
             end = time.perf_counter()
