@@ -33,7 +33,6 @@ from jaxmpi.comm.mpi import MpiComm, workers_of
 from jaxmpi.config.exchange_config import check_bucket_bytes
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, named_leaves
-from jaxmpi.runtime import host_callbacks
 
 # ---------------------------------------------------------------- whether
 
@@ -74,8 +73,6 @@ def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool
         return False, "overlap off: all ranks are on one host"  # the reason that no option changes
     reason = unfit or unavailable_reason(strategy, comm)
     check(not (asked == "on" and comm.size > 1 and reason), UNFIT.format(asked=asked, reason=reason))
-    if asked == "auto" and not reason and host_callbacks.why_copies():
-        reason = "on GPUs it is on only if it is asked for"
     on = "as asked" if asked == "on" else f"ranks are on {len(set(comm.hosts))} hosts"
     return not reason, f"overlap off: {reason}" if reason else f"overlap on: {on}"
 
