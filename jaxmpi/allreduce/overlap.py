@@ -60,7 +60,7 @@ def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool
 
     Args:
         asked: auto, on or off. auto is on if ranks are on several hosts: inside one, an exchange is work for
-            memory and cores, of which the backward pass leaves none. On GPUs it is off: nobody has measured it there.
+            memory and cores, of which the backward pass leaves none.
         unfit: why the step cannot hide an exchange; empty if it can.
 
     Raises:
@@ -98,7 +98,7 @@ def exchange(
         strategy: asa, ring, tree, color<k>, pipering or hier-<cross> of one of these, with any wire; or auto, which
             then takes one of these.
         op: mean or sum.
-        comm: all MPI ranks, on CPUs or CUDA GPUs; default: the world.
+        comm: all MPI ranks, on CPUs; default: the world.
         bucket_bytes: as of `jaxmpi.exchange`; what waits for the last gradient of a bucket is less if this is less.
         order: of the function that computed the tree; default: from the last leaf to the first.
         portable: the program can be exported. Other MPI calls in it are not ordered with this one: they must be such
