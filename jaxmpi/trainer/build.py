@@ -42,7 +42,6 @@ from jaxmpi.recover.replica_check import fingerprints_by
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.averaged import averaged, schedule_free
 from jaxmpi.rules.base import Rule
-from jaxmpi.runtime import host_callbacks
 from jaxmpi.trainer import step as steps
 from jaxmpi.trainer.plan import Plan
 
@@ -252,7 +251,7 @@ def shards_obstacle(plan: Plan, strategy: str) -> str:
     if is_shared and not is_synchronised:
         if isinstance(sharding_of(plan), TensorSharding):
             return f"optimizer {experiment.optim.name} takes whole tensors, of which gradients are dealt together"
-        return host_callbacks.unavailable_reason() or ""
+        return ""
     if not halves:
         return ""  # refused for itself
     if not is_shared and not halves.scatter_part:
