@@ -41,8 +41,8 @@ from jaxmpi.runtime import failures
 from jaxmpi.runtime.progress import drain, phase
 from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.loop import Coordinator, Position, RunProgress, run_steps
-from jaxmpi.trainer.run import SUMS, Done, Run, batch_metrics, conclude, eval_state, gather_figures, rate_factor, score
-from jaxmpi.trainer.state import note_whole, run_facts
+from jaxmpi.trainer.run import SUMS, Run, batch_metrics, conclude, eval_state, gather_figures, rate_factor, score
+from jaxmpi.trainer.state import note_saved, run_facts
 from jaxmpi.trainer.step import EvalMetrics, Metrics
 from jaxmpi.trainer.timetable import DueEvents
 
@@ -258,12 +258,11 @@ class AsyncLeader(AsyncCoordinator):
     def complete(self, state: TrainState) -> None:
         """Complete a checkpoint's parts with the shared params and JSON values."""
         run, step = self.run, self.order.step
-        extra = run_facts(run)
-        extra |= {"tally": [*map(float, self.saved)], "lr": run.plan.lr_of(step + 1), "callbacks": self.states}
+        extra = run_facts(run, step) | {"tally": [*map(float, self.saved)], "callbacks": self.states}
         with written(step, run.home):
             self.parts.end(step, {"center": self.shared(state)}, extra, self.figure)
         self.is_writing = False
-        note_whole(run, step)
+        note_saved(run, step)
 
     def evaluate(self, step: int, state: TrainState) -> None:
         """Evaluate the center, in gossip worker 0's params until the end; the other workers go on."""
@@ -290,16 +289,18 @@ class AsyncLeader(AsyncCoordinator):
         since = Counters(*(a - b for a, b in zip(now, before.counters, strict=True)))
         spent = dict(zip(Counters._fields, (self.workers.by_worker - before.by_worker).T, strict=True))
         worker_steps = self.workers.by_worker[:, Counters._fields.index("steps")].astype(int).tolist()
-        done = Done(
+        self.run.write(
+            step,
+            summary_asynchronous(spent) if spent["steps"].any() else None,
+            rate_factor(self.run, state),
             epoch=now.examples / len(self.run.plan.feed.source),
             examples=int(now.examples),
             loss=since.loss / since.examples,
             gradient_norm=(since.square / max(since.steps, 1.0)) ** 0.5,
             wait_s=now.wait_s / max(alive, 1),
             skipped=int(now.skipped),
+            worker_steps=worker_steps,
         )
-        anatomy = summary_asynchronous(spent) if spent["steps"].any() else None
-        self.run.write(step, done, anatomy, rate_factor(self.run, state), worker_steps=worker_steps)
         recorder.write(
             "workers",
             step=step,

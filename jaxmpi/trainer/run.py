@@ -54,17 +54,6 @@ from jaxmpi.trainer.step import EvalMetrics, Metrics
 SUMS = 7  # over workers: loss, examples, |g_i|^2, steps; and if |g|^2 was measured |g_i|^2, |g|^2, steps
 
 
-class Done(NamedTuple):
-    """Work of all workers, for a progress line."""
-
-    epoch: float
-    examples: int  # so far
-    loss: float  # mean over examples since the last line
-    gradient_norm: float  # root of the mean square over the steps that workers made
-    wait_s: float  # for batches so far, mean over workers
-    skipped: int  # corrupt examples so far
-
-
 @dataclass(kw_only=True)
 class Run:
     """All that a coordinator needs besides the state."""
@@ -172,14 +161,6 @@ class Run:
         every = workers.processes.allgather_array(np.concatenate([mine, flat(window)]))
         totals = every[:, : len(mine)].sum(axis=0).tolist()
         loss, count, squares, steps, local, mean, measured, skipped, wait_s, distances = totals
-        done = Done(
-            epoch=plan.epoch(step),
-            examples=plan.examples(step),
-            loss=loss / count if count else float("nan"),
-            gradient_norm=(squares / max(steps, 1.0)) ** 0.5,
-            wait_s=wait_s / workers.size,
-            skipped=int(skipped),
-        )
         more: dict[str, Any] = {}
         if self.noise and measured:
             more |= self.noise.fields(Means(local / measured, mean / measured))
@@ -188,22 +169,40 @@ class Run:
         before, shuffles = self.shuffles, self._new_shuffles()
         for number, (seconds, moved_bytes) in enumerate(shuffles, before + 1):
             self.recorder.write("shuffle", step=step, shuffle=number, shuffle_s=seconds, moved_bytes=moved_bytes)
-        times = summary(every[:, len(mine) :], window.steps)
-        self.write(step, done, times, rate_factor, noted=window.spans, shuffles=shuffles, **more)
+        self.write(
+            step,
+            summary(every[:, len(mine) :], window.steps),
+            rate_factor,
+            epoch=plan.epoch(step),
+            examples=plan.examples(step),
+            loss=loss / count if count else float("nan"),
+            gradient_norm=(squares / max(steps, 1.0)) ** 0.5,
+            wait_s=wait_s / workers.size,
+            skipped=int(skipped),
+            noted=window.spans,
+            shuffles=shuffles,
+            **more,
+        )
         if text := self.tracer.add(window.spans, step, step == plan.clock.total_steps):
             self.recorder.say(text)
 
-    def write(self, step: int, done: Done, times: Summary | None, rate_factor: float = 1.0, **more: Any) -> None:
-        """A line to the record and the terminal; asynchronous runs write theirs by it, too."""
+    def write(
+        self, step: int, times: Summary | None, rate_factor: float, *, epoch: float, skipped: int, **fields: Any
+    ) -> None:
+        """A line to the record and the terminal about the work of all workers.
+
+        The fields besides: `examples` so far; their mean `loss` since the last line; `gradient_norm`, the root of the
+        mean square over the steps that workers made; `wait_s` for batches so far, a mean over workers.
+        """
         plan, work, flops = self.plan, None, self.functions.flops.per_worker
         if flops is not None:  # of a worker's step: model FLOPs of all workers' step
             batch = plan.clock.effective_batch
             work = Work(flops * batch / plan.local_batch, batch, self.peak)
         lr = plan.lr_of(step)
-        place = {"total_steps": plan.clock.total_steps, "lr": None if lr is None else lr * rate_factor}
-        self.recorder.train(step=step, **place, **done._asdict(), anatomy=times, work=work, **more)
+        fields |= {"total_steps": plan.clock.total_steps, "lr": None if lr is None else lr * rate_factor}
+        self.recorder.train(step=step, epoch=epoch, skipped=skipped, anatomy=times, work=work, **fields)
         most = plan.experiment.data.max_skipped
-        decisions.check_budget(done.skipped, len(plan.feed.source), math.ceil(done.epoch), most)
+        decisions.check_budget(skipped, len(plan.feed.source), math.ceil(epoch), most)
 
     def say_loaded(self, memory: MemoryShuffle, step: int) -> None:
         """Say and record which data is in memory; all ranks call it."""

@@ -220,69 +220,23 @@ def say_changes(plan: Plan, recorder: Recorder, extra: dict[str, Any], start: in
 
 
 def save(run: Run, state: TrainState, step: int, score: float | None, *, is_last: bool) -> None:
-    """Begin a checkpoint, which is written while steps continue."""
+    """Begin a checkpoint, which is written while steps continue; all ranks call it."""
     failures.set_phase(f"checkpoint of step {step}", failures.LONG)
     if fate := run.saver.fate():  # once the checkpoint before is written
         raise AgreedError(f"run directory {str(run.folder)!r} {fate}: nothing is saved at step {step}")
     note_saved(run)
     if not run.plan.exchanges:
         return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
-    run.saver.save(states_to_save(run, state), extra_to_save(run, step), score, is_last=is_last)
-
-
-def note_saved(run: Run) -> None:
-    """`note_whole` of a checkpoint that a thread has finished meanwhile."""
-    if (step := run.saver.taken()) is not None:
-        note_whole(run, step)
-
-
-def note_whole(run: Run, step: int) -> None:
-    """Record that a checkpoint is complete, and call the callbacks.
-
-    By the record a resumed run knows which checkpoints are lost.
-    """
-    run.recorder.write("checkpoint", step=step)
-    folder = run.folder / "checkpoints" / f"step_{step:08d}"
-    callbacks.call_each(run.callbacks, "after_checkpoint", step, folder, is_asynchronous=bool(run.workers.asynchronous))
-
-
-def states_to_save(run: Run, state: TrainState) -> States:
-    """States of this process's workers for a checkpoint, in host memory."""
-    states, sharding = take(state, run.workers), run.functions.rule.sharding
-    if sharding is None:
-        return states
-    of_state, indices = sharding.of_state(), sharding.zero.shard_indices
-    return {
-        worker: each._replace(rule_state=of_state.to_checkpoint(each.rule_state, indices[worker]))
-        for worker, each in states.items()
-    }
-
-
-def run_facts(run: Run) -> dict[str, Any]:
-    """JSON values that every checkpoint of a run keeps."""
-    plan, exchange, sharding = run.plan, run.experiment.exchange, run.functions.rule.sharding
-    return {
-        "elapsed_s": run.recorder.elapsed_s(),
-        "scaled_for": plan.scaled_for,
-        "exchange": {
-            "asked": plan.requested,
-            "strategy": plan.strategy,
-            "bucket_bytes": exchange.bucket_bytes,
-            "overlap": exchange.overlap,
-        },
-        "experiment": identity(plan),
-        "monitor": f"{run.experiment.monitor_mode} {run.experiment.monitor}",
-        **({"chunks": list(sharding.zero.shard_indices), "cut": sharding.zero.sharding.name} if sharding else {}),
-        "settings": run_directory.settings(run.experiment),
-    }
-
-
-def extra_to_save(run: Run, step: int) -> dict[str, Any]:
-    """JSON values of `step`'s checkpoint, next to its state; all ranks call it."""
-    control, feed = run.workers.processes, run.plan.feed
-    extra = run_facts(run) | {
+    control, feed, sharding = run.workers.processes, run.plan.feed, run.functions.rule.sharding
+    states = take(state, run.workers)  # of this process's workers, in host memory
+    if sharding:
+        of_state, indices = sharding.of_state(), sharding.zero.shard_indices
+        states = {
+            worker: each._replace(rule_state=of_state.to_checkpoint(each.rule_state, indices[worker]))
+            for worker, each in states.items()
+        }
+    extra = run_facts(run, step) | {
         "skipped": int(control.allreduce_sum(np.array([feed.skipped], np.float64))[0]),
-        "lr": run.plan.lr_of(step + 1),
         "callbacks": callbacks.states(run.experiment.callbacks, control),
     }
     if feed.memory:
@@ -290,4 +244,32 @@ def extra_to_save(run: Run, step: int) -> dict[str, Any]:
     if not feed.has_epochs:
         every = control.allgather_object(feed.positions(step))
         extra["streams"] = [position for each in every for position in each]
-    return extra
+    run.saver.save(states, extra, score, is_last=is_last)
+
+
+def note_saved(run: Run, step: int | None = None) -> None:
+    """Record a checkpoint that is complete, by default one that a thread has finished meanwhile; call the callbacks.
+
+    By the record a resumed run knows which checkpoints are lost.
+    """
+    step = run.saver.taken() if step is None else step
+    if step is not None:
+        run.recorder.write("checkpoint", step=step)
+        folder, is_asynchronous = run.folder / "checkpoints" / f"step_{step:08d}", bool(run.workers.asynchronous)
+        callbacks.call_each(run.callbacks, "after_checkpoint", step, folder, is_asynchronous=is_asynchronous)
+
+
+def run_facts(run: Run, step: int) -> dict[str, Any]:
+    """JSON values that every checkpoint of a run keeps next to the state."""
+    plan, exchange, sharding = run.plan, run.experiment.exchange, run.functions.rule.sharding
+    kept = {"bucket_bytes": exchange.bucket_bytes, "overlap": exchange.overlap}
+    return {
+        "elapsed_s": run.recorder.elapsed_s(),
+        "scaled_for": plan.scaled_for,
+        "exchange": {"asked": plan.requested, "strategy": plan.strategy, **kept},
+        "experiment": identity(plan),
+        "monitor": f"{run.experiment.monitor_mode} {run.experiment.monitor}",
+        **({"chunks": list(sharding.zero.shard_indices), "cut": sharding.zero.sharding.name} if sharding else {}),
+        "settings": run_directory.settings(run.experiment),
+        "lr": plan.lr_of(step + 1),
+    }
