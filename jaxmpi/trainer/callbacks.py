@@ -325,19 +325,11 @@ def states(callbacks: Sequence[Callback], control: Processes) -> list[list[Any]]
     return rows
 
 
-def restore(callbacks: Sequence[Callback], rows: Sequence[Sequence[Any]], is_other_run: bool = False) -> None:
-    """Restore each callback's state in a checkpoint, matched by name and order; one unknown to it stays as is.
-
-    Args:
-        is_other_run: of the run that is continued only reductions of the learning rate are taken over that were still
-            due. Earlier ones are in the optimizer's state.
-    """
+def restore(callbacks: Sequence[Callback], rows: Sequence[Sequence[Any]]) -> None:
+    """Restore each callback's state in a checkpoint, matched by name and order; one unknown to it stays as is."""
     left = list(rows)
     for callback in callbacks:
         row = next((row for row in left if row[0] == type(callback).__name__), None)
         if row is not None:
             left.remove(row)
-            if not is_other_run:
-                callback.restore(row[1])
-            elif isinstance(callback, ReduceOnPlateau):
-                callback.due = row[1]["due"]
+            callback.restore(row[1])

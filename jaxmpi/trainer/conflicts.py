@@ -71,7 +71,6 @@ AT_START = (
         ("data.memory", "partition", "take another"),
         ("devices", "above 1", "start as many ranks (mpirun -n 4, jaxmpi train -n 4)", is_several),
         ("comm", "xla", "take --comm mpi"),
-        ("continue_from", "any", "begin a new run from its params: jaxmpi export RUN FOLDER, then --params FOLDER"),
         ("exchange.strategy", "compressors, none", "it takes the wire of a strategy only", keeps_residual),
     ),
     *incompatible(
@@ -84,7 +83,6 @@ AT_START = (
         "an IterDataset of Grain, whose examples have no numbers",
         ("data.memory", "partition", "take a MapDataset, or none"),
         ("data.on_error", "skip", "filter corrupt ones in the dataset, or take a MapDataset"),
-        ("continue_from", "any", "begin with --params, or take a MapDataset"),
     ),
     *incompatible(
         lambda x: registry.is_periodic(x.rule),

@@ -183,11 +183,11 @@ def measure_first_step(run: Run, state: TrainState, batch: Batch) -> None:
 # ---------------------------------------------------------------- the loop, again after failures
 
 
-def run_to_end(run: Run, states: States, start: int, overdue: DueEvents) -> dict[str, float]:
+def run_to_end(run: Run, states: States, start: int) -> dict[str, float]:
     """Run the loop, again after each rollback, or without ranks that died."""
 
     def at_start() -> tuple[LockStep, Position]:
-        return LockStep(run), Position(start, place_states(run, states), overdue)
+        return LockStep(run), Position(start, place_states(run, states))
 
     begin: Callable[[], tuple[LockStep, Position]] = at_start
     with contextlib.ExitStack() as ends:

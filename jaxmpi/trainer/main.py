@@ -53,8 +53,7 @@ from jaxmpi.trainer.conflicts import check_compatible
 from jaxmpi.trainer.lock_step import run_to_end, watch
 from jaxmpi.trainer.plan import Plan, make_plan
 from jaxmpi.trainer.run import Run, of_workers, open_recorder
-from jaxmpi.trainer.state import is_of_another_run, restore_feed_and_callbacks, say_changes, starting_states
-from jaxmpi.trainer.timetable import DueEvents
+from jaxmpi.trainer.state import restore_feed_and_callbacks, say_changes, starting_states
 
 # Names that a flag takes, live: an experiment file may have added rows of its own when --help lists them.
 TABLES: dict[str, Mapping[str, Any]] = {
@@ -205,8 +204,6 @@ def read_stored(experiment: Experiment, name: str, control: Processes) -> run_di
     if control.rank == 0:
         with run_directory.usable():
             row = run_directory.stored(experiment, name)
-            if experiment.continue_from and row is None:
-                run_directory.check_source(experiment)
     row = control.bcast_object(row)
     return run_directory.StoredSettings(*row) if row else None
 
@@ -241,9 +238,9 @@ def run_in(
         memory.make_room(needed, plan, available_bytes())
     with progress.phase("restoring the newest checkpoint" if experiment.resume else "initialising params"):
         states, saved = starting_states(plan, rule, folder)
-    start, continues = saved.step if saved else 0, is_of_another_run(saved)
+    start = saved.step if saved else 0
     if experiment.resume and is_first:
-        cut_record(folder / "record.jsonl", -1 if continues else start)
+        cut_record(folder / "record.jsonl", start)
     if is_first and plan.exchanges:
         equal = {"replicated": rule.state_is_replicated, "same_params": rule.params_are_replicated}
         needed_bytes = total_bytes(states, workers=workers.size, **equal)
@@ -272,7 +269,7 @@ def run_in(
     if isinstance(saved, AsyncStart):
         with recorder:
             return run_asynchronously(run, saved) if start < plan.clock.total_steps else {}
-    return run_to_end(run, states, start, DueEvents(save=continues))
+    return run_to_end(run, states, start)
 
 
 def write_facts(run: Run, root: Path | None, digest: str) -> None:
@@ -296,21 +293,13 @@ def write_facts(run: Run, root: Path | None, digest: str) -> None:
 def say_start(run: Run, saved: Saved | AsyncStart | None) -> None:
     """Say where and what the run is, and with what it begins."""
     plan, experiment, recorder = run.plan, run.experiment, run.recorder
-    start, continues = saved.step if saved else 0, is_of_another_run(saved)
-    place = f"resumed at step {start}" if start and not continues else "no checkpoint in it: from the start"
+    start = saved.step if saved else 0
+    place = f"resumed at step {start}" if start else "no checkpoint in it: from the start"
     recorder.say(f"run directory {run.folder}" + f", {place}" * experiment.resume)
     how = f"strategy {plan.strategy}"
     if run.functions.rule.asynchronous:  # only the wire of the strategy counts
         how = f"wire {plan.strategy.partition(':')[2]}"
     recorder.say(f"{plan.headline}; rule {experiment.rule.name}, {how}\n{run.functions.form}")
-    if isinstance(saved, Saved) and continues:
-        was, now = saved.extra["experiment"]["effective batch"], plan.clock.effective_batch
-        source, there = experiment.continue_from, saved.step_there
-        recorder.say(
-            f"continues {source} after its step {there}: effective batch {was} there, {now} here, so from step {start}"
-        )
-        batches = {"effective_batch": {"was": was, "is": now}}
-        recorder.write("continued", step=start, **{"from": source}, from_step=there, **batches)
     if saved and start:
         say_changes(plan, recorder, saved.extra, start)
     if plan.notes:

@@ -3,12 +3,10 @@
 `initial_states` makes the params on rank 0, sends them to all ranks and compares their hashes. A resumed synchronous
 run continues bit for bit, and a checkpoint of another run is refused. So a checkpoint keeps JSON values next to the
 state: the exchange in use, the learning rate, positions of streams, states of callbacks, and the fields that make a run
-the same run. Other settings may change between the parts of a run; `say_changes` prints and records them. With
-`continue_from` a run begins with the weights and moments of another run, at another effective batch. A run directory
-that has disappeared is not made anew, since another job may be given its name: the run ends.
+the same run. Other settings may change between the parts of a run; `say_changes` prints and records
+them. A run directory that has disappeared is not made anew, since another job may be given its name: the run ends.
 """
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ from jaxmpi.core.errors import AgreedError, UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves, tree_digest, zeros_for
 from jaxmpi.core.train_state import TrainState, create
 from jaxmpi.observe.recorder import Recorder
-from jaxmpi.optim import optimizers
 from jaxmpi.rules.asynchronous.start import AsyncStart, load_start
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime import failures
@@ -39,10 +36,7 @@ States = dict[int, TrainState]  # by worker: those of this process
 
 
 def starting_states(plan: Plan, rule: Rule, folder: Path) -> tuple[States, Saved | AsyncStart | None]:
-    """State 0, or a resumed checkpoint's; asynchronous workers have a start each. All ranks call it.
-
-    A run that continues another begins with that run's newest checkpoint, until it has one of its own.
-    """
+    """State 0, or a resumed checkpoint's; asynchronous workers have a start each. All ranks call it."""
     experiment, workers, control = plan.experiment, plan.workers, plan.workers.processes
     states = initial_states(plan, rule)
     if experiment.resume and control.rank == 0:
@@ -54,8 +48,6 @@ def starting_states(plan: Plan, rule: Rule, folder: Path) -> tuple[States, Saved
         run_directory.refuse_other_run(start.extra.get("experiment", {}), identity(plan))
         return states, start
     saved = restore_run(folder, states, plan, rule) if experiment.resume else None
-    if saved is None and experiment.continue_from:
-        saved = continue_run(Path(experiment.continue_from), states, plan, rule)
     return (saved.states if saved else states), saved
 
 
@@ -125,8 +117,8 @@ def identity(plan: Plan) -> dict[str, Any]:
     return run_directory.identity(plan.experiment, plan.clock.effective_batch, plan.data)
 
 
-def restore_run(folder: Path, states: States, plan: Plan, rule: Rule, may_differ: Sequence[str] = ()) -> Saved | None:
-    """The newest checkpoint in a run directory, the same on all ranks, or None."""
+def restore_run(folder: Path, states: States, plan: Plan, rule: Rule) -> Saved | None:
+    """The newest checkpoint in a run directory, the same on all ranks, or None; read in place of these states."""
     workers, control, first = plan.workers, plan.workers.processes, next(iter(states.values()))
     sharding, slicing = rule.sharding, None  # how workers hold the rule's state; None if each has its own
     shared = sharding and sharding.zero.shared_params
@@ -154,35 +146,8 @@ def restore_run(folder: Path, states: States, plan: Plan, rule: Rule, may_differ
         saved = saved._replace(states={worker: state._replace(params=shared.fill(state.params))})
     params = next(iter(saved.states.values())).params if rule.params_are_replicated else {}
     control.assert_same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
-    run_directory.refuse_other_run(saved.extra.get("experiment", {}), identity(plan), may_differ)
+    run_directory.refuse_other_run(saved.extra.get("experiment", {}), identity(plan))
     return saved
-
-
-def continue_run(source: Path, states: States, plan: Plan, rule: Rule) -> Saved:
-    """The newest checkpoint of another run, at this run's last step with no more examples.
-
-    Weights, moments and model state stay as they are. The step, and the optimizer's own step by which its learning rate
-    goes, count steps of this run's effective batch.
-    """
-    saved = restore_run(source, states, plan, rule, run_directory.BATCHES)
-    if saved is None:
-        raise UsageError(f"continue_from: {str(source)!r} has no checkpoint")
-    batch = saved.extra["experiment"]["effective batch"]
-    epochs, batches = divmod(saved.step, math.ceil(len(plan.feed.source) / batch))
-    step = epochs * plan.clock.steps_per_epoch + batches * batch // plan.clock.effective_batch
-    moved = {
-        worker: state._replace(
-            step=np.full_like(state.step, step),
-            rule_state=jax.tree.map(np.asarray, optimizers.set_step(state.rule_state, step)),
-        )
-        for worker, state in saved.states.items()
-    }
-    return saved._replace(states=moved, step=step, step_there=saved.step)
-
-
-def is_of_another_run(saved: Saved | AsyncStart | None) -> bool:
-    """Return True for the checkpoint of a run that this one continues."""
-    return isinstance(saved, Saved) and saved.step_there is not None
 
 
 def restore_feed_and_callbacks(
@@ -193,10 +158,7 @@ def restore_feed_and_callbacks(
     # The corrupt examples of all workers count as rank 0's: progress lines add up the ranks'.
     feed.skipped = extra.get("skipped", 0) if plan.workers.processes.rank == 0 else 0
     feed.go_to(saved.step if saved else 0, extra.get("streams", []))
-    continues, own = is_of_another_run(saved), plan.experiment.callbacks
-    if saved is None or continues:
-        callbacks.restore(own, at_start)
-    callbacks.restore(own, extra.get("callbacks", []), is_other_run=continues)
+    callbacks.restore(plan.experiment.callbacks, extra.get("callbacks", []) if saved else at_start)
 
 
 def say_changes(plan: Plan, recorder: Recorder, extra: dict[str, Any], start: int) -> None:

@@ -43,7 +43,6 @@ REFUSED: list[dict[str, Any]] = [
     {"data": Data("grain", train=STREAM.train, memory="partition")},
     {"data": HELD_OUT, **SHRINK},
     {"data": replace(STREAM, on_error="skip")},
-    {"data": STREAM, "continue_from": "run"},
     {"on_nonfinite": "skip", **H},
     {"callbacks": (ReduceOnPlateau(),), **SHRINK},
     {"batch_statistics": "synchronised", **SEVERAL},
@@ -67,14 +66,12 @@ REFUSED: list[dict[str, Any]] = [
     {"devices": 2, **EASGD},
     {"comm": "xla", **EASGD},
     {"rule": RuleConfig("easgd", momentum=0.9)},
-    {"continue_from": "a", "rule": RuleConfig("gosgd")},
     {"exchange": ExchangeConfig("none"), **EASGD},
     {"exchange": ExchangeConfig("lowrank4"), **EASGD},
     {"exchange": {"gather_wire": "16"}},
     {"data": {"shuffle_by": "files", "memory": "partition"}},
     {"local_batch": 8, "effective_batch": 16},
     {"resume": True, "from_start": True},
-    {"continue_from": "a", "params": "b"},
 ]
 
 
@@ -148,7 +145,6 @@ BESIDE_A_RULE: dict[str, dict[str, Any] | Callable[[RuleConfig], Any]] = {
     "`--on-nonfinite skip`": {"on_nonfinite": "skip"},
     "`--on-nonfinite rollback`": {"on_nonfinite": "rollback"},
     "`--on-rank-loss shrink`": SHRINK,
-    "`--continue-from`": {"continue_from": "run"},
     "`--rule.servers`, `--rule.staleness`": lambda rule: registry.check_settings(replace(rule, servers=1)),
     "`--rule.momentum`": lambda rule: registry.check_settings(replace(rule, momentum=0.9)),
 }

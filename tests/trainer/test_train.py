@@ -16,7 +16,6 @@ from jaxmpi.checkpoint import manifests
 from jaxmpi.config.data import Data
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.schema import Experiment
-from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Sampler
 from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.runtime import failures
@@ -266,89 +265,6 @@ def test_a_resumed_run_says_what_changed_since_its_checkpoint(tmp_path, no_launc
     [rate] = [row["lr"] for row in record(tmp_path, "train") if row["step"] == 3]
     assert rate == pytest.approx(0.015)
     assert capsys.readouterr().out.count("changed since the checkpoint: ") == 3
-
-
-# ---------------------------------------------------------------- another effective batch
-
-
-def small(run_dir: Path, **fields) -> Experiment:
-    """A short run of a small model, with 1437 examples an epoch."""
-    optim = fields.pop("optim", Optim("momentum", lr=0.05))
-    schedule = Schedule("poly", power=1.0)
-    return Experiment(digits_cnn_tiny(), data=DATA, optim=optim, schedule=schedule, run_dir=str(run_dir), **fields)
-
-
-@pytest.fixture(scope="module")
-def trained_once(tmp_path_factory) -> Path:
-    """A run with an effective batch of 30: 48 steps are an epoch, the last of 27 examples; saved after step 61."""
-    folder = tmp_path_factory.mktemp("trained") / "a"
-    fit(small(folder, effective_batch=30, train_for="61st"), "digits")
-    return folder
-
-
-@pytest.fixture
-def trained(tmp_path, trained_once) -> Path:
-    """A copy of that run."""
-    shutil.copytree(trained_once, tmp_path / "a")
-    return tmp_path / "a"
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # two runs
-def test_a_new_run_continues_another_with_twice_its_effective_batch(tmp_path, trained, capsys):
-    """Step 48 + 13 of 30 examples is step 24 + 6 of 60, and the learning rate goes by the new steps."""
-    more = {"effective_batch": 60, "micro_batch": 20, "train_for": "60st", "checkpoint_every": "45st", "log_every": 1}
-    begun = small(tmp_path / "b", continue_from=str(trained), **more)
-    loss = fit(begun, "digits")["eval_loss"]
-    said = capsys.readouterr().out
-    assert f"continues {trained} after its step 61: effective batch 30 there, 60 here, so from step 30\n" in said
-    [line] = record(tmp_path / "b", "continued")
-    batches = {"was": 30, "is": 60}
-    assert line == {
-        "kind": "continued", "step": 30, "from": str(trained), "from_step": 61, "effective_batch": batches
-    }  # fmt: skip
-    rows = record(tmp_path / "b", "train")
-    assert [row["step"] for row in rows] == [*range(31, 61)]
-    assert rows[0]["examples"] == 1437 + 7 * 60
-    assert [rows[0]["lr"], rows[-1]["lr"]] == [pytest.approx(0.05 * (1 - k / 60), rel=1e-4) for k in (30, 59)]
-    before = record(trained, "eval")[-1]["eval_loss"]
-    assert loss < 0.8 * before
-    assert rows[0]["loss"] < 1.5 * before  # not the loss of initial weights
-
-    folder = tmp_path / "b" / "checkpoints" / "step_00000060"  # the optimizer's own step is counted anew
-    files = json.loads((folder / "manifest.json").read_text())["files"]
-    counts = [(name, row["offset"]) for name, rows in files.items() for row in rows if row["path"].endswith("count")]
-    assert [np.fromfile(folder / name, np.int32, 1, offset=at).item() for name, at in counts] == [60]
-
-    whole = checkpoint_bytes(tmp_path / "b", 60)
-    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step_00000060")
-    fit(dataclasses.replace(begun, resume=True), "digits")
-    assert checkpoint_bytes(tmp_path / "b", 60) == whole
-    again = small(tmp_path / "b", **more | {"resume": True, "train_for": "62st"})
-    assert fit(again, "digits")["eval_count"] == 360  # and without the other run
-
-
-NOT_CONTINUED = {
-    "another seed": ({"seed": 1}, r"seed: got 1, expected 0 \(the checkpoint's\)\n.*--params"),
-    "another optimizer": ({"optim": Optim("adam")}, r"optim\.name: got adam, expected momentum"),
-    "itself": ({"run_dir": "a"}, "continue_from: got the run directory itself"),
-    "a resume": (
-        {"run_dir": "a", "continue_from": "", "resume": True},
-        r"(?s)effective batch: got 60.*--continue-from",
-    ),
-    "no run": ({"continue_from": "c"}, "continue_from: 'c' has no checkpoint that is whole"),
-}
-
-
-@pytest.mark.parametrize("case", NOT_CONTINUED)
-def test_only_another_effective_batch_is_continued_with(case, tmp_path, trained, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    fields, message = NOT_CONTINUED[case]
-    asked = {"run_dir": "b", "continue_from": "a", "effective_batch": 60, "train_for": "70st", **fields}
-    saved = checkpoint_bytes(trained, 61)
-    with pytest.raises(UsageError, match=message):
-        fit(small(Path(asked.pop("run_dir")), **asked), "digits")
-    assert checkpoint_bytes(trained, 61) == saved
 
 
 # ---------------------------------------------------------------- other data
