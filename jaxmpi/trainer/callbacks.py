@@ -287,6 +287,8 @@ def message_guard(callback: Callback, method: str, is_asynchronous: bool) -> con
 
 def copy_checked(callbacks: Any) -> tuple[Callback, ...]:
     """Copies of an experiment's callbacks, so that a second run begins anew."""
+    if not isinstance(callbacks, (tuple, list)):
+        raise UsageError(f"callbacks: got {callbacks!r}; expected a tuple of jaxmpi.Callback objects")
     copies = []
     for callback in callbacks:
         if not isinstance(callback, Callback):

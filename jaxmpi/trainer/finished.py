@@ -55,7 +55,7 @@ from jaxmpi.data.feed import DeviceFeed, open_feed
 from jaxmpi.runtime import failures, provenance
 from jaxmpi.tasks.registry import make_task
 from jaxmpi.trainer import step as steps
-from jaxmpi.trainer.options import PLATFORMS, PROGRAM, facts_file
+from jaxmpi.trainer.options import PLATFORMS, PROGRAM, config_file, facts_file
 from jaxmpi.trainer.plan import init_model
 from jaxmpi.trainer.run import gather_figures
 
@@ -215,9 +215,7 @@ def experiment_of(run_dir: Path, argv: Sequence[str], named: str = "") -> Experi
     An experiment file is code. One that config.json names is executed only if it comes with jaxmpi, or if the
     signature shows that this user has begun the run with it.
     """
-    file = run_dir / "config.json"
-    if not file.is_file():
-        raise UsageError(f"{file}: no such file; name a run directory")
+    file = config_file(run_dir)
     config = read_json(file, MOST_CONFIG_BYTES, "a run's configuration")
     words = config.get("command") if isinstance(config, dict) and "experiment" in config else None
     if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):

@@ -39,9 +39,10 @@ def forecast(argv: Sequence[str]) -> argparse.Namespace:
 
 def evaluate(argv: Sequence[str]) -> argparse.Namespace:
     """Parse options of `jaxmpi evaluate`."""
-    return parse_run(
-        run_parser("evaluate", "Evaluate a run's model on its validation data.", "runs/first --best"), argv
-    )
+    parser = run_parser("evaluate", "Evaluate a run's model on its validation data.", "runs/first --best")
+    options = parse_run(parser, argv)
+    config_file(options.run_dir)
+    return options
 
 
 def predict(argv: Sequence[str]) -> argparse.Namespace:
@@ -53,6 +54,7 @@ def predict(argv: Sequence[str]) -> argparse.Namespace:
         "--data", type=Path, metavar="IN.npz", help="arrays [n, ...] by name in place of the run's data"
     )
     options = parse_run(parser, argv)
+    config_file(options.run_dir)
     if options.out.suffix != ".npz":
         raise UsageError(f"{options.out}: expected a name that ends in .npz")
     refuse_existing(options.out)
@@ -112,6 +114,14 @@ def parse_run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.
         raise UsageError(f"got {several}; several workers are started by a launcher: mpirun -n 8 {parser.prog} RUN ...")
     experiment_file.refuse_unknown(options.fields)
     return options
+
+
+def config_file(run_dir: Path) -> Path:
+    """The file of a run's configuration."""
+    file = run_dir / "config.json"
+    if not file.is_file():
+        raise UsageError(f"{file}: no such file; name a run directory")
+    return file
 
 
 def check_program_file(file: Path, platforms: Sequence[str]) -> None:

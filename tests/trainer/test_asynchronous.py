@@ -299,7 +299,7 @@ def test_worker_0_evaluates_every_batch_by_the_center_and_its_own_state():
 
     _, [worker, _] = served(2, target=1e9)
     leader, data = AsyncLeader.__new__(AsyncLeader), np.arange(1.0, 8)
-    feed = SimpleNamespace(batches=lambda begin, end: (batch for batch in data[begin:end]), tokens_per_byte=1.0)
+    feed = SimpleNamespace(batches=lambda: (batch for batch in data), tokens_per_byte=1.0)
     own = {"eval_params": lambda params, rule_state: params, "mean_state": lambda state: state}
     leader.worker, leader.run = (
         worker,
