@@ -104,17 +104,18 @@ class Finished:
 
     def predict_all(self) -> dict[str, np.ndarray]:
         """Outputs by name for all validation examples, in order, on all ranks."""
-        parts: dict[str, list[np.ndarray]] = {}
+        names: list[str] = []
+        parts: list[list[np.ndarray]] = []
         with self.feed.pool:
             for batch in self.feed.batches():
-                named = by_name(self.predict(batch)) | {None: batch["weight"]}
-                for name, rows in zip(named, self._gather_rows([*map(np.asarray, named.values())]), strict=True):
-                    parts.setdefault(name, []).append(rows)
-        outputs = {name: np.concatenate(rows) for name, rows in parts.items()}
-        real = outputs.pop(None, np.zeros(0)) > 0  # pyright: ignore[reportArgumentType] - no name of an output
+                named = by_name(self.predict(batch))
+                names = [*named]
+                parts.append(self._gather_rows([*map(np.asarray, named.values()), np.asarray(batch["weight"])]))
+        *whole, weights = map(np.concatenate, zip(*parts, strict=True)) if parts else [np.zeros(0)]
+        real = weights > 0
         if missing := len(self.feed.source) - int(real.sum()):
             raise UsageError(f"{self.feed.source.name}: {missing} examples are corrupt")
-        return {name: values[real] for name, values in outputs.items()}
+        return {name: values[real] for name, values in zip(names, whole, strict=True)}
 
     def _gather_rows(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Every rank's rows in the sampler's order; float64 keeps 32 bits exactly."""

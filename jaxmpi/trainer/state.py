@@ -43,8 +43,9 @@ def starting_states(plan: Plan, rule: Rule, folder: Path) -> tuple[States, Saved
         for path in run_directory.lost(folder):
             warn(f"passed over: {path}: gone, though the record has it as saved")
     if rule.asynchronous:
-        say, checkpoints = warn if control.rank == 0 else lambda text: None, folder / "checkpoints"
-        start = load_start(checkpoints, states[workers.mine[0]], workers, rule.asynchronous, experiment.resume, say)
+        say = warn if control.rank == 0 else lambda text: None
+        own, checkpoints = states[workers.mine[0]], folder / "checkpoints"
+        start = load_start(checkpoints, own, workers, rule.asynchronous, experiment.resume, say)
         run_directory.refuse_other_run(start.extra.get("experiment", {}), identity(plan))
         return states, start
     saved = restore_run(folder, states, plan, rule) if experiment.resume else None
