@@ -7,12 +7,9 @@ spin on a core that computes.
 
 import collections
 import dataclasses
-import queue
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -97,29 +94,23 @@ class MemoryShuffle:
     ) -> None:
         self.source, self.control, self.fixed, self.sampler, self.each = source, control, fixed, sampler, each
         self.group: Any = group
+        self.in_background = in_background
         self.load_s = 0.0  # seconds that loading took
         self.shuffles: list[Shuffle] = []  # that are done
         self._is_loaded = False
         self._turn, self._last_turn = -1, None
         self._placed: int | None = None  # the shuffle whose records are here or will be; None: as they were loaded
-        # Shuffles to do. They keep this object alive until they are done; the thread itself does not.
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._stop: weakref.finalize | None = None
-        if group is None:
-            return
-        first = control.rank - group.rank
-        self.neighbours = PeerMemory(group, control.hosts[first : first + group.size])
-        if self.neighbours.is_forbidden and control.rank == 0:
-            print(FORBIDDEN, file=sys.stderr)
-        if in_background:
-            thread = threading.Thread(target=_work, args=(self._queue,), name=THREAD, daemon=True)
-            thread.start()
-            self._stop = weakref.finalize(self, _stop, thread, self._queue)
+        self._thread: threading.Thread | None = None  # the last shuffle's; it keeps this object alive until it is done
+        if group is not None:
+            first = control.rank - group.rank
+            self.neighbours = PeerMemory(group, control.hosts[first : first + group.size])
+            if self.neighbours.is_forbidden and control.rank == 0:
+                print(FORBIDDEN, file=sys.stderr)
 
     def stop(self) -> None:
-        """End the thread once the shuffle that it is at is done."""
-        if self._stop:
-            self._stop()
+        """Wait for the shuffles that have begun."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
 
     def close(self) -> None:
         """`stop`, and give the communicator back; all ranks call it together."""
@@ -185,18 +176,20 @@ class MemoryShuffle:
         if placed == self._placed:
             return False
         self.source.promise()
-        shuffle = partial(self._shuffle, placed, self._placed)
-        if self._stop:
-            self._queue.put(shuffle)
+        work, self._placed = partial(self._shuffle, placed, self._placed, self._thread), placed
+        if self.in_background:
+            self._thread = threading.Thread(target=work, name=THREAD, daemon=True)
+            self._thread.start()
         else:
-            shuffle()
-        self._placed = placed
+            work()
         return True
 
     # ------------------------------------------------------------ in the thread
 
-    def _shuffle(self, shuffle: int, before: int | None) -> None:
-        """Move records from their owners after shuffle `before` to those of `shuffle`."""
+    def _shuffle(self, shuffle: int, before: int | None, last: threading.Thread | None) -> None:
+        """Move records from their owners after shuffle `before`, once it is done, to those of `shuffle`."""
+        if last is not None:
+            last.join()
         group, source, sampler = self.group, self.source, self.sampler
         begin = time.perf_counter()
         order, worker = sampler.shuffled_records(shuffle)
@@ -207,10 +200,9 @@ class MemoryShuffle:
             owners = record_owners(order_before, worker_before // self.each)
         moves = list(plan_moves(order, owners, worker // self.each, source.lengths, group.rank, group.size))
         arena = new_arena(source, moves)
-        source.expect(arena.records)
         self._fill(arena, moves)
         self._wait(group.Ibarrier())  # others may still read what this member forgets next
-        source.take(arena)
+        source.take(arena, promised=True)
         end = time.perf_counter()
         moved_bytes = sum(int(move.received_bytes.sum() - move.received_bytes[group.rank]) for move in moves)
         self.shuffles.append(Shuffle(end - begin, moved_bytes))
@@ -265,18 +257,6 @@ def new_arena(source: MemorySource, moves: list[Move]) -> Arena:
     spare_bytes = len(spare) * memory_source.SPARE // (memory_source.SPARE + 1) if spare else 0
     memory_source.check_alone(part_bytes, spare_bytes)  # others may have taken memory since
     return Arena(np.concatenate([move.received for move in moves]), source.lengths, spare)
-
-
-def _work(wanted: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    while (shuffle := wanted.get()) is not None:
-        shuffle()
-        del shuffle  # else an idle thread keeps the records alive
-
-
-def _stop(thread: threading.Thread, wanted: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    wanted.put(None)
-    if thread is not threading.current_thread():  # it is if the object has ended with its last shuffle
-        thread.join()
 
 
 def alltoallv_buffer(raw: np.ndarray, size_bytes: np.ndarray, begins: np.ndarray | None = None) -> list:

@@ -84,17 +84,6 @@ def test_a_process_that_has_ended(monkeypatch):
             remote.gather(arena.records, np.empty(arena.bytes.size, np.uint8))
 
 
-def test_memory_that_is_not_there(there):
-    with pytest.raises(OSError, match="Bad address"):
-        peer_memory.read_memory(there[0], np.array([4096]), np.array([8]), np.empty(8, np.uint8))
-
-
-def test_a_system_without_the_call(monkeypatch):
-    monkeypatch.setattr(peer_memory, "_readv", None)
-    with pytest.raises(OSError, match="not implemented"):
-        peer_memory.read_memory(os.getpid(), np.array([0]), np.array([8]), np.empty(8, np.uint8))
-
-
 def test_another_process_of_that_number_is_none_of_the_group(there):
     """As in containers, where each counts its own."""
     pid, addresses = there

@@ -19,17 +19,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.json_tree import read_json
-from jaxmpi.data.sources.base import (
-    Source,
-    TableSource,
-    check_plain_files,
-    choose_columns,
-    data_root,
-    open_table,
-    place_in_parts,
-    split_files,
-    split_name,
-)
+from jaxmpi.data.sources import base
 from jaxmpi.data.sources.open_files import LastUsed
 
 KEPT_BYTES = 1 << 28  # bytes of row groups kept by each process that reads them; two groups at least
@@ -39,45 +29,39 @@ STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 MOST_JSON_BYTES = 64 << 20  # names of a million classes
 
 
-class ArrowSource(TableSource):
+class ArrowSource(base.TableSource):
     """Rows of Arrow tables: row groups of Parquet files, or batches of a saved data set.
 
     Refused: a file that is damaged or of another kind, or a column that is missing or has neither numbers nor images.
     """
 
-    file_ends: tuple[int, ...] | None = None
     ends: np.ndarray  # of each table, the index behind its last row
     tables: Any  # by number
 
-    def add_schema(self, schema: Any, path: str) -> None:
+    def add_schema(self, config: Data, schema: Any, path: str) -> None:
         """Check a file's columns, of text, dates or what else is neither numbers nor images, and images as labels."""
+        super().__init__(config, base.choose_columns(config, schema.names, path))
         for place, name in enumerate(self.columns):
-            if schema.names.count(name) != 1:
-                raise UsageError(f"{path}: got column {name} not once; expected the columns of the first file")
             kind, is_label = schema.field(name).type, self.is_pair and place == 1
             expected = "numbers: write a label as its number" if is_label else CELLS
             if not (_holds_numbers(kind) or (_holds_images(kind) and not is_label)):
                 raise UsageError(f"{path}: column {name}: got {kind}; expected {expected}")
         self.is_compressed = _holds_images(schema.field(self.columns[0]).type)
 
-    def add_labels(self, column: Any, path: str) -> None:
-        """Note more labels if they are whole numbers."""
+    def set_labels(self, columns: Sequence[Any], path: str) -> None:
+        """Note labels, a column a part, if all are whole numbers."""
         import pyarrow.types as types
 
-        if not types.is_integer(column.type):
-            return
-        if column.null_count:
-            raise UsageError(
-                f"{path}: column {self.columns[1]}: got {column.null_count} rows without a value; leave them out"
-            )
-        before = np.empty(0, np.int64) if self.labels is None else self.labels
-        self.labels = np.concatenate([before, column.to_numpy(zero_copy_only=False).astype(np.int64)])
+        if missing := sum(column.null_count for column in columns):
+            raise UsageError(f"{path}: column {self.columns[1]}: got {missing} rows without a value; leave them out")
+        if columns and all(types.is_integer(column.type) for column in columns):
+            self.labels = np.concatenate([column.to_numpy(zero_copy_only=False) for column in columns], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def cells(self, index: int) -> Sequence[Any]:
-        number, row = place_in_parts(self.ends, index)
+        number, row = base.place_in_parts(self.ends, index)
         table = self.tables[number]
         return [_read_cell(table.column(name)[row], f"{self.where(index)}: column {name}") for name in self.columns]
 
@@ -89,13 +73,11 @@ class ParquetSource(ArrowSource):
     """One split of Parquet files."""
 
     def __init__(self, config: Data, files: Sequence[str]) -> None:
-        with _open_parquet(files[0]) as file:
-            super().__init__(config, choose_columns(config, file.schema_arrow.names, files[0]))
         self.groups: list[tuple[str, int]] = []
-        rows, size_bytes = [], []
+        rows, size_bytes, labels = [], [], []
         for path in files:
             with _open_parquet(path) as file:
-                self.add_schema(file.schema_arrow, path)
+                self.add_schema(config, file.schema_arrow, path)
                 for number in range(file.num_row_groups):
                     group = file.metadata.row_group(number)
                     chunks = [group.column(i) for i in range(group.num_columns)]
@@ -104,15 +86,11 @@ class ParquetSource(ArrowSource):
                     rows.append(group.num_rows)
                     size_bytes.append(sum(chunk.total_uncompressed_size for chunk in wanted))
                 if self.is_pair:
-                    column = file.read([self.columns[1]]).column(0)
-                    if len(column) != file.metadata.num_rows:
-                        raise UsageError(
-                            f"{path}: got {len(column)} labels for {file.metadata.num_rows} rows; copy it again"
-                        )
-                    self.add_labels(column, path)
+                    labels.append(file.read([self.columns[1]]).column(0))
+                    if len(labels[-1]) != file.metadata.num_rows:
+                        raise UsageError(f"{path}: got {len(labels[-1])} labels for {file.metadata.num_rows} rows")
+        self.set_labels(labels, files[0])
         self.ends = np.cumsum(rows, dtype=np.int64)
-        if self.labels is not None and len(self.labels) < len(self):  # some files have other numbers
-            self.labels = None
         is_small = sum(size_bytes) <= KEPT_BYTES
         self.file_ends = None if is_small else tuple(self.ends.tolist())
         most = len(self.groups) if is_small else max(2, KEPT_BYTES // max(size_bytes))
@@ -120,13 +98,23 @@ class ParquetSource(ArrowSource):
         self.tables = LastUsed(partial(_read_row_group, self.groups, self.columns), most)
 
     def where(self, index: int) -> str:
-        number, row = place_in_parts(self.ends, index)
+        number, row = base.place_in_parts(self.ends, index)
         path, group = self.groups[number]
         return f"{path}, row group {group}[{row}]"
 
     def digest(self) -> str:
         names = [f"{os.path.basename(path)}:{number}" for path, number in self.groups]
-        return self.sha256([*names, *self.columns], [self.ends.tobytes()])
+        parts = [self.ends] if self.labels is None else [self.ends, self.labels]
+        return base.sha256([*names, *self.columns], parts)
+
+
+def parquet(config: Data, split: str) -> base.Source:
+    """Parquet files in DIR/<split>/, or DIR/<split>-<any>.parquet; classes are counted, training's too."""
+
+    def open_split(split: str) -> ParquetSource:
+        return ParquetSource(config, base.split_files(config, split, ".parquet"))
+
+    return base.open_table(config, split, open_split)
 
 
 def _read_row_group(groups: Sequence[tuple[str, int]], columns: Sequence[str], number: int) -> Any:
@@ -157,11 +145,6 @@ def _import_arrow(source: str) -> Any:
     return pyarrow
 
 
-def parquet(config: Data, split: str) -> Source:
-    """Parquet files in DIR/<split>/, or DIR/<split>-<any>.parquet; classes are counted, training's too."""
-    return open_table(config, split, lambda split: ParquetSource(config, split_files(config, split, ".parquet")))
-
-
 # ---------------------------------------------------------------- saved data sets
 
 
@@ -169,25 +152,22 @@ class HuggingFaceSource(ArrowSource):
     """One split that `datasets` has saved in a folder, read without `datasets`."""
 
     def __init__(self, config: Data, folder: str) -> None:
-        self.config, self.folder = config, folder
+        self.config, self.folder, self.tables = config, folder, []
         pyarrow = _import_arrow("huggingface")
         paths, features = _read_saved(Path(folder))
-        self.tables = []
         for path in paths:
             try:
                 schema, batches = _map_batches(pyarrow, path)
             except (OSError, pyarrow.ArrowException) as error:
                 raise UsageError(f"{path}: {error}; expected {DATA_SET}") from error
-            if not self.tables:
-                super().__init__(config, choose_columns(config, schema.names, folder))
-            self.add_schema(schema, path)
+            self.add_schema(config, schema, path)
             self.tables += batches
-        if self.is_pair and self.tables:
-            label_parts = [batch.column(self.columns[1]) for batch in self.tables]
-            self.add_labels(pyarrow.chunked_array(label_parts), folder)
         self.ends = np.cumsum([len(batch) for batch in self.tables], dtype=np.int64)
-        label = features.get(self.columns[1]) if self.is_pair else None
-        self.classes = len(label["names"]) if isinstance(label, dict) and label.get("_type") == "ClassLabel" else 0
+        if self.is_pair:
+            self.set_labels([batch.column(self.columns[1]) for batch in self.tables], folder)
+            label = features.get(self.columns[1])
+            if isinstance(label, dict) and label.get("_type") == "ClassLabel":
+                self.classes = len(label["names"])
         self.facts = f"{features}"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -197,7 +177,17 @@ class HuggingFaceSource(ArrowSource):
         return f"{self.folder}[{index}]"
 
     def digest(self) -> str:
-        return self.sha256([f"{len(self)}", self.facts])
+        return base.sha256([f"{len(self)}", self.facts], [] if self.labels is None else [self.labels])
+
+
+def huggingface(config: Data, split: str) -> base.Source:
+    """The saved data set in DIR/<split>; classes without names are counted."""
+    root = base.data_root(config, "DIR/<split>/, as DatasetDict.save_to_disk writes it")
+
+    def open_split(split: str) -> HuggingFaceSource:
+        return HuggingFaceSource(config, f"{root}/{base.split_name(config, split)}")
+
+    return base.open_table(config, split, open_split)
 
 
 def _read_saved(folder: Path) -> tuple[list[str], dict[str, Any]]:
@@ -214,7 +204,7 @@ def _read_saved(folder: Path) -> tuple[list[str], dict[str, Any]]:
     if odd or not names or state.get("_indices_data_files"):
         raise UsageError(f"{folder}: got the files {odd or names}, or indices; expected {DATA_SET}: save it again")
     paths = [str(folder / name) for name in names]
-    check_plain_files(paths, DATA_SET)
+    base.check_plain_files(paths, DATA_SET)
     return paths, features
 
 
@@ -237,10 +227,7 @@ def _map_batches(pyarrow: Any, path: str) -> tuple[Any, list[Any]]:
         return reader.schema, batches
 
 
-def huggingface(config: Data, split: str) -> Source:
-    """The saved data set in DIR/<split>; classes without names are counted."""
-    base = data_root(config, "DIR/<split>/, as DatasetDict.save_to_disk writes it")
-    return open_table(config, split, lambda split: HuggingFaceSource(config, f"{base}/{split_name(config, split)}"))
+# ---------------------------------------------------------------- types and cells
 
 
 def _holds_images(kind: Any) -> bool:
