@@ -30,23 +30,9 @@ import numpy as np
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import TrainingError, UsageError, lookup
 from jaxmpi.core.shared_memory import Segment
+from jaxmpi.data import loader_worker
 from jaxmpi.data.example import ExampleReader
-from jaxmpi.data.loader_worker import (
-    BOARD_ROW,
-    INDEX,
-    JOB,
-    NOTHING,
-    PID,
-    SINCE,
-    STOP,
-    Answer,
-    LoaderWorker,
-    Make,
-    Note,
-    Ring,
-    SharedPickle,
-    answer_from_bytes,
-)
+from jaxmpi.data.loader_worker import Answer, Make, Note, Ring, SharedPickle
 from jaxmpi.data.sources.base import Source, where
 
 JOIN_S = 5.0  # a loader stuck in a read must not keep an error from being shown
@@ -79,7 +65,7 @@ class LoaderPool:
         self._start = lookup(KINDS, kind, "data.loader")
         self._loaders: Any = None  # made by a row of KINDS
         self._stop_loaders: Callable[[], object] = lambda: None
-        self._board = np.zeros((size, BOARD_ROW), np.int64)
+        self._board = np.zeros((size, loader_worker.BOARD_ROW), np.int64)
         self.jobs: dict[int, Job] = {}  # that are not closed
         self._tickets: dict[int, tuple[int, int]] = {}  # ticket -> job, loader
         self._answers: dict[int, Answer] = {}
@@ -157,7 +143,9 @@ class LoaderPool:
         if how:
             raise TrainingError(f"loader {number} of {self.size} {how} {place or 'between examples'}")
         silent_s = time.monotonic() - (since_s if place else max(begin, since_s))  # since its last message
-        if silent_s > (self.stall_timeout_s if self._board[number, PID] else max(self.stall_timeout_s, START_S)):
+        if silent_s > (
+            self.stall_timeout_s if self._board[number, loader_worker.PID] else max(self.stall_timeout_s, START_S)
+        ):
             raise TrainingError(
                 f"loader {number} of {self.size} has been {place or 'silent'} for {silent_s:.0f} s; "
                 "data.stall_timeout_s sets how long it may"
@@ -165,8 +153,10 @@ class LoaderPool:
 
     def current_example(self, number: int) -> tuple[str, float]:
         """A loader's example, empty if none, and since when by `time.monotonic`; 0 before its first message."""
-        job, index, since_ns = self._board[number, [JOB, INDEX, SINCE]].tolist()
-        if not since_ns or index == NOTHING or job not in self.jobs:
+        job, index, since_ns = self._board[
+            number, [loader_worker.JOB, loader_worker.INDEX, loader_worker.SINCE]
+        ].tolist()
+        if not since_ns or index == loader_worker.NOTHING or job not in self.jobs:
             return "", since_ns / 1e9
         source = self.jobs[job].reader.source
         awaited_s = getattr(source, "awaited_s", lambda index: 0.0)(index)
@@ -199,7 +189,7 @@ class LoaderPool:
 
 
 def _stop(loaders: Any, board: np.ndarray) -> None:
-    board[:, STOP] = 1
+    board[:, loader_worker.STOP] = 1
     loaders.stop()
 
 
@@ -223,7 +213,7 @@ class Threads:
     def __init__(self, size: int, board: Segment) -> None:
         self.done: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self.inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
-        rows = board.array(0, (size, BOARD_ROW), np.int64)
+        rows = board.array(0, (size, loader_worker.BOARD_ROW), np.int64)
         self.threads = [
             threading.Thread(target=_work, args=(row, inbox, self.done), daemon=True, name=f"jaxmpi-loader-{number}")
             for number, (row, inbox) in enumerate(zip(rows, self.inboxes, strict=True))
@@ -248,7 +238,7 @@ class Threads:
     def ended(self, number: int) -> str:
         return ""  # a thread does not end before `stop`
 
-    def stop(self) -> None:  # queued requests are passed over, since the board says STOP
+    def stop(self) -> None:  # queued requests are passed over, since the board says loader_worker.STOP
         for inbox in self.inboxes:
             inbox.put(None)
         deadline = time.monotonic() + JOIN_S
@@ -257,7 +247,7 @@ class Threads:
 
 
 def _work(board: np.ndarray, inbox: "queue.SimpleQueue[Any]", done: "queue.SimpleQueue[Answer]") -> None:
-    loader = LoaderWorker(board)
+    loader = loader_worker.LoaderWorker(board)
     while (message := inbox.get()) is not None:
         answer = loader.handle(message)
         if answer is not None:
@@ -292,7 +282,7 @@ class LoaderProcesses:
             assert isinstance(pipe, Connection)
             try:
                 while pipe.poll():
-                    answers.append(answer_from_bytes(pipe.recv_bytes()))
+                    answers.append(loader_worker.answer_from_bytes(pipe.recv_bytes()))
             except (EOFError, OSError):  # it has ended; `ended` says how
                 self.open_pipes.discard(pipe)
         return answers

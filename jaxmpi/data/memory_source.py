@@ -22,7 +22,7 @@ from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import unreadable
-from jaxmpi.data.sources.base import Source, decode_image, pair, where
+from jaxmpi.data.sources.base import Source, TableSource, pair, where
 from jaxmpi.data.sources.packed import check_record
 from jaxmpi.data.thread_map import in_order
 
@@ -86,7 +86,7 @@ def map_pages(size_bytes: int) -> mmap.mmap:
     return pages
 
 
-class MemorySource:
+class MemorySource(TableSource):
     """Another source's records, kept in memory as compressed as they are, for several threads.
 
     A record that is not here is waited for while a shuffle brings any. One that does not come, such as what fills a
@@ -103,15 +103,14 @@ class MemorySource:
         for name, refusal in (("bytes_each", TEXT), ("endless", ENDLESS)):
             if getattr(inner, name, 0):
                 raise UsageError(refusal.format(source=inner.name))
-        self.inner, self.data = inner, data
+        super().__init__(data)
+        self.inner, self.data, n = inner, data, len(inner)
         self.name, self.classes = inner.name, inner.classes
         self.is_compressed = getattr(inner, "encoded", None) is not None
-        self.encoded = self.record if self.is_compressed else None
-        n = len(inner)
-        self.lengths, self.labels, self.is_corrupt = np.zeros(n, np.int64), np.zeros(n, np.int32), np.zeros(n, bool)
+        self.labels: np.ndarray = np.zeros(n, np.int32)
+        self.lengths, self.is_corrupt = np.zeros(n, np.int64), np.zeros(n, bool)
         self.read_again = 0
         self._arenas: tuple[Arena, ...] = ()  # newest first; two while records are shuffled
-        self._home: Arena | None = None  # the first, if it stays
         self._promised = 0  # shuffles that are not done
         self._changed = threading.Condition()
         self._changed_s = 0.0  # when, by time.monotonic
@@ -136,11 +135,9 @@ class MemorySource:
             view = None if arena is None else arena[index]
         return self._read(index) if view is None else (view.data, int(self.labels[index]))
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+    def cells(self, index: int) -> tuple[Any, int]:
         blob, label = self.record(index)
-        if self.is_compressed:
-            return decode_image(blob, self.where(index), index, self.data.channels, self.data.resize), label
-        return pickle.loads(blob), label
+        return (blob if self.is_compressed else pickle.loads(blob)), label
 
     def awaited_s(self, index: int) -> float:
         """The `time.monotonic` until which a reader may have waited for this record."""
@@ -238,20 +235,12 @@ class MemorySource:
         """The arena that was taken last."""
         return self._arenas[0]
 
-    def origin(self) -> Arena:
-        """The arena that a shuffle copies from."""
-        return self._home or self.newest()
-
-    def keep_first(self) -> None:
-        """Keep what has been loaded for good: shuffles bring copies of it."""
-        self._home = self._home or self._arenas[-1]
-
-    def forget(self) -> mmap.mmap | None:
-        """Drop all arenas but the newest and the one that stays; return the pages of one that nobody reads any more."""
+    def forget(self, stays: Arena | None = None) -> mmap.mmap | None:
+        """Drop all arenas but the newest and this one; return the pages of one that nobody reads any more."""
         with self._changed:
-            stays = {id(self._arenas[0]), id(self._home)}
-            dropped = [(weakref.ref(arena.bytes), arena.pages) for arena in self._arenas if id(arena) not in stays]
-            self._arenas = tuple(arena for arena in self._arenas if id(arena) in stays)
+            kept = [arena for arena in self._arenas if arena is self._arenas[0] or arena is stays]
+            dropped = [(weakref.ref(arena.bytes), arena.pages) for arena in self._arenas if arena not in kept]
+            self._arenas = tuple(kept)
         return next((pages for view, pages in dropped if view() is None), None)
 
 

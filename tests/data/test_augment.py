@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import ArraySource, Augment, Loader, Sampler, load_mean_image, open_source
+from jaxmpi.data import ArraySource, Augment, Loader, Sampler, open_source
 from jaxmpi.data.augment import random_window
 
 IMAGE = np.arange(20 * 30 * 3, dtype=np.uint32).reshape(20, 30, 3).astype(np.uint8)
@@ -84,20 +84,6 @@ class TestMeanImage:
             assert any(np.allclose(out, window, rtol=1e-6, atol=0) for window in windows)
         centre = augmented(data, IMAGE, train=False, mean=mean)
         assert np.allclose(centre, whole[2:14, 2:14], rtol=1e-6, atol=0)
-
-    def test_image_smaller_than_the_mean(self, mean):
-        with pytest.raises(UsageError, match=r"photo0.*data\.mean_image"):
-            augmented(Data(crop=8), IMAGE[:10], mean=mean)
-
-    def test_file(self, tmp_path, mean):
-        path = str(tmp_path / "mean.npy")
-        np.save(path, mean)
-        loaded = load_mean_image(Data(mean_image=path, crop=12))
-        assert loaded is not None
-        assert np.array_equal(loaded, mean)
-        assert load_mean_image(Data()) is None
-        with pytest.raises(UsageError, match=r"data\.crop = 20"):
-            load_mean_image(Data(mean_image=path, crop=20))
 
 
 # ---------------------------------------------------------------- crops of random area and aspect

@@ -57,22 +57,6 @@ class TestContents:
             assert (image.shape, int(image.min()), int(image.max()), int(label)) == ((5, 6, 3), i, i, i % 4)
         assert source.where(9) == f"{folder}/train/00002.npy[1]"
 
-    def test_classes_are_those_of_training_and_of_the_split(self, folder):
-        assert opened(folder, "validation").classes == 4
-        np.save(folder / "validation_labels.npy", [0, 5, 1])
-        sources = [opened(folder, split) for split in ("train", "validation")]
-        assert [(source.classes, source.is_counted) for source in sources] == [(4, True), (6, True)]
-
-    def test_images_in_fortran_order_are_written_so_that_they_can_be_read(self, tmp_path):
-        """One image alone, as in the last file here, is an array that NumPy would write in Fortran order."""
-        images = np.random.default_rng(0).integers(0, 256, (4, 4, 6, 3), np.uint8)
-        turned = ArraySource([np.asfortranarray(image) for image in images], range(4))
-        assert np.stack(turned.images[3:]).flags.f_contiguous
-        write_batch_files(turned, tmp_path, "train", rows=3, seed=None)
-        source = opened(tmp_path)
-        for i in range(4):
-            assert np.array_equal(source[i][0], images[i])
-
 
 class TestReads:
     def test_the_order_is_taken_up_in_the_middle_of_an_epoch_by_another_number_of_workers(self, folder):

@@ -7,15 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxmpi.comm.topology import gather_workers
-from jaxmpi.config import Experiment
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import open_source
-from jaxmpi.data.feed import open_feed
 from jaxmpi.data.sources import numpy_files
 from jaxmpi.data.sources.numpy_files import NumpySource
-from jaxmpi.model import Model
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (10, 4, 5, 3), np.uint8)
 LABELS = np.arange(10) % 3
@@ -111,13 +107,3 @@ def test_of_compressed_training_only_labels_are_read_for_another_split(tmp_path,
     monkeypatch.setattr(numpy_files._Member, "open", lambda self, name: read.append(name) or whole(self, name))
     assert opened(tmp_path, "validation").classes == 3
     assert read == ["image", "label", "label"]
-
-
-def test_the_bytes_read_into_memory_are_said_at_the_start(tmp_path, capsys):
-    np.savez_compressed(tmp_path / "train.npz", image=IMAGES, label=LABELS)
-    model = Model("any", lambda *_: ({}, {}), lambda *_: (None, {}), (4, 5, 3), 3)
-    experiment = Experiment(model=model, data=Data("numpy", dir=str(tmp_path)))
-    feed = open_feed(experiment, "train", 4, gather_workers(1))
-    np.testing.assert_array_equal(feed.source[9][0], IMAGES[9])
-    note = f"jaxmpi: {tmp_path}/train.npz: image is compressed or in Fortran order: 600 bytes"
-    assert note in capsys.readouterr().err

@@ -361,14 +361,6 @@ def test_no_path_leaves_the_folder_and_none_is_special(packed, tmp_path, name, k
         PackedSource(folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"format": "jaxmpi packed 1"}', "\xff"])
-def test_a_manifest_that_is_none(packed, text):
-    _, folder = packed
-    (folder / MANIFEST).write_bytes(text.encode("latin-1"))
-    with pytest.raises(UsageError, match="manifest"):
-        PackedSource(folder)
-
-
 def test_an_index_with_holes_larger_than_memory(packed):
     _, folder = packed
     forge(folder, records=1 << 32)

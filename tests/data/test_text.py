@@ -152,21 +152,6 @@ class TestTokenizers:
         assert len({source.digest() for source in sources}) == 1
         assert opened(sentences, tokenizer=words()).digest() != sources[0].digest()
 
-    def test_added_tokens_count_although_vocab_size_leaves_them_out(self, sentences):
-        class Added:
-            vocab_size = 5
-
-            def __len__(self) -> int:
-                return 7
-
-            def encode(self, text: str) -> list[int]:
-                return [6] * 4
-
-        assert opened(sentences, tokenizer=Added()).classes == 7
-        given = words()
-        given.add_tokens(["e"])
-        assert opened(sentences, tokenizer=given).classes == 6
-
     @pytest.mark.parametrize(
         ("tokenizer", "named"),
         [

@@ -1,7 +1,6 @@
 """File systems that fail, stall, fill up or change under a run: one outcome for every kind of source, by name."""
 
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -177,16 +176,6 @@ class TestFilesThatChangeUnderTheRun:
         with pytest.raises(TrainingError, match=r"example 4\) is corrupt: its checksum"):
             source.encoded(BAD)  # pyright: ignore[reportAttributeAccessIssue]
         assert WAYS[way](source, options)[:4] == [0, 1, 2, 3]
-
-    @pytest.mark.parametrize("kind", SOURCES)
-    def test_data_in_memory_outlive_their_files(self, folder, kind):
-        options = data(folder, kind)
-        inside = MemorySource(open_source(options, "train"), options)
-        inside.load(np.arange(N))
-        shutil.rmtree(folder / kind)
-        for _ in range(2):
-            assert read(inside, options) == list(range(N))
-        assert inside.read_again == 0
 
 
 FULL = """

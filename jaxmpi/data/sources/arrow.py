@@ -16,14 +16,12 @@ from typing import Any
 import numpy as np
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.json_tree import read_json
 from jaxmpi.data.sources import base
 from jaxmpi.data.sources.open_files import LastUsed
 
 KEPT_BYTES = 1 << 28  # bytes of row groups kept by each process that reads them; two groups at least
-CELLS = "numbers, lists of them that are equally long, or the bytes of images"
 DATA_SET = "a folder that Dataset.save_to_disk has written"
 STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 MOST_JSON_BYTES = 64 << 20  # names of a million classes
@@ -32,37 +30,31 @@ MOST_JSON_BYTES = 64 << 20  # names of a million classes
 class ArrowSource(base.TableSource):
     """Rows of Arrow tables: row groups of Parquet files, or batches of a saved data set.
 
-    Refused: a file that is damaged or of another kind, or a column that is missing or has neither numbers nor images.
+    Refused: a file that is damaged or of another kind, or a column that is missing; as they are read, cells that hold
+    neither numbers, nor lists of them that are equally long, nor the bytes of images.
     """
 
-    ends: np.ndarray  # of each table, the index behind its last row
     tables: Any  # by number
 
     def add_schema(self, config: Data, schema: Any, path: str) -> None:
-        """Check a file's columns, of text, dates or what else is neither numbers nor images, and images as labels."""
+        """Find the columns in a file."""
         super().__init__(config, base.choose_columns(config, schema.names, path))
-        for place, name in enumerate(self.columns):
-            kind, is_label = schema.field(name).type, self.is_pair and place == 1
-            expected = "numbers: write a label as its number" if is_label else CELLS
-            if not (_holds_numbers(kind) or (_holds_images(kind) and not is_label)):
-                raise UsageError(f"{path}: column {name}: got {kind}; expected {expected}")
         self.is_compressed = _holds_images(schema.field(self.columns[0]).type)
 
     def set_labels(self, columns: Sequence[Any], path: str) -> None:
         """Note labels, a column a part, if all are whole numbers."""
         import pyarrow.types as types
 
+        for column in columns:
+            if _holds_images(column.type):
+                raise UsageError(f"{path}: column {self.columns[1]}: got {column.type}; expected numbers")
         if missing := sum(column.null_count for column in columns):
             raise UsageError(f"{path}: column {self.columns[1]}: got {missing} rows without a value; leave them out")
         if columns and all(types.is_integer(column.type) for column in columns):
             self.labels = np.concatenate([column.to_numpy(zero_copy_only=False) for column in columns], dtype=np.int64)
 
-    def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    def cells(self, index: int) -> Sequence[Any]:
-        number, row = base.place_in_parts(self.ends, index)
-        table = self.tables[number]
+    def read(self, part: int, row: int, index: int) -> Sequence[Any]:
+        table = self.tables[part]
         return [_read_cell(table.column(name)[row], f"{self.where(index)}: column {name}") for name in self.columns]
 
 
@@ -90,22 +82,12 @@ class ParquetSource(ArrowSource):
                     if len(labels[-1]) != file.metadata.num_rows:
                         raise UsageError(f"{path}: got {len(labels[-1])} labels for {file.metadata.num_rows} rows")
         self.set_labels(labels, files[0])
-        self.ends = np.cumsum(rows, dtype=np.int64)
+        self.set_parts([f"{path}, row group {number}" for path, number in self.groups], rows)
         is_small = sum(size_bytes) <= KEPT_BYTES
         self.file_ends = None if is_small else tuple(self.ends.tolist())
         most = len(self.groups) if is_small else max(2, KEPT_BYTES // max(size_bytes))
         # The loaders of a batch need the same row group: one reads it.
         self.tables = LastUsed(partial(_read_row_group, self.groups, self.columns), most)
-
-    def where(self, index: int) -> str:
-        number, row = base.place_in_parts(self.ends, index)
-        path, group = self.groups[number]
-        return f"{path}, row group {group}[{row}]"
-
-    def digest(self) -> str:
-        names = [f"{os.path.basename(path)}:{number}" for path, number in self.groups]
-        parts = [self.ends] if self.labels is None else [self.ends, self.labels]
-        return base.sha256([*names, *self.columns], parts)
 
 
 def parquet(config: Data, split: str) -> base.Source:
@@ -128,21 +110,10 @@ def _read_row_group(groups: Sequence[tuple[str, int]], columns: Sequence[str], n
 
 @contextlib.contextmanager
 def _open_parquet(path: str) -> Iterator[Any]:
-    pyarrow = _import_arrow("parquet")
-    try:
+    pyarrow = base.import_package("parquet", "parquet", "pyarrow", "pyarrow.parquet")
+    with base.refusing(path, "a Parquet file", pyarrow.ArrowException):
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
             yield file
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UsageError(f"{path}: {error}; expected a Parquet file: it is damaged, or another kind of file") from error
-
-
-def _import_arrow(source: str) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UsageError(f"{source}: {error}; install it with {installing(f'jaxmpi[{source}]')}") from error
-    return pyarrow
 
 
 # ---------------------------------------------------------------- saved data sets
@@ -153,31 +124,22 @@ class HuggingFaceSource(ArrowSource):
 
     def __init__(self, config: Data, folder: str) -> None:
         self.config, self.folder, self.tables = config, folder, []
-        pyarrow = _import_arrow("huggingface")
+        pyarrow = base.import_package("huggingface", "huggingface", "pyarrow")
         paths, features = _read_saved(Path(folder))
         for path in paths:
-            try:
+            with base.refusing(path, DATA_SET, pyarrow.ArrowException):
                 schema, batches = _map_batches(pyarrow, path)
-            except (OSError, pyarrow.ArrowException) as error:
-                raise UsageError(f"{path}: {error}; expected {DATA_SET}") from error
             self.add_schema(config, schema, path)
             self.tables += batches
-        self.ends = np.cumsum([len(batch) for batch in self.tables], dtype=np.int64)
+        self.set_parts((f"{folder}, batch {number}" for number in range(len(self.tables))), [*map(len, self.tables)])
         if self.is_pair:
             self.set_labels([batch.column(self.columns[1]) for batch in self.tables], folder)
             label = features.get(self.columns[1])
             if isinstance(label, dict) and label.get("_type") == "ClassLabel":
                 self.classes = len(label["names"])
-        self.facts = f"{features}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HuggingFaceSource, (self.config, self.folder)
-
-    def where(self, index: int) -> str:
-        return f"{self.folder}[{index}]"
-
-    def digest(self) -> str:
-        return base.sha256([f"{len(self)}", self.facts], [] if self.labels is None else [self.labels])
 
 
 def huggingface(config: Data, split: str) -> base.Source:
@@ -195,11 +157,9 @@ def _read_saved(folder: Path) -> tuple[list[str], dict[str, Any]]:
     if (folder / "dataset_dict.json").is_file():
         raise UsageError(f"{folder}: got several splits; expected one split: name it with data.train_split")
     state, info = (read_json(folder / name, MOST_JSON_BYTES, DATA_SET) for name in ("state.json", "dataset_info.json"))
-    try:
+    with base.refusing(str(folder), DATA_SET, KeyError, TypeError, ValueError):
         names = [file["filename"] for file in state["_data_files"]]
         features = dict(info["features"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{folder}: {error!r} in its JSON files; expected {DATA_SET}") from error
     odd = [name for name in names if not isinstance(name, str) or os.path.basename(name) != name]
     if odd or not names or state.get("_indices_data_files"):
         raise UsageError(f"{folder}: got the files {odd or names}, or indices; expected {DATA_SET}: save it again")
@@ -238,15 +198,6 @@ def _holds_images(kind: Any) -> bool:
     return in_struct or types.is_binary(kind) or types.is_large_binary(kind)
 
 
-def _holds_numbers(kind: Any) -> bool:
-    import pyarrow.types as types
-
-    kind = getattr(kind, "storage_type", kind)
-    while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        kind = getattr(kind.value_type, "storage_type", kind.value_type)
-    return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
-
-
 def _read_cell(scalar: Any, where: str) -> Any:
     """An Arrow scalar as a number, an array, or an image's bytes."""
     scalar = getattr(scalar, "value", scalar) if hasattr(scalar.type, "storage_type") else scalar
@@ -258,7 +209,10 @@ def _read_cell(scalar: Any, where: str) -> Any:
         return blob
     if not scalar.is_valid:
         raise UsageError(f"{where}: got no value; leave such rows out")
-    return _to_array(scalar.values, where) if hasattr(scalar, "values") else np.asarray(scalar.as_py())
+    cell = _to_array(scalar.values, where) if hasattr(scalar, "values") else np.asarray(scalar.as_py())
+    if cell.dtype.kind not in "biuf":
+        raise UsageError(f"{where}: got {scalar.type}; expected numbers, or lists of them: write a label as its number")
+    return cell
 
 
 def _to_array(values: Any, where: str) -> np.ndarray:

@@ -1,14 +1,17 @@
 """What a source of examples is, and what sources of files share: names of splits, files and columns, and digests."""
 
+import contextlib
 import hashlib
+import importlib
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from jaxmpi.config.data import Data, data_dir
+from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.data.decode import MODES, corrupt_if_it_fails, decoded
@@ -89,7 +92,7 @@ def sha256(words: Iterable[str], parts: Iterable[Any] = ()) -> str:
 
 
 class TableSource:
-    """Rows of stored columns; a class of it reads cells: numbers, arrays, or the bytes of compressed images.
+    """Rows of stored columns, in parts; a class of it reads them: numbers, arrays, or the bytes of compressed images.
 
     Two `columns` are an input and its label (`is_pair`). Any other number makes a dict, for a task of the user's own.
     """
@@ -100,12 +103,31 @@ class TableSource:
     notes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()  # of the classes
     classes, is_counted = 0, False
+    parts: tuple[str, ...] = ()  # names of files, or of what is in them
+    ends = np.zeros(0, np.int64)  # of each part, the index behind its last row
 
     def __init__(self, config: Data, columns: Sequence[str] = DEFAULT) -> None:
         if self.is_compressed and config.channels not in MODES:
             raise UsageError(f"data.channels: got {config.channels}; expected {', '.join(map(str, MODES))}")
         self.name, self.columns, self.is_pair = config.source, tuple(columns), len(columns) == 2
         self.channels, self.resize = config.channels, config.resize
+
+    def set_parts(self, names: Iterable[str], rows: Sequence[int]) -> None:
+        """Say where rows are, and how many."""
+        self.parts, self.ends = tuple(names), np.cumsum(rows, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def where(self, index: int) -> str:
+        """The file of row `index`, and its place there."""
+        part, row = place_in_parts(self.ends, index)
+        return f"{self.parts[part]}[{row}]"
+
+    def digest(self) -> str:
+        """The same for files of the same names, lengths and labels."""
+        labels = [] if self.labels is None else [self.labels]
+        return sha256([*map(os.path.basename, self.parts), *self.columns], [self.ends, *labels])
 
     @property
     def encoded(self) -> Any:
@@ -114,24 +136,19 @@ class TableSource:
 
     def cells(self, index: int) -> Sequence[Any]:
         """Cells of row `index`, in the order of `columns`."""
-        raise NotImplementedError
+        return self.read(*place_in_parts(self.ends, index), index)
 
-    def where(self, index: int) -> str:
-        """The file of row `index`, and its place there."""
+    def read(self, part: int, row: int, index: int) -> Sequence[Any]:
+        """Cells of a row of a part."""
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Any:
         values = list(self.cells(index))
         for place, cell in enumerate(values):
-            if isinstance(cell, bytes):
-                values[place] = decode_image(cell, self.where(index), index, self.channels, self.resize)
+            if isinstance(cell, bytes | memoryview):
+                with corrupt_if_it_fails(cell, self.where(index), index):
+                    values[place] = decoded(cell, self.channels, self.resize)
         return tuple(values) if self.is_pair else dict(zip(self.columns, values, strict=True))
-
-
-def decode_image(blob: Any, where: str, index: int, channels: int, resize: int) -> np.ndarray:
-    """u8[height, width, channels] of a compressed image; raise `CorruptExample` if it cannot be decoded."""
-    with corrupt_if_it_fails(blob, where, index):
-        return decoded(blob, channels, resize)
 
 
 def open_table(config: Data, split: str, open_split: Callable[[str], Any]) -> Any:
@@ -159,7 +176,27 @@ def choose_columns(config: Data, there: Iterable[str], path: str) -> tuple[str, 
     return wanted
 
 
-# ---------------------------------------------------------------- files of a split
+# ---------------------------------------------------------------- packages, and files of a split
+
+
+def import_package(what: str, extra: str, *modules: str) -> Any:
+    """The package of these modules, which are imported; `what` needs it, and `jaxmpi[extra]` installs it."""
+    try:
+        package, *_ = [importlib.import_module(module) for module in modules]
+        return package
+    except ImportError as error:
+        raise UsageError(f"{what}: {error}; install it with {installing(f'jaxmpi[{extra}]')}") from error
+
+
+@contextlib.contextmanager
+def refusing(path: str, expected: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn `OSError`, and what else a library raises of a file that it does not take, into a `UsageError`."""
+    try:
+        yield
+    except (OSError, *errors) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{path}: {error}; expected {expected}: it is damaged, or of another kind") from error
 
 
 def split_name(config: Data, split: str) -> str:

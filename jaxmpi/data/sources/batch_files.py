@@ -26,7 +26,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import sync_file
 from jaxmpi.data.sampler import Sampler
-from jaxmpi.data.sources.base import Source, data_root, pair, place_in_parts, sha256, split_name
+from jaxmpi.data.sources.base import Source, TableSource, data_root, open_table, pair, place_in_parts, split_name
 from jaxmpi.data.sources.numpy_files import Expected, load_array, read_header
 from jaxmpi.data.sources.open_files import LastUsed, OpenFiles
 from jaxmpi.data.sources.packed import check_record
@@ -44,17 +44,16 @@ IMAGES = Expected(
 LABELS = Expected("whole numbers, one an image", lambda found: found.dtype.kind in "iu" and len(found.shape) == 1)
 
 
-class BatchFileSource:
-    """One split of batch files below `root`; `classes` 0 counts up to the largest label.
+class BatchFileSource(TableSource):
+    """One split of batch files below `root`.
 
     Raises:
         UsageError: no file, or a file or labels that are not as described; more or fewer labels than examples; or names
             whose order is not that of the numbers in them.
     """
 
-    name = "batchfiles"
-
-    def __init__(self, root: str, split: str, classes: int = 0) -> None:
+    def __init__(self, config: Data, root: str, split: str) -> None:
+        super().__init__(config)
         folder = os.path.join(root, split)
         there = os.listdir(folder) if os.path.isdir(folder) else []
         self.files = sorted(file for file in there if file.endswith(".npy"))
@@ -71,12 +70,12 @@ class BatchFileSource:
             if header.shape[1:] != self.shape:
                 raise UsageError(f"{path}: got images of another shape than {self.shape} before it")
         self.offsets = np.array([header.offset for header in headers], np.int64)
-        self.ends = np.cumsum([header.shape[0] for header in headers])
+        self.set_parts(paths, [header.shape[0] for header in headers])
         labels = f"{folder}_labels.npy"
         self.labels = load_labels(labels)
         if len(self.labels) != self.ends[-1]:
             raise UsageError(f"{labels}: got {len(self.labels)} labels for {self.ends[-1]} images")
-        self.classes, self.is_counted = classes or int(self.labels.max(initial=-1)) + 1, not classes
+        self.file_ends = tuple(self.ends.tolist())
         self.opened = OpenFiles(paths)
         self.spans: LastUsed[np.ndarray] | None = None  # if files are read whole
         rows = max(SPAN_BYTES // max(self.each, 1), 1)
@@ -108,21 +107,7 @@ class BatchFileSource:
         file, row = place_in_parts(self.ends, index)
         return self.opened.read(file, np.empty(shape, np.uint8), int(self.offsets[file]) + row * self.each)
 
-    @property
-    def file_ends(self) -> tuple[int, ...]:
-        return tuple(self.ends.tolist())
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def digest(self) -> str:
-        return sha256([*self.files, str(self.shape)], (part.astype(np.int64) for part in (self.ends, self.labels)))
-
-    def where(self, index: int) -> str:
-        file, row = place_in_parts(self.ends, index)
-        return f"{self.opened.paths[file]}[{row}]"
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
+    def read(self, part: int, row: int, index: int) -> tuple[np.ndarray, Any]:
         if self.spans is None:
             return self._read(index, self.shape), self.labels[index]
         span = bisect.bisect_right(self.span_ends, index)
@@ -151,12 +136,8 @@ def load_labels(path: str) -> np.ndarray:
 
 def batchfiles(config: Data, split: str) -> Source:
     """NumPy batch files in DIR/<split>/ and DIR/<split>_labels.npy; classes are counted, training's too."""
-    base = data_root(config, LAYOUT)
-    train = f"{os.path.join(base, config.train_split)}_labels.npy"
-    source = BatchFileSource(base, split_name(config, split))
-    in_training = int(load_labels(train).max(initial=-1)) + 1 if os.path.isfile(train) else 0
-    source.classes = max(source.classes, in_training)
-    return source
+    root = data_root(config, LAYOUT)
+    return open_table(config, split, lambda split: BatchFileSource(config, root, split_name(config, split)))
 
 
 # ---------------------------------------------------------------- writing

@@ -21,11 +21,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.env import installing
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.data.sampler import UNBOUNDED, place_of
 from jaxmpi.data.sources.arrays import PythonSource
-from jaxmpi.data.sources.base import Source
+from jaxmpi.data.sources.base import Source, import_package
 
 
 def is_stream(examples: Any) -> bool:
@@ -197,10 +196,7 @@ class GrainSource(PythonSource):
 
 def grain(config: Data, split: str) -> Source:
     """`data.train` or `data.validation`, a `MapDataset` or `IterDataset` of Grain."""
-    try:
-        import grain as library
-    except ImportError as error:
-        raise UsageError(f"grain: {error}; install it with {installing('jaxmpi[grain]')}") from error
+    library = import_package("grain", "grain", "grain")
     examples, name = config.train if split == "train" else config.validation, f"data.{split}"
     if is_stream(examples):
         return StreamSource(examples, name)

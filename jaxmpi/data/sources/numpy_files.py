@@ -93,7 +93,7 @@ def load_array(path: str, expected: Expected) -> np.ndarray:
 
 @contextlib.contextmanager
 def _open(path: str, expected: Expected) -> Iterator[tuple[BinaryIO, Header]]:
-    try:
+    with base.refusing(path, f"a .npy file, {expected.words}"):
         with open(open_plain(path, f"a .npy file, {expected.words}", follow=True), "rb") as file:
             header, size = parse_header(path, file.read(MOST_HEAD_BYTES)), os.fstat(file.fileno()).st_size
             if not expected.fits(header):
@@ -101,8 +101,6 @@ def _open(path: str, expected: Expected) -> Iterator[tuple[BinaryIO, Header]]:
             if header.end > size:
                 raise UsageError(f"{path}: {header.end - size} bytes are missing at its end; write it again")
             yield file, header
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}; expected a .npy file, {expected.words}") from error
 
 
 def _check_room(name: str, size_bytes: int) -> None:
@@ -140,17 +138,16 @@ class NumpySource(base.TableSource):
         else:
             columns = [(os.path.basename(path).removesuffix(".npy"), _Member(i, path)) for i, path in enumerate(files)]
             tables = [(os.path.dirname(files[0]), columns)]
-        self.paths = [path for path, _ in tables]
-        self.parts: list[dict[str, StoredArray | np.ndarray]] = []
+        self.arrays: list[dict[str, StoredArray | np.ndarray]] = []  # by part and column
         for path, members in tables:
             super().__init__(config, base.choose_columns(config, [name for name, _ in members], path))
             by_name = dict(members)
             part = {name: by_name[name].open(name) for name in self.columns}
-            self.parts.append(part)
+            self.arrays.append(part)
             for name, array in part.items():
-                got, expected = (f"{x.dtype}{list(x.shape[1:])}" for x in (array, self.parts[0][name]))
+                got, expected = (f"{x.dtype}{list(x.shape[1:])}" for x in (array, self.arrays[0][name]))
                 if got != expected:
-                    raise UsageError(f"{path}: {name}: got rows {got}; expected {expected} as in {self.paths[0]}")
+                    raise UsageError(f"{path}: {name}: got rows {got}; expected {expected} as in {tables[0][0]}")
                 if isinstance(array, np.ndarray):
                     self.notes += (
                         f"{path}: {name} is compressed or in Fortran order: {array.nbytes:,} bytes read into memory; "
@@ -159,21 +156,17 @@ class NumpySource(base.TableSource):
             lengths = {name: array.shape[0] for name, array in part.items()}
             if len(set(lengths.values())) > 1:
                 raise UsageError(f"{path}: got columns of lengths {lengths}; expected one length: write them again")
-        self.ends = np.cumsum([part[self.columns[0]].shape[0] for part in self.parts])
-        labels = [part[self.columns[-1]] for part in self.parts] if len(self.columns) <= 2 else []
+        self.set_parts((path for path, _ in tables), [part[self.columns[0]].shape[0] for part in self.arrays])
+        labels = [part[self.columns[-1]] for part in self.arrays] if len(self.columns) <= 2 else []
         if labels and all(array.dtype.kind in "iu" and len(array.shape) == 1 for array in labels):
             self.labels = np.concatenate([self._rows(array, 0, array.shape) for array in labels]).astype(np.int64)
 
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def cells(self, index: int) -> Sequence[Any]:
-        part, row = base.place_in_parts(self.ends, index)
+    def read(self, part: int, row: int, index: int) -> Sequence[Any]:
         return [
             self.labels[index]
             if name == self.columns[-1] and self.labels is not None
             else self._rows(array, row, array.shape[1:])
-            for name, array in self.parts[part].items()
+            for name, array in self.arrays[part].items()
         ]
 
     def _rows(self, array: StoredArray | np.ndarray, row: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -183,15 +176,6 @@ class NumpySource(base.TableSource):
         each = array.dtype.itemsize * math.prod(array.shape[1:])
         rows = self.opened.read(array.file, np.empty(shape, array.dtype), array.offset + row * each)
         return rows.astype(array.dtype.newbyteorder("="), copy=False)
-
-    def where(self, index: int) -> str:
-        part, row = base.place_in_parts(self.ends, index)
-        return f"{self.paths[part]}[{row}]"
-
-    def digest(self) -> str:
-        words = [*map(os.path.basename, self.opened.paths), *self.columns]
-        parts = [f"{array.dtype}{array.shape}".encode() for part in self.parts for array in part.values()]
-        return base.sha256(words, parts if self.labels is None else [*parts, self.labels])
 
 
 class _Member(NamedTuple):
@@ -209,8 +193,9 @@ class _Member(NamedTuple):
             if header.is_fortran:
                 return np.ascontiguousarray(load_array(self.path, ARRAYS))
             return StoredArray(self.file, header.offset, header.dtype, header.shape)
-        try:
-            with zipfile.ZipFile(self.path) as archive, archive.open(info) as file:
+        errors = ValueError, EOFError, NotImplementedError, zlib.error, zipfile.BadZipFile
+        with base.refusing(where, ARRAYS.words, *errors), zipfile.ZipFile(self.path) as archive:
+            with archive.open(info) as file:
                 header = parse_header(where, file.read(min(MOST_HEAD_BYTES, info.file_size)))
                 if not ARRAYS.fits(header) or header.end != info.file_size:
                     raise UsageError(f"{where}: got {header}, {header.end} bytes of {info.file_size}; write it again")
@@ -220,10 +205,6 @@ class _Member(NamedTuple):
                 _check_room(f"{where}, compressed or in Fortran order", header.end)
                 file.seek(0)
                 return np.ascontiguousarray(np.lib.format.read_array(file, allow_pickle=False))
-        except UsageError:
-            raise
-        except (OSError, ValueError, EOFError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
-            raise UsageError(f"{where}: {error}; expected {ARRAYS.words}: write it again") from error
 
     def _find_begin(self, info: zipfile.ZipInfo) -> int:
         with open(self.path, "rb") as file:
@@ -238,11 +219,11 @@ class _Member(NamedTuple):
 
 def _list_zip(path: str, number: int) -> list[tuple[str, _Member]]:
     """Names of arrays, of which a zip file may have one twice, and where they lie."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            return [(info.filename.removesuffix(".npy"), _Member(number, path, info)) for info in file.infolist()]
-    except (OSError, zipfile.BadZipFile) as error:
-        raise UsageError(f"{path}: {error}; expected a .npz file, as numpy.savez writes it") from error
+    with (
+        base.refusing(path, "a .npz file, as numpy.savez writes it", zipfile.BadZipFile),
+        zipfile.ZipFile(path) as file,
+    ):
+        return [(info.filename.removesuffix(".npy"), _Member(number, path, info)) for info in file.infolist()]
 
 
 def numpy_files(config: Data, split: str) -> base.Source:

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.shared_memory import available_bytes
-from jaxmpi.data.sources.base import check_plain_files, place_in_parts, sha256, split_name
+from jaxmpi.data.sources.base import check_plain_files, import_package, place_in_parts, sha256, split_name
 
 BYTES = 256  # classes
 SEPARATOR = b"\0"  # between files; no text has it
@@ -216,14 +215,8 @@ def _open_json(given: Any) -> Tokenizer:
 
 
 def _import_tokenizers(what: str) -> Any:
-    try:
-        import tokenizers
-        import tokenizers.models
-        import tokenizers.pre_tokenizers
-        import tokenizers.trainers
-    except ImportError as error:
-        raise UsageError(f"{what}: {error}; install it with {installing('jaxmpi[tokenizers]')}") from error
-    return tokenizers
+    parts = "models", "pre_tokenizers", "trainers"
+    return import_package(what, "tokenizers", "tokenizers", *(f"tokenizers.{part}" for part in parts))
 
 
 class Vocabulary(NamedTuple):

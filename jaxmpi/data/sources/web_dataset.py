@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data.sources.base import Source, TableSource, open_table, place_in_parts, sha256, split_files
+from jaxmpi.data.sources.base import Source, TableSource, open_table, place_in_parts, refusing, split_files
 from jaxmpi.data.sources.numpy_files import MOST_HEAD_BYTES, parse_header
 from jaxmpi.data.sources.open_files import OpenFiles
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
@@ -30,6 +30,7 @@ from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
 IMAGES = ("jpg", "jpeg", "png", "webp")
 DEFAULT = (";".join(IMAGES), "cls")  # WebDataset's words: the first of these that an example has
 MEMBERS = f"{', '.join(IMAGES)}, cls (a whole number) or npy (an array)"
+TAR = "a tar file that is not compressed"
 VERSION = 4  # version of the index
 SETTLED_S = 2.0  # an index is saved of shards that have not changed for so long
 
@@ -59,36 +60,29 @@ class WebDatasetSource(TableSource):
         if unknown:
             raise UsageError(f"data.columns: got {', '.join(unknown)}; {config.source} reads {MEMBERS}")
         super().__init__(config, columns)
-        self.shards = OpenFiles(shards)
+        self.shards, self.parts = OpenFiles(shards), tuple(shards)
         self.index = load_or_build_index(shards, columns)
+        self.ends, self.labels = self.index.ends, self.index.labels if len(self.index.labels) else None
         self.is_compressed = all(name.split(".")[-1] in IMAGES for name in self.alternatives[0])
-        self.labels = self.index.labels if len(self.index.labels) else None
-        self.file_ends = tuple(self.index.ends.tolist()) if len(shards) > 1 else None
+        self.file_ends = tuple(self.ends.tolist()) if len(shards) > 1 else None
 
-    def __len__(self) -> int:
-        return len(self.index.offsets)
+    def read(self, part: int, row: int, index: int) -> Sequence[Any]:
+        return [
+            self.labels[index] if column == 1 and self.labels is not None else self._read_member(part, index, column)
+            for column in range(len(self.columns))
+        ]
 
-    def cells(self, index: int) -> Sequence[Any]:
-        return [self._cell(index, column) for column in range(len(self.columns))]
-
-    def _cell(self, index: int, column: int) -> Any:
-        if column == 1 and self.labels is not None:
-            return self.labels[index]
+    def _read_member(self, shard: int, index: int, column: int) -> Any:
         ending = self.alternatives[column][self.index.endings[index, column]]
-        blob, (shard, _) = np.empty(self.index.sizes[index, column], np.uint8), place_in_parts(self.index.ends, index)
+        blob = np.empty(self.index.sizes[index, column], np.uint8)
         self.shards.read(shard, blob, int(self.index.offsets[index, column]))
         return DECODERS[ending.split(".")[-1]](blob.tobytes(), f"{self.where(index)}.{ending}")
 
     def where(self, index: int) -> str:
-        shard, _ = place_in_parts(self.index.ends, index)
+        shard, _ = place_in_parts(self.ends, index)
         begin = int(self.index.key_ends[index - 1]) if index else 0
         key = self.index.keys[begin : self.index.key_ends[index]].tobytes()
-        return f"{self.shards.paths[shard]}: {os.fsdecode(key)}"
-
-    def digest(self) -> str:
-        index = self.index
-        words = [*map(os.path.basename, self.shards.paths), *self.columns]
-        return sha256(words, (index.ends, index.keys, index.key_ends, index.sizes, index.labels))
+        return f"{self.parts[shard]}: {os.fsdecode(key)}"
 
 
 def webdataset(config: Data, split: str) -> Source:
@@ -154,7 +148,7 @@ def _shard_state(path: str) -> tuple[str, int, int, int, int]:
     Size and modification time can both be kept by whoever mends or relabels a shard (rsync, cp -p). Nobody sets the
     time of the inode's change.
     """
-    with _refusing_damage(path):
+    with refusing(path, TAR):
         state = os.stat(path)
     return os.path.basename(path), state.st_size, state.st_ino, state.st_mtime_ns, state.st_ctime_ns
 
@@ -165,7 +159,7 @@ def build_index(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) ->
     ends, keys, labels = [0], [], []
     has_labels = len(alternatives) == 2 and list(alternatives[1]) == ["cls"]
     for path in shards:
-        with _refusing_damage(path), tarfile.open(path, "r:") as tar:
+        with refusing(path, TAR, tarfile.TarError), tarfile.open(path, "r:") as tar:
             for key, members in _group_examples(tar, path):
                 rows.append([_find_member(members, names, f"{path}: {key}") for names in alternatives])
                 keys.append(os.fsencode(key))
@@ -246,11 +240,3 @@ def _list_members(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
             f"{path}: got zeros at byte {begin}, which close a tar file, and {size - begin} bytes from there on; "
             f"expected its end within {record}: it has a hole, or is two shards in one: copy or write it again"
         )
-
-
-@contextlib.contextmanager
-def _refusing_damage(path: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, tarfile.TarError) as error:
-        raise UsageError(f"{path}: {error}; expected a tar file that is not compressed") from error
