@@ -131,7 +131,7 @@ def load_or_build_index(shards: Sequence[str], columns: Sequence[str]) -> Index:
             lock = stack.enter_context(file.with_suffix(".lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         with contextlib.suppress(Exception):  # errors of files, zip, NumPy; a damaged index is built again
-            with np.load(file, allow_pickle=False) as found:
+            with file.open("rb") as saved, np.load(saved, allow_pickle=False) as found:
                 if np.array_equal(found["signature"], signature):
                     return Index(*(found[field] for field in Index._fields))
         index = build_index(shards, [name.split(";") for name in columns])
