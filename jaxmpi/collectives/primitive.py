@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxmpi.allreduce.call_order import compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.dispatch import MPI_COUNTS
 from jaxmpi.collectives.call import NOBODY, MpiCall, is_logged, shape_of
-from jaxmpi.collectives.table import OPERATIONS, Operation
+from jaxmpi.collectives.table import OPERATIONS, Operation, run_in_c
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
 from jaxmpi.comm.diagnosis import comparison_of
 from jaxmpi.core.errors import UsageError
@@ -154,7 +154,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequ
         with one_thread(call.comm, call.operation) as is_nested:
             assert_same(call, ctx.avals_in, is_traced=True)
             if call.is_reversed:
-                call.comm.meet_in_reverse()
+                _ = call.comm.reversed_mpi  # which its ranks make together
             number = None if is_nested else number_of(call.comm, describe_call(call, ctx.avals_in))
             if number is not None and row.is_one_call:
                 comparison_of(call.comm).share_slots()
@@ -162,9 +162,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequ
     def run(*arrays: jax.Array) -> list[jax.Array]:
         # One call of MPI compares in the same handler; others have a comparison before and behind them.
         if number is not None and row.is_one_call and not call.is_reversed and not is_logged():
-            if compiled := comparison_of(call.comm).compiled(number):
-                compiled.begin(has_array=bool(arrays))
-                return row.run(call, *arrays, mpi=compiled)
+            if (comparison := comparison_of(call.comm)).in_c:
+                return run_in_c(call, comparison, number, *arrays)
         with compared(call.comm, number):
             return row.run(call, *arrays)
 

@@ -21,7 +21,7 @@ from jaxmpi.collectives import messages
 from jaxmpi.collectives.call import MpiCall, from_mpi_dtype, shape_of, to_mpi_dtype
 from jaxmpi.core.errors import UsageError
 
-ARITHMETIC = ("sum", "prod", "max", "min", "and", "or", "xor")
+ARITHMETIC = ("sum", "prod", "max", "min", "and", "or", "xor")  # in the order of `diagnosis.OPS`
 REDUCTIONS = ("sum", "mean", *ARITHMETIC[1:])
 COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     **{"sum": lax.add, "prod": lax.mul, "max": lax.max, "min": lax.min},
@@ -57,25 +57,34 @@ def neutral(op: str, dtype: Any) -> Any:
 
 
 def in_mpi_dtype(move: Callable[[MpiCall, Any, jax.Array], jax.Array]) -> Callable[..., list[jax.Array]]:
-    """Make a row's `run` from a `move` of dtypes that MPI has.
-
-    A `move` of one call takes mpi4jax, or `compiled_calls.NumberedCalls`, which compares in the same call.
-    """
+    """Make a row's `run` from a `move` by mpi4jax of dtypes that MPI has."""
 
     @functools.wraps(move)
-    def run(call: MpiCall, x: jax.Array, mpi: Any = None) -> list[jax.Array]:
+    def run(call: MpiCall, x: jax.Array) -> list[jax.Array]:
         import mpi4jax
 
-        return [from_mpi_dtype(move(call, mpi or mpi4jax, to_mpi_dtype(x)), x.dtype)]
+        return [from_mpi_dtype(move(call, mpi4jax, to_mpi_dtype(x)), x.dtype)]
 
     return run
 
 
 @in_mpi_dtype
-def _one_call(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
+def _one_call(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     """The MPI function of the operation's name."""
     arguments = ([mpi_op(call.op)] if call.op else []) + ([] if call.root is None else [call.root])
-    return getattr(mpi, call.operation)(x, *arguments, comm=_mpi_comm(call))
+    return getattr(mpi4jax, call.operation)(x, *arguments, comm=_mpi_comm(call))
+
+
+def run_in_c(call: MpiCall, comparison: Any, number: int, *operands: jax.Array) -> list[jax.Array]:
+    """The same by a handler in C, which also compares this call, of that number, over ranks."""
+    op, root = ARITHMETIC.index(call.op) if call.op else 0, call.root or 0
+    if not operands:
+        return comparison.call(call.operation, number, None, (), op, root)
+    x, [result] = to_mpi_dtype(operands[0]), OPERATIONS[call.operation].results(call, *operands)
+    # Here the result is x itself.
+    keeps_x = call.is_root if call.operation == "bcast" else call.operation in ("reduce", "gather") and not call.is_root
+    [y] = comparison.call(call.operation, number, x, (0,) if keeps_x else result.shape, op, root)
+    return [operands[0] if keeps_x else from_mpi_dtype(y, result.dtype)]
 
 
 def _mpi_comm(call: MpiCall) -> Any:
@@ -115,10 +124,10 @@ def _with_counts(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     return jnp.concatenate([received[source] for source in range(size)])
 
 
-def _barrier(call: MpiCall, mpi: Any = None) -> list[jax.Array]:
+def _barrier(call: MpiCall) -> list[jax.Array]:
     import mpi4jax
 
-    (mpi or mpi4jax).barrier(comm=call.comm.mpi)
+    mpi4jax.barrier(comm=call.comm.mpi)
     return []
 
 
@@ -184,7 +193,7 @@ class Operation:
 
     @property
     def is_one_call(self) -> bool:
-        """True if it is one call of MPI, which `run` makes by its argument `mpi`."""
+        """True if it is one call of MPI, which `run_in_c` makes as well."""
         return self.run in (_one_call, _barrier)
 
     def results(self, call: MpiCall, *operands: Any) -> list[jax.ShapeDtypeStruct]:
@@ -311,14 +320,14 @@ OPERATIONS: dict[str, Operation] = {
         sends="n, and a header of 64 bytes",
         shape=None,
         run=messages.run,
-        on_one_rank=messages.refuse_one_rank,
+        on_one_rank=messages.on_one_rank,
         is_message=True,
     ),
     "recv": Operation(
         equation="y = what rank source sends; x says only shape and dtype",
         sends="nothing",
         run=messages.run,
-        on_one_rank=messages.refuse_one_rank,
+        on_one_rank=messages.on_one_rank,
         is_message=True,
     ),
     "sendrecv": Operation(
@@ -326,7 +335,7 @@ OPERATIONS: dict[str, Operation] = {
         sends="n, and a header of 64 bytes",
         transpose="sendrecv the other way",
         run=messages.run,
-        on_one_rank=messages.sendrecv_to_self,
+        on_one_rank=messages.on_one_rank,
         adjoint=_sendrecv_adjoint,
         is_message=True,
     ),

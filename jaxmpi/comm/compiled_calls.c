@@ -1,17 +1,16 @@
 /* Collectives of programs and their comparison, as a handler that XLA calls.
 
-   `compiled_calls.py` compiles this file for the MPI and the XLA that the process has, and fills in `struct setup`.
-   `call_comparison.py` says what is compared and why. There are three kinds of calls:
+   `diagnosis.py` compiles this file for the MPI and the XLA that the process has, fills in `struct setup`, and says what
+   is compared and why. There are three kinds of calls:
 
    - BEGIN, first in a program: take this process's turn, and publish the number of the call;
    - an operation, and then the same as END; it publishes the number itself if the communicator has slots;
    - END: compare the numbers that the other ranks have published, and give the turn away.
 
-   On one host numbers are published in shared memory, with short arrays behind them (`compiled_slots.h`). A rank has
-   several places for them, in turn. At END, and in most operations, it waits until all others have published the call. The
-   root of a bcast of a short array waits for nobody, so it may be some calls ahead; it compares those later. Before it
-   takes a place again, all others must have published a later call than the one whose place it was, so they have read
-   that. Between hosts a number is a message of 4 bytes to each other rank, of which MPI keeps as many as there are.
+   On one host numbers are published in shared memory, with short arrays behind them (`compiled_slots.h`). A rank has two
+   places for them, of even and of odd calls. Each call waits until all others have published theirs. So a rank that
+   writes a place again has seen all at the call between, and they had read that place before. Between hosts a number is a
+   message of 4 bytes to each other rank, of which MPI keeps as many as there are.
 
    A rank may skip an exchange, as in a `lax.cond` that only some ranks take. At the next one its number is the same as
    the others' though they are a step behind. So an exchange also has a turn: how often its program has run, modulo
@@ -51,7 +50,7 @@ struct setup {
   handle types[TYPES], ops[OPS]; /* by XLA's number, by OP */
   int64_t item_bytes[TYPES], slot_bytes, part_bytes;
   int32_t rank, size;
-  int32_t places, place_words; /* of a rank on the board: how many, and the words of one; behind them are ROUNDS_WORDS */
+  int32_t place_words; /* of each of a rank's two places on the board; behind them are ROUNDS_WORDS */
 };
 
 struct turn {
@@ -67,15 +66,12 @@ struct comparison {
   _Atomic int32_t begun, waits;    /* waits: the number of a call that waits for the turn, or 0 */
   struct turn turns[NUMBERS_WITH_TURNS];
   int64_t rounds, chunks;          /* through slots, so far */
-  int32_t ahead;                   /* calls that this rank has begun since it last compared with all */
   int32_t mine, theirs[];          /* numbers of calls, by rank; 0 of those that are not known */
 };
 
 static struct comparison *comparisons[MOST_COMPARISONS];
 
 /* ---------------------------------------------------------------- for Python */
-
-int jaxmpi_setup_bytes(void) { return sizeof(struct setup); }
 
 void jaxmpi_open(int32_t index, const struct setup *mpi) {
   struct comparison *made = calloc(1, sizeof *made + mpi->size * sizeof(int32_t));
@@ -96,9 +92,7 @@ void jaxmpi_share(int32_t index, char *slots, int64_t slot_bytes, int64_t part_b
 }
 
 int64_t jaxmpi_held(int32_t index) { return comparisons[index]->held; }
-int32_t jaxmpi_begun(int32_t index) { return comparisons[index]->begun; }
 int32_t jaxmpi_waits(int32_t index) { return comparisons[index]->waits; }
-int32_t jaxmpi_turn(int32_t index, int32_t number) { return comparisons[index]->turns[number % NUMBERS_WITH_TURNS].turn; }
 
 /* ---------------------------------------------------------------- the turn */
 
@@ -131,12 +125,12 @@ static void give(struct comparison *c) {
 static int other(const struct comparison *c, int i) { return (c->mpi.rank + i) % c->mpi.size; }
 
 static _Atomic int64_t *words_of_rank(struct comparison *c, int rank) {
-  return c->mpi.board + rank * (c->mpi.places * c->mpi.place_words + ROUNDS_WORDS);
+  return c->mpi.board + rank * (2 * c->mpi.place_words + ROUNDS_WORDS);
 }
 
-/* Where a rank publishes the number of its call of this count; a short array may be behind it. */
-static _Atomic int64_t *place(struct comparison *c, int rank, int32_t count) {
-  return words_of_rank(c, rank) + count % c->mpi.places * c->mpi.place_words;
+/* Where a rank publishes the number of its present call; a short array may be behind it. */
+static _Atomic int64_t *place(struct comparison *c, int rank) {
+  return words_of_rank(c, rank) + c->begun % 2 * c->mpi.place_words;
 }
 
 /* Between two looks at a rank's word: let MPI go on, as what this rank has sent may not have left yet, and others run. */
@@ -149,11 +143,11 @@ static int between_looks(struct comparison *c, int rank, int64_t looks) {
   return code;
 }
 
-/* Wait until a rank has published its call of this count, or one that came into its place later. */
-static int read_board(struct comparison *c, int rank, int32_t count, int32_t *number) {
-  _Atomic int64_t *at = place(c, rank, count);
+/* Wait until a rank has published its call of this rank's count. */
+static int read_board(struct comparison *c, int rank, int32_t *number) {
+  _Atomic int64_t *at = place(c, rank);
   int64_t found = atomic_load_explicit(at, memory_order_acquire);
-  for (int64_t looks = 0; (((int32_t)found - count) & INT32_MAX) > c->mpi.places; looks++) {
+  for (int64_t looks = 0; (int32_t)found != c->begun; looks++) {
     int code = between_looks(c, rank, looks);
     if (code) return code;
     found = atomic_load_explicit(at, memory_order_acquire);
@@ -162,39 +156,8 @@ static int read_board(struct comparison *c, int rank, int32_t count, int32_t *nu
   return 0;
 }
 
-/* Compare the calls that this rank has not compared with all, up to one of this count that all have published. Return -1
-   if ranks differ. */
-static int compare_earlier(struct comparison *c, int32_t last) {
-  int is_same = 1;
-  for (int32_t behind = c->ahead - 1; is_same && behind > 0; behind--) {
-    int32_t count = (c->begun - behind) & INT32_MAX;
-    if (((last - count) & INT32_MAX) > c->mpi.places) break; /* it is later */
-    c->mine = (int32_t)(*place(c, c->mpi.rank, count) >> 32);
-    for (int i = 1; i < c->mpi.size; i++) {
-      int rank = other(c, i);
-      int64_t found = atomic_load_explicit(place(c, rank, count), memory_order_acquire);
-      c->theirs[rank] = (int32_t)found == count ? (int32_t)(found >> 32) : 0; /* else it has been replaced */
-      is_same = is_same && (!c->theirs[rank] || c->theirs[rank] == c->mine);
-    }
-  }
-  return is_same ? 0 : -1;
-}
-
-/* Return when nobody reads the place of this rank's call any more. */
-static int make_room(struct comparison *c) {
-  int code = 0;
-  int32_t last = (c->begun - c->mpi.places / 2) & INT32_MAX, ignored;
-  if (c->ahead < c->mpi.places) return 0;
-  for (int i = 1; !code && i < c->mpi.size; i++) code = read_board(c, other(c, i), last, &ignored);
-  if (!code) code = compare_earlier(c, last);
-  c->ahead = c->mpi.places / 2;
-  return code;
-}
-
-static int publish(struct comparison *c) {
-  int code = make_room(c);
-  if (!code) atomic_store_explicit(place(c, c->mpi.rank, c->begun), c->held, memory_order_release);
-  return code;
+static void publish(struct comparison *c) {
+  atomic_store_explicit(place(c, c->mpi.rank), c->held, memory_order_release);
 }
 
 /* The number with its turn. A run of another executable with this exchange counts as the next. */
@@ -209,40 +172,34 @@ static int32_t with_turn(struct comparison *c, int32_t number, XLA_FFI_CallFrame
   return number | t->turn % MOST_TURNS << TURN_BIT;
 }
 
-static int begin(struct comparison *c, const int32_t *words, XLA_FFI_CallFrame *frame) {
+/* A frame if the number is sent with its turn. */
+static int begin(struct comparison *c, int32_t number, int is_published_later, XLA_FFI_CallFrame *frame) {
   struct setup *mpi = &c->mpi;
-  int32_t number = words[NUMBER], is_published_later = words[OP] && c->mpi.slots;
   take(c, number);
-  if (words[HAS_TURN]) number = with_turn(c, number, frame);
+  if (frame) number = with_turn(c, number, frame);
   int32_t count = (c->begun + 1u) & INT32_MAX; /* loops of hours come to 2^31 */
   c->begun = count;
-  c->ahead++;
   atomic_store_explicit(&c->held, (int64_t)number << 32 | (uint32_t)count, memory_order_release);
-  if (mpi->board) return is_published_later ? 0 : publish(c);
+  if (mpi->board && !is_published_later) publish(c);
+  if (mpi->board) return 0;
   int code = 0;
   for (int i = 1; !code && i < mpi->size; i++) code = mpi->send(&number, 1, mpi->int32, other(c, i), 0, mpi->messages);
   return code;
 }
 
-/* Compare with all others, or with those of which an operation needs an array. Return MPI's error, or 0; -1 if ranks
-   differ. */
-static int compare(struct comparison *c, int32_t number, int first, int end) {
+/* Compare with all others. Return MPI's error, or 0; -1 if ranks differ. */
+static int compare(struct comparison *c) {
   struct setup *mpi = &c->mpi;
-  int code = 0, is_same = 1, is_with_all = !first && end == mpi->size;
-  c->mine = number;
+  int code = 0, is_same = 1;
+  c->mine = (int32_t)(c->held >> 32);
   for (int i = 1; !code && i < mpi->size; i++) {
     int rank = other(c, i);
     status ignored;
-    c->theirs[rank] = 0;
-    if (rank < first || rank >= end) continue;
-    code = mpi->board ? read_board(c, rank, c->begun, &c->theirs[rank])
+    code = mpi->board ? read_board(c, rank, &c->theirs[rank])
                       : mpi->recv(&c->theirs[rank], 1, mpi->int32, rank, 0, mpi->messages, ignored);
-    is_same = is_same && c->theirs[rank] == number;
+    is_same = is_same && c->theirs[rank] == c->mine;
   }
-  if (code || !is_same) return code ? code : -1;
-  if (is_with_all && mpi->board && c->ahead > 1) code = compare_earlier(c, c->begun);
-  if (is_with_all) c->ahead = 0;
-  return code;
+  return code || is_same ? code : -1;
 }
 
 /* ---------------------------------------------------------------- a call */
@@ -268,6 +225,14 @@ static int operation(struct setup *mpi, const int32_t *words, const XLA_FFI_Buff
   }
 }
 
+/* Give the turn away at the end of a call; an error ends the job. False then: no program goes on with what it may have. */
+static int finish(struct comparison *c, int32_t number, int is_end, int code) {
+  if (!code && is_end) give(c);
+  if (code < 0) c->mpi.differs(c->mine, c->theirs);
+  if (code > 0) c->mpi.failed(number, code);
+  return !code;
+}
+
 XLA_FFI_Error *jaxmpi_compiled_calls(XLA_FFI_CallFrame *frame) {
   if (!is_work(frame)) return NULL;
   const int32_t *words = words_of(frame);
@@ -279,20 +244,25 @@ XLA_FFI_Error *jaxmpi_compiled_calls(XLA_FFI_CallFrame *frame) {
   struct job job = {0};
   if (has_array && c->mpi.slots) job = job_of(c, words, x, y);
   if (kind == BEGIN) {
-    code = begin(c, words, frame);
+    code = begin(c, words[NUMBER], words[OP] && c->mpi.slots, words[HAS_TURN] ? frame : NULL);
   } else if (has_array && fits_slots(c, &job)) {
     code = through_slots(c, &job);
   } else {
-    if (has_array && c->mpi.slots) code = publish(c);
-    if (!code && has_array) code = operation(&c->mpi, words, x, y);
+    if (has_array && c->mpi.slots) publish(c);
+    if (has_array) code = operation(&c->mpi, words, x, y);
     if (!code && kind == BARRIER && !c->mpi.board) code = c->mpi.barrier(c->mpi.comm); /* else to compare is a barrier */
-    if (!code) code = compare(c, (int32_t)(c->held >> 32), 0, c->mpi.size);
+    if (!code) code = compare(c);
   }
-  if (!code && kind != BEGIN) give(c);
-  if (!code) return NULL;
-  if (code < 0)
-    c->mpi.differs(c->mine, c->theirs);
-  else
-    c->mpi.failed(words[NUMBER], code);
-  return error(frame, "jaxmpi: the job ends"); /* no program goes on with what it may have got */
+  return finish(c, words[NUMBER], kind != BEGIN, code) ? NULL : error(frame, "jaxmpi: the job ends");
+}
+
+/* For Python, on which programs call that have their arrays on a GPU. */
+
+void jaxmpi_begin_call(int32_t index, int32_t number) {
+  finish(comparisons[index], number, 0, begin(comparisons[index], number, 0, NULL));
+}
+
+void jaxmpi_end_call(int32_t index, int32_t number) {
+  struct comparison *c = comparisons[index];
+  finish(c, number, 1, compare(c));
 }

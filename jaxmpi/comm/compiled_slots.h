@@ -3,8 +3,7 @@
    MPI moves one message after another, of which each wakes a rank that waits: log2 w times for a reduction over w ranks,
    and more if ranks share cores. Here all ranks put their arrays where all see them, and wait once.
 
-   An array of a few numbers is copied behind the number by which calls are compared, so that a cache line has both. A
-   rank compares with those whose arrays it needs, and waits for nobody else: the root of a bcast goes on, as with MPI.
+   An array of a few numbers is copied behind the number by which calls are compared, so that a cache line has both.
 
    For longer arrays a rank has two slots, for even and for odd chunks. It copies a chunk into one, waits until all have
    come to this round, and takes what it wants from the slots of all. It writes a slot again when all have come to the
@@ -22,36 +21,23 @@ struct job {
   const char *x;
   char *y;
   int64_t items, item_bytes; /* items of the array, or of one row; bytes of an item */
-  int32_t kind, number, root;
+  int32_t kind, root;
   int64_t most; /* items of a chunk */
   handle type, op;
   int is_inline, is_compared;
 };
 
 static char *slot(struct comparison *c, struct job *job, int rank) {
-  if (job->is_inline) return (char *)(place(c, rank, c->begun) + 1);
+  if (job->is_inline) return (char *)(place(c, rank) + 1);
   return c->mpi.slots + rank * (2 * c->mpi.slot_bytes + c->mpi.part_bytes) + c->chunks % 2 * c->mpi.slot_bytes;
 }
 
 static _Atomic int64_t *rounds_of(struct comparison *c, int rank) {
-  return words_of_rank(c, rank) + c->mpi.places * c->mpi.place_words;
+  return words_of_rank(c, rank) + 2 * c->mpi.place_words;
 }
 
 static char *reduced_part(struct comparison *c, int rank) {
   return c->mpi.slots + rank * (2 * c->mpi.slot_bytes + c->mpi.part_bytes) + 2 * c->mpi.slot_bytes;
-}
-
-/* Compare with the ranks whose short arrays this one needs. */
-static int compare_needed(struct comparison *c, struct job *job) {
-  int size = c->mpi.size, is_root = c->mpi.rank == job->root;
-  switch (job->kind) {
-    case BCAST:
-    case SCATTER: return is_root ? 0 : compare(c, job->number, job->root, job->root + 1);
-    case REDUCE:
-    case GATHER: return is_root ? compare(c, job->number, 0, size) : 0;
-    case SCAN: return compare(c, job->number, 0, c->mpi.rank);
-    default: return compare(c, job->number, 0, size);
-  }
 }
 
 /* Say that this rank has come to a round, and wait for others. Nothing of another rank's is read before its number. */
@@ -59,8 +45,8 @@ static int meet(struct comparison *c, struct job *job) {
   int code = 0;
   if (!job->is_compared) {
     job->is_compared = 1;
-    if ((code = publish(c))) return code;
-    return job->is_inline ? compare_needed(c, job) : compare(c, job->number, 0, c->mpi.size);
+    publish(c);
+    return compare(c);
   }
   atomic_store_explicit(rounds_of(c, c->mpi.rank), ++c->rounds, memory_order_release);
   for (int i = 1; !code && i < c->mpi.size; i++) {
@@ -143,7 +129,7 @@ static int has_rows(int kind) { return kind == ALLTOALL || kind == SCATTER; }
 static struct job job_of(struct comparison *c, const int32_t *words, const XLA_FFI_Buffer *x, const XLA_FFI_Buffer *y) {
   struct setup *mpi = &c->mpi;
   struct job job = {.x = x->data, .y = y->data, .items = numbers_in(x), .item_bytes = mpi->item_bytes[x->dtype]};
-  job.kind = words[KIND], job.number = words[NUMBER], job.root = words[ROOT];
+  job.kind = words[KIND], job.root = words[ROOT];
   job.type = mpi->types[x->dtype], job.op = mpi->ops[words[OP]];
   if (job.kind == ALLTOALL || (job.kind == SCATTER && mpi->rank == job.root)) job.items /= mpi->size;
   int rows = has_rows(job.kind) ? mpi->size : 1;
@@ -162,8 +148,7 @@ static int fits_slots(struct comparison *c, struct job *job) {
 
 static int through_slots(struct comparison *c, struct job *job) {
   int64_t start = 0;
-  int code = make_room(c);
-  if (code) return code;
+  int code;
   do {
     int64_t items = least(job->most, job->items - start);
     code = chunk_through_slots(c, job, start, items);

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from jaxmpi.comm.agreement import Fingerprint, check_may_send, different_calls, fingerprint
-from jaxmpi.comm.diagnosis import CONTROL, MEETING, WaitRegistry, watch
+from jaxmpi.comm.diagnosis import CONTROL, WaitRegistry, watch
 from jaxmpi.comm.mpi_info import check_launcher, thread_level
 from jaxmpi.comm.polling import is_loss, is_mpi_error, lost_ranks_left_out, survives_losses, wait
 from jaxmpi.comm.solo import Mailbox
@@ -40,11 +40,10 @@ from jaxmpi.runtime import failures, job_folder
 from jaxmpi.runtime.process import core_mask, divide_mask, launched, my_gpu, share_gpu
 
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
-LIST_S = 5.0  # beyond that, for rank 0 to say who did not
 ECHO_S = 1.0  # for the message that a rank has ended the job to come, once it is seen to be gone
 AGREE_TIMEOUT_S = seconds_from("JAXMPI_AGREE_TIMEOUT_S", 300)
 MAX_BYTES = 1 << 30  # bytes of one MPI message; counts are C ints
-HERE, LATE, CALL, LEADER = 1, 2, 5, 6  # tags: I am here; who is late; who is here?; this host's first rank is ready
+HERE, LEADER = 1, 2  # tags: I am here, and wait; this host's first rank is ready
 
 
 class MpiProcesses:
@@ -137,37 +136,24 @@ class MpiProcesses:
         if MPI.UNDEFINED in ranks:
             strangers = list(ranks).count(MPI.UNDEFINED)
             raise UsageError(f"communicator: got {world.size} ranks, of which {strangers} are not of this job")
-        self._meet_on(world, ranks)
+        self._let_exchanges_end()
+        numbers = self.in_job(ranks)
+        if not wait(world.Ibarrier().Test, AGREE_TIMEOUT_S):  # polled: to clone it would spin, and for ever
+            raise TrainingError(
+                f"the first call on a communicator of {world.size} ranks has waited {AGREE_TIMEOUT_S:g} s for one of "
+                f"rank {numbers}; all its ranks must make their first call on it together, also those that a message "
+                "does not concern (JAXMPI_AGREE_TIMEOUT_S sets the time)"
+            )
         other = copy.copy(self)
         other._made, other._registries = [], []
         other.world = other._keep(world) if is_ours else other.clone(world)
         other.rank, other.size = world.rank, world.size
-        other.numbers = tuple(self.numbers[rank] for rank in ranks)
+        other.numbers = tuple(numbers)
         other.hosts = tuple(self.hosts[rank] for rank in ranks)
         other._local = other.world if len(set(other.hosts)) == 1 else other._split_host()
         other.local_rank, other.local_size = other._local.rank, other._local.size
         other.waits = other._new_registry()
         return other
-
-    def _meet_on(self, world: Any, ranks: Sequence[int]) -> None:
-        """Wait without spinning for a communicator's ranks, by their numbers here.
-
-        Raises:
-            TrainingError: who has not come within AGREE_TIMEOUT_S.
-        """
-        self._let_exchanges_end()
-        what = f"the first call on a communicator of {world.size} ranks"
-        with self.waits.waiting(MEETING, what, AGREE_TIMEOUT_S, ranks=ranks) as meeting:
-            if wait(world.Ibarrier().Test, AGREE_TIMEOUT_S):
-                return
-            absent = self.waits.absent(meeting)
-        one_of = "" if self.waits.may_watch else "one of "  # else they do not say who is here
-        late = f"{one_of}rank {absent}" if absent else "the others, which wait in a first call on another communicator"
-        raise TrainingError(
-            f"{what} has waited {AGREE_TIMEOUT_S:g} s for {late}; all its ranks must make their first "
-            f"call on it together, also those that a message does not concern (JAXMPI_AGREE_TIMEOUT_S sets the time)"
-            f"{self.waits.where(absent)}"
-        )
 
     def free(self) -> None:
         """Free the communicators that `over` has made; all its ranks come here together, with no message under way.
@@ -234,11 +220,7 @@ class MpiProcesses:
         self._arrive(self.world.Ibarrier(), "a barrier")
 
     def host_barrier(self) -> None:
-        """Wait for all ranks of this host; one may compile meanwhile.
-
-        Raises:
-            TrainingError: not all have come within 6 AGREE_TIMEOUT_S; those absent are named if all ranks are here.
-        """
+        """Wait for all ranks of this host, of which one may compile meanwhile: up to 6 AGREE_TIMEOUT_S."""
         self._let_exchanges_end()
         request, limit_s = self._local.Ibarrier(), failures.LONG * AGREE_TIMEOUT_S
         if self.local_size == self.size:
@@ -377,34 +359,20 @@ class MpiProcesses:
             raise TrainingError(f"{what}: rank {absent} did not answer in time; all ranks must call it{where}")
 
     def late(self) -> list[int]:
-        """Late ranks: the others report to rank 0, which sends the list."""
-        byte = np.zeros(1, np.uint8)  # so short that it leaves at once, whoever is late
-        if self.rank == 0:
-            others = range(1, self.size)
-            requests = {r: [self.world.Isend(byte, r, tag=CALL), self.world.Irecv(byte, r, tag=HERE)] for r in others}
+        """Ranks that do not wait with this one: all that wait tell all others, within LATE_S."""
+        byte, others = np.zeros(1, np.uint8), set(range(self.size)) - {self.rank}  # so short that it leaves at once
+        self._sent += [self.world.Isend(byte, rank, tag=HERE) for rank in others]
+        came = {rank: self.world.Irecv(np.zeros(1, np.uint8), rank, tag=HERE) for rank in others}
 
-            def silent() -> list[int]:
-                return [rank for rank, both in requests.items() if not all([each.Test() for each in both])]
+        def silent() -> list[int]:
+            return [rank for rank, request in came.items() if request and not request.Test()]
 
-            wait(lambda: not silent(), LATE_S)
-            late = silent()
-            message = np.frombuffer(json.dumps(late[:200]).encode().ljust(4096), np.uint8)
-            for rank in set(others) - set(late):
-                self.world.Send(message, rank, tag=LATE)
-            return late
-        self.world.Send(byte, 0, tag=HERE)
-        message = np.empty(4096, np.uint8)
-        if not wait(self.world.Irecv(message, 0, tag=LATE).Test, LATE_S + LIST_S):
-            return [0]
-        self.world.Recv(byte, 0, tag=CALL)  # it came before the answer
-        return json.loads(message.tobytes())
+        wait(lambda: not silent(), LATE_S)
+        return silent()
 
     def is_asked(self) -> bool:
-        """Return True if another rank has waited in vain.
-
-        A rank that waits as well must answer at once, or it counts as late.
-        """
-        return self.world.Iprobe(tag=HERE if self.rank == 0 else CALL)
+        """Return True if another rank has waited in vain: one that waits as well must say so at once, or is late."""
+        return self.world.Iprobe(tag=HERE)
 
     # ------------------------------------------------------------ the end of the job
 

@@ -9,7 +9,6 @@ Each communicator clones its own from MPI, so messages of mpi4py and mpi4jax nev
 so the imports are inside functions.
 """
 
-import collections
 import functools
 import itertools
 import os
@@ -136,7 +135,6 @@ class MpiComm(RankComm):
     def __init__(self, processes: MpiProcesses) -> None:
         super().__init__(processes)
         self.is_freed = False
-        self.serial = 0  # for a communicator of mpi4py's: with its ranks, a name on all of these
         # For messages between two ranks, of mpi4py and of programs: they match by rank and tag, in each sender's order.
         self.headers, self.arrays = processes.clone(), processes.clone()
         made.append(self)
@@ -175,10 +173,6 @@ class MpiComm(RankComm):
         _sum_numbers.append(max(self.processes.allgather_object(_sum_numbers[-1])) + 1)
         return SharedSum(self.processes, f"sum of comm {_sum_numbers[-1]}", effect=self.effect)
 
-    def meet_in_reverse(self) -> None:
-        """Make `reversed_mpi`, if it is not there; all ranks come here together."""
-        _ = self.reversed_mpi
-
     @functools.cached_property
     def reversed_mpi(self) -> Any:
         """The ranks in reverse order; all call it together the first time."""
@@ -206,12 +200,10 @@ class MpiComm(RankComm):
         check_member(self)
         color = parse_color(color)
         self.processes.assert_same("split", None)  # polled: it names who is absent, or at another call
-        colors = self.processes.allgather_object(color)
-        if "host" in colors and (numbered := [rank for rank, each in enumerate(colors) if isinstance(each, int)]):
-            at_host, at_number = (self.processes.numbers[rank] for rank in (colors.index("host"), numbered[0]))
+        colors = {type(each).__name__ for each in self.processes.allgather_object(color) if each is not None}
+        if len(colors) > 1:
             raise UsageError(
-                f"split: color: rank {at_host} gave 'host', rank {at_number} the number {colors[numbered[0]]}; "
-                "expected 'host' of all ranks with a part, or numbers"
+                "split: color: got 'host' and numbers; expected 'host' of all ranks with a part, or numbers"
             )
         number = self.hosts[self.rank] if color == "host" else MPI.UNDEFINED if color is None else color
         part = self.processes.world.Split(number, key)
@@ -353,7 +345,6 @@ def communicator(comm: Any) -> "MpiComm | SoloComm":
     Raises:
         UsageError: it is neither, or this rank has no part in it.
     """
-    check_member(comm)
     if comm is None or not hasattr(comm, "Get_attr"):
         chosen = workers_of(comm)
         if not isinstance(chosen, (MpiComm, SoloComm)):
@@ -364,6 +355,7 @@ def communicator(comm: Any) -> "MpiComm | SoloComm":
         return chosen
     from mpi4py import MPI
 
+    check_member(comm)
     if comm == MPI.COMM_SELF:
         return SoloComm()
     control = processes()  # by all ranks, also one that a split leaves alone: others may start by theirs
@@ -372,16 +364,10 @@ def communicator(comm: Any) -> "MpiComm | SoloComm":
     assert isinstance(control, MpiProcesses)
     if comm == MPI.COMM_WORLD:
         return communicator(None)
-    known = comm.Get_attr(_attribute())
-    if known is None:
+    if (known := comm.Get_attr(_attribute())) is None:
         known = MpiComm(control.over(comm))
         comm.Set_attr(_attribute(), known)
-        _free_dropped(known)
     return known
-
-
-_serials = [0]
-_dropped: dict[tuple[int, ...], MpiComm] = {}  # of communicators that the user has freed, by serial and ranks
 
 
 @functools.cache
@@ -389,26 +375,7 @@ def _attribute() -> int:
     """MPI's key for our communicator as an attribute of the user's."""
     from mpi4py import MPI
 
-    def drop(_comm: Any, _key: int, known: MpiComm) -> None:
-        _dropped[known.serial, *known.processes.numbers] = known
-
-    return MPI.Comm.Create_keyval(delete_fn=drop)
-
-
-def _free_dropped(new: MpiComm) -> None:
-    """Free what was made for communicators that the user has freed since, if all their ranks are here and know.
-
-    A rank may be at `MPI_Comm_free` before others, and to free ours needs all. So it is done when ranks next come
-    together, for another communicator's first use.
-    """
-    control = new.processes
-    present = [key for key in _dropped if set(key[1:]) <= set(control.numbers)]
-    rows = control.allgather_object([_serials[-1], present])
-    new.serial = _serials[-1] = 1 + max(last for last, _ in rows)
-    counts = collections.Counter(tuple(key) for _, keys in rows for key in keys)
-    for key in sorted(present):  # in one order on all ranks
-        if counts[key] == len(key) - 1:
-            _dropped.pop(key).free()
+    return MPI.Comm.Create_keyval()
 
 
 def is_cuda_aware() -> bool:

@@ -238,23 +238,6 @@ print("end", flush=True)
     assert re.search(said, ended.out), ended.out
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_always_last_hears_those_that_wait():
-    """Else messages to it would pile up for as long as the job runs."""
-    script = """
-import time
-f = jax.jit(lambda x: jaxmpi.exchange(x, strategy))
-f(x).block_until_ready()
-time.sleep(3 * rank)
-f(x).block_until_ready()
-time.sleep(1.5)
-print("heard", [[*call] for call in jaxmpi.world().processes.waits.waiting_ranks.values()], flush=True)
-"""
-    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=60)
-    assert ended.code == 0, ended.out
-    assert re.search(r"heard \[\[\d+, 2\]\]", ended.out), ended.out  # of the second call
-
-
 def check_both_are_named(said: str, one: int = 0, other: int = 1) -> None:
     place = r"'(exchange .*<string>:\d+ in .*)'"
     found = re.search(f"rank {one} to {place}, rank {other} to {place};", said)
