@@ -141,7 +141,7 @@ class MpiProcesses:
         if not wait(world.Ibarrier().Test, AGREE_TIMEOUT_S):  # polled: to clone it would spin, and for ever
             raise TrainingError(
                 f"the first call on a communicator of {world.size} ranks has waited {AGREE_TIMEOUT_S:g} s for one of "
-                f"rank {numbers}; all its ranks must make their first call on it together, also those that a message "
+                f"rank {sorted(numbers)}; all its ranks must make their first call on it together, also those that a message "
                 "does not concern (JAXMPI_AGREE_TIMEOUT_S sets the time)"
             )
         other = copy.copy(self)

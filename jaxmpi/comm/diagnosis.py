@@ -35,7 +35,7 @@ import numpy as np
 from jaxmpi.comm import c_handlers
 from jaxmpi.comm.agreement import different_calls
 from jaxmpi.comm.polling import WaitClock
-from jaxmpi.comm.shared_sync import SEGMENT_BYTES, TIMEOUT_S, map_together, reserved_anywhere
+from jaxmpi.comm.shared_sync import TIMEOUT_S, map_together
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.frames import is_users, line_of, module_of
 from jaxmpi.runtime import failures, host_callbacks
@@ -100,7 +100,7 @@ def _shared_by_all(comm: Any, size_bytes: int) -> mmap.mmap | None:
     """Zeros that all ranks have mapped, who come here together; None if one cannot."""
     start, marks_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, -(-comm.size // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
-        memory, _ = map_together(comm.processes, lambda: reserved_anywhere(start + marks_bytes, SEGMENT_BYTES))
+        memory = map_together(comm.processes, start + marks_bytes, "calls; use fewer ranks")
     except UsageError:  # no room, of which all ranks hear
         return None
     marks = np.frombuffer(memory, np.uint8, comm.size, start)

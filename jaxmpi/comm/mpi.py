@@ -67,6 +67,9 @@ class RankComm(Comm):
         """Call a collective on one array; the result has this shape and x's dtype."""
         raise NotImplementedError
 
+    def _make_shared_sum(self) -> SharedSum:
+        raise NotImplementedError
+
     def allreduce(self, x: jax.Array) -> jax.Array:
         return self._move("allreduce", x, x.shape)
 
@@ -95,34 +98,20 @@ class RankComm(Comm):
 
     # ------------------------------------------------------------ sums in the shared memory of one host
 
-    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        return self._shared_sum().sum(vectors, divisor)
-
-    def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        return self._shared_sum().scatter(vectors, divisor)
-
-    def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-        return self._shared_sum().gather(vectors)
-
-    def sum_on_host_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """`sum_on_host` outside jit, done when it returns."""
-        return self._shared_sum().sum_now(arrays, divisor)
-
     @property
-    def sum_name(self) -> str:
-        """Name by which programs find the sums over this host, for `shared_sum.scatter_beside`.
-
-        All ranks come here together for the first time.
-        """
-        return self._shared_sum().name
-
-    def _shared_sum(self) -> SharedSum:
+    def shared_sum(self) -> SharedSum:
         """Made at the first use, when all ranks trace the same program."""
         check_one_host(self.hosts)
         return self.cached("shared sum", self._make_shared_sum)
 
-    def _make_shared_sum(self) -> SharedSum:
-        raise NotImplementedError
+    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        return self.shared_sum.sum(vectors, divisor)
+
+    def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        return self.shared_sum.scatter(vectors, divisor)
+
+    def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
+        return self.shared_sum.gather(vectors)
 
 
 made: list["MpiComm"] = []  # communicators of this process that were not freed
@@ -190,7 +179,7 @@ class MpiComm(RankComm):
             color: any number from 0 on, or "host": one communicator for each host.
             key: order of ranks in the new communicator.
 
-        Communicates: an allgather of colors, then `MPI_Comm_split`.
+        Communicates: a comparison of calls, an allgather of kinds of colors, then `MPI_Comm_split`.
 
         Raises:
             UsageError: some ranks give "host", others a number.
@@ -200,11 +189,8 @@ class MpiComm(RankComm):
         check_member(self)
         color = parse_color(color)
         self.processes.assert_same("split", None)  # polled: it names who is absent, or at another call
-        colors = {type(each).__name__ for each in self.processes.allgather_object(color) if each is not None}
-        if len(colors) > 1:
-            raise UsageError(
-                "split: color: got 'host' and numbers; expected 'host' of all ranks with a part, or numbers"
-            )
+        if len({isinstance(each, str) for each in self.processes.allgather_object(color) if each is not None}) > 1:
+            raise UsageError("split: color: got 'host' and numbers; expected one of both of all ranks that take part")
         number = self.hosts[self.rank] if color == "host" else MPI.UNDEFINED if color is None else color
         part = self.processes.world.Split(number, key)
         return MpiComm(self.processes.over(part, is_ours=True)) if part != MPI.COMM_NULL else NullComm()
@@ -237,7 +223,6 @@ class MpiComm(RankComm):
 # ---------------------------------------------------------------- ranks that may die
 
 _tolerant_numbers = itertools.count()  # the same on all ranks
-Buffers = Sequence[np.ndarray]
 
 
 class FaultTolerantComm(RankComm):
@@ -248,8 +233,7 @@ class FaultTolerantComm(RankComm):
 
     def __init__(self, processes: MpiProcesses) -> None:
         super().__init__(processes)
-        self.is_lost = False  # True once a collective has failed, so that results are worth nothing
-        self.why = ""  # its error
+        self.why_lost = ""  # the error of a collective that has failed, after which results are worth nothing
         self._name = f"fault-tolerant comm {next(_tolerant_numbers)}"
         host_callbacks.register(self._name, functools.partial(self._unless_lost, self._run))
 
@@ -271,41 +255,38 @@ class FaultTolerantComm(RankComm):
         host_callbacks.register(name, functools.partial(self._unless_lost, shared.add))
         return shared
 
-    def _unless_lost(self, move: Callable[..., None], operands: Buffers, results: Buffers, **options: Any) -> None:
+    def _unless_lost(self, move: Callable[..., None], operands: Sequence, results: Sequence, **options: Any) -> None:
         """Run a move; once a rank is lost, revoke, and give zeros."""
-        if not self.is_lost:
+        if not self.why_lost:
             try:
                 return move(operands, results, **options)
             except Exception as error:
                 if not (is_mpi_error(error) or isinstance(error, TrainingError)):
                     raise
-                self.is_lost, self.why = True, str(error) or type(error).__name__
+                self.why_lost = str(error) or type(error).__name__
                 self.processes.revoke()
         for result in results:
             result[...] = np.zeros((), result.dtype)
 
     def _run(
-        self, operands: Buffers, results: Buffers, kind: str, source: int = -1, dest: int = -1, root: int = 0
+        self, operands: Sequence, results: Sequence, kind: str, source: int = -1, dest: int = -1, root: int = 0
     ) -> None:
         if kind == "allreduce":
             return self.mpi.Allreduce(operands[0], results[0])
         # Moved as integers of equal size, for which MPI has types.
         sent, received = (x.reshape(-1).view(f"u{x.dtype.itemsize}") for x in (operands[0], results[0]))
-        if kind == "alltoall":
-            self.mpi.Alltoall(sent, received)
-        elif kind == "allgather":
-            self.mpi.Allgather(sent, received)
-        elif kind == "bcast":
+        if kind == "bcast":
             np.copyto(received, sent)
-            self.mpi.Bcast(received, root)
-        elif source >= 0 and dest >= 0:
+            return self.mpi.Bcast(received, root)
+        if kind != "permute":
+            return getattr(self.mpi, kind.capitalize())(sent, received)
+        received[...] = 0
+        if source >= 0 and dest >= 0:
             self.mpi.Sendrecv(sent, dest, 0, received, source)
-        else:
-            received[...] = 0
-            if dest >= 0:
-                self.mpi.Send(sent, dest)
-            if source >= 0:
-                self.mpi.Recv(received, source)
+        elif dest >= 0:
+            self.mpi.Send(sent, dest)
+        elif source >= 0:
+            self.mpi.Recv(received, source)
 
 
 # ---------------------------------------------------------------- what a `comm` argument stands for

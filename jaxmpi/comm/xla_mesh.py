@@ -155,7 +155,6 @@ def _addresses() -> list[str]:
 
 def _named_address() -> str:
     """The address of this host's name; empty if unknown."""
-    try:
+    with contextlib.suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return ""
+    return ""

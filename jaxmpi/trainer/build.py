@@ -152,7 +152,7 @@ def split_step(
     if form.is_early:
         assert isinstance(workers.comm, RankComm)
         assert exchanges.zero
-        gradients = exchanges.zero.scatter_early(gradients, workers.comm.sum_name)
+        gradients = exchanges.zero.scatter_early(gradients, workers.comm.shared_sum.name)
     # Synchronised batch statistics put a communicator into the gradients, so each rank compiles its own.
     jitted = jax.jit(gradients) if experiment.batch_statistics == "synchronised" else jit(gradients)
     step = partial(

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jaxmpi.comm import mpi_info
-from jaxmpi.comm.link_times import met
 from jaxmpi.core.env import getting_mpi
 from jaxmpi.core.errors import UsageError
 from jaxmpi.tools import cli
@@ -81,14 +80,6 @@ def test_what_the_self_test_shows():
 def test_cores_are_spelled_as_ranges():
     assert format_cores([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
     assert format_cores([]) == "unknown"
-
-
-@pytest.mark.parametrize("size", [2, 5, 8])
-def test_every_pair_of_ranks_meets_once(size):
-    even = size + size % 2
-    turns = [[met(rank, turn, even) for rank in range(even)] for turn in range(even - 1)]
-    assert all(row[row[rank]] == rank != row[rank] for row in turns for rank in range(even))
-    assert sorted(row[0] for row in turns) == list(range(1, even))
 
 
 def test_a_pair_with_a_slow_link_is_named():
