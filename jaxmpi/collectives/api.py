@@ -129,8 +129,7 @@ def _means(
     """Sums divided by the number of workers; integers are sent as halves of their bits, whose sums do not wrap."""
     is_integer = [bool(jnp.issubdtype(leaf.dtype, jnp.integer)) for leaf in leaves]
     summands = [halves(leaf) if whole else leaf for leaf, whole in zip(leaves, is_integer, strict=True)]
-    means_of = [leaf.dtype.name for leaf in leaves]
-    totals = _call_each_leaf(operation, summands, comm, given, means_of, op="sum", root=root)
+    totals = _call_each_leaf(operation, summands, comm, given, op="sum", root=root)
     workers = comm.size if root is None or comm.rank == root else 1
     return [
         mean_of_halves(total, workers, leaf.dtype, bool(jnp.issubdtype(dtype, jnp.integer)))
@@ -344,26 +343,19 @@ def sendrecv(
 
 
 def _call_each_leaf(
-    operation: str,
-    leaves: list[jax.Array],
-    comm: Comm,
-    given: Mapping[str, Any],
-    means_of: Sequence[str] = (),
-    **options: Any,
+    operation: str, leaves: list[jax.Array], comm: Comm, given: Mapping[str, Any], **options: Any
 ) -> list[jax.Array]:
     """Call once per leaf; for elementwise operations once per group of small leaves.
 
     Args:
         given: `given_leaves`, which ranks compare at the first call.
-        means_of: dtypes of leaves that are summed for means, of which these may be halves.
     """
-    row, means_of = OPERATIONS[operation], means_of or [""] * len(leaves)
+    row = OPERATIONS[operation]
     is_packed = row.is_elementwise and not row.is_message and comm.size > 1
     results: list[Any] = [None] * len(leaves)
-    for group in _group_small_leaves(leaves, means_of) if is_packed else [[i] for i in range(len(leaves))]:
+    for group in _group_small_leaves(leaves) if is_packed else [[i] for i in range(len(leaves))]:
         packed = leaves[group[0]] if len(group) == 1 else jnp.concatenate([leaves[i].reshape(-1) for i in group])
-        named = {"mean_of": means_of[group[0]], "given": given if group[0] == 0 else {}}
-        found = _call(operation, comm, packed, **named, **options)
+        found = _call(operation, comm, packed, given=given if group[0] == 0 else {}, **options)
         if len(group) == 1:
             results[group[0]] = found[0] if found else None  # a send returns nothing
             continue
@@ -373,17 +365,17 @@ def _call_each_leaf(
     return results
 
 
-def _group_small_leaves(leaves: Sequence[jax.Array], means_of: Sequence[str]) -> list[list[int]]:
-    """Group leaves by dtype and `means_of` within BUCKET_BYTES; larger ones stay alone."""
+def _group_small_leaves(leaves: Sequence[jax.Array]) -> list[list[int]]:
+    """Group leaves by dtype within BUCKET_BYTES; larger ones stay alone."""
     groups: list[list[int]] = []
     open_groups: dict[Any, tuple[list[int], int]] = {}
-    for i, (leaf, mean_of) in enumerate(zip(leaves, means_of, strict=True)):
-        group, group_bytes = open_groups.get((leaf.dtype, mean_of), ([], 0))
+    for i, leaf in enumerate(leaves):
+        group, group_bytes = open_groups.get(leaf.dtype, ([], 0))
         if not group or group_bytes + leaf.nbytes > BUCKET_BYTES:
             group, group_bytes = [], 0
             groups.append(group)
         group.append(i)
-        open_groups[leaf.dtype, mean_of] = group, group_bytes + leaf.nbytes
+        open_groups[leaf.dtype] = group, group_bytes + leaf.nbytes
     return groups
 
 

@@ -107,7 +107,7 @@ def _facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerpri
     sent, is_tree = [x.dtype.name for x in operands], list(call.given) not in ([], [""])
     given = [] if is_tree else [leaf.dtype.name for leaf in call.given.values()]
     options: dict[str, Any] = {
-        **{"op": call.op, "mean of": call.mean_of, "root": call.root, "reversed": call.is_reversed},
+        **{"op": call.op, "root": call.root, "reversed": call.is_reversed},
         **({"MPI4JAX_DEBUG": "on"} if is_logged() else {}),
         **{f"shape of argument {i}": list(operation_of(call).shared(call, x)) for i, x in enumerate(operands)},
         "dtypes": [*given, *(f"sent as {name}" for name in sent)] if given not in ([], sent) else sent,

@@ -26,7 +26,7 @@ from jaxmpi.comm.base import Comm, NullComm, Pairs, SoloComm, check_member, chec
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.polling import is_mpi_error
-from jaxmpi.comm.shared_compile import shared_jit
+from jaxmpi.comm.shared_compile import SharedJit
 from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.pytrees import PyTree
@@ -94,7 +94,7 @@ class RankComm(Comm):
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
         """`jax.jit` compiled once a host; its ranks make the first call of each structure, shape and dtype together."""
-        return shared_jit(function, donate_argnums, self.processes)
+        return SharedJit(function, donate_argnums, self.processes)
 
     # ------------------------------------------------------------ sums in the shared memory of one host
 
