@@ -59,7 +59,7 @@ SOURCE = c_handlers.CSource(
     HEADER_BYTES=HEADER.size,
     **dict[str, Any](SIZE_AT=0, SENDER_AT=8, NUMBER_AT=16, TYPE_AT=20),  # in a header
     **dict[str, Any](TYPE_BYTES=TYPE_BYTES, INLINE=INLINE, INLINE_BYTES=INLINE_BYTES, EAGER_BYTES=EAGER_BYTES),
-    **dict[str, Any](MAX_BYTES=1 << 30, MOST_CALLS=MOST_CALLS, NOTES=NOTES),
+    **dict[str, Any](MOST_CALLS=MOST_CALLS, NOTES=NOTES),
 )
 _message_p = SOURCE.primitive()
 FUNCTIONS = "Isend", "Issend", "Irecv", "Wait", "Test", "Status_set_elements"  # in the order of the source
@@ -229,6 +229,10 @@ def open_message(call: MpiCall, what: str, x: Any, place: Any = None) -> int:
     comm, waits, number = call.comm, call.comm.processes.waits, next(_numbers)
     if number >= MOST_CALLS:
         raise UsageError(f"{what}: got {MOST_CALLS} messages that were compiled before; compile fewer programs")
+    if (most := max(each.size * each.dtype.itemsize for each in (x, place) if each is not None)) > np.iinfo(
+        np.int32
+    ).max:
+        raise UsageError(f"{what}: got {most:,} bytes; expected fewer than 2^31, to which MPI counts: cut it up")
     source = MPI.ANY_SOURCE if call.source is None else call.source
     recvtag = MPI.ANY_TAG if call.recvtag is None else call.recvtag
     is_send = call.operation == "send"
