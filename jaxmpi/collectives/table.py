@@ -19,6 +19,7 @@ from jax import lax
 
 from jaxmpi.collectives import messages
 from jaxmpi.collectives.call import MpiCall, from_mpi_dtype, shape_of, to_mpi_dtype
+from jaxmpi.comm.diagnosis import comparison_of
 from jaxmpi.core.errors import UsageError
 
 ARITHMETIC = ("sum", "prod", "max", "min", "and", "or", "xor")  # in the order of `diagnosis.OPS`
@@ -69,22 +70,28 @@ def in_mpi_dtype(move: Callable[[MpiCall, Any, jax.Array], jax.Array]) -> Callab
 
 
 @in_mpi_dtype
-def _one_call(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
+def run_by_mpi(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     """The MPI function of the operation's name."""
     arguments = ([mpi_op(call.op)] if call.op else []) + ([] if call.root is None else [call.root])
     return getattr(mpi4jax, call.operation)(x, *arguments, comm=_mpi_comm(call))
 
 
-def run_in_c(call: MpiCall, comparison: Any, number: int, *operands: jax.Array) -> list[jax.Array]:
-    """The same by a handler in C, which also compares this call, of that number, over ranks."""
-    op, root = ARITHMETIC.index(call.op) if call.op else 0, call.root or 0
-    if not operands:
-        return comparison.call(call.operation, number, None, (), op, root)
-    x, [result] = to_mpi_dtype(operands[0]), OPERATIONS[call.operation].results(call, *operands)
+def has_slots_for(call: MpiCall, x: Any) -> bool:
+    """Return True if `run_in_c` can take the place of `run_by_mpi`."""
+    rows = call.comm.size if call.operation == "alltoall" or (call.operation == "scatter" and call.is_root) else 1
+    row_bytes = x.size * max(x.dtype.itemsize, 1) // rows
+    return comparison_of(call.comm).has_slots_for(call.operation, row_bytes)
+
+
+def run_in_c(call: MpiCall, number: int, x: jax.Array) -> list[jax.Array]:
+    """The same through shared memory, with this call's comparison over ranks, of that number."""
+    sent, [result] = to_mpi_dtype(x), OPERATIONS[call.operation].results(call, x)
     # Here the result is x itself.
     keeps_x = call.is_root if call.operation == "bcast" else call.operation in ("reduce", "gather") and not call.is_root
-    [y] = comparison.call(call.operation, number, x, (0,) if keeps_x else result.shape, op, root)
-    return [operands[0] if keeps_x else from_mpi_dtype(y, result.dtype)]
+    op, root = ARITHMETIC.index(call.op) if call.op else 0, call.root or 0
+    shape = (0,) if keeps_x else result.shape
+    y = comparison_of(call.comm).call(call.operation, number, sent, shape, op, root)
+    return [x if keeps_x else from_mpi_dtype(y, result.dtype)]
 
 
 def _mpi_comm(call: MpiCall) -> Any:
@@ -183,18 +190,13 @@ class Operation:
     sends: str  # by each rank
     transpose: str = ""  # in words; empty if there is none
     shape: Callable[[MpiCall, tuple[int, ...]], tuple[int, ...]] | None = lambda call, shape: shape  # None: no result
-    run: Callable[..., list[jax.Array]] = _one_call  # (call, *operands) -> in a program, over MPI
+    run: Callable[..., list[jax.Array]] = run_by_mpi  # (call, *operands) -> in a program, over MPI
     on_one_rank: Callable[..., Any] = lambda call, x: x  # (call, *operands) -> with one worker
     adjoint: Callable[[Bind, MpiCall, jax.Array, Any], jax.Array] | None = None  # cotangent of y, like x -> that of x
     shared: Callable[[MpiCall, Any], Any] = lambda call, x: x.shape  # part of x's shape that ranks must share
     ops: tuple[str, ...] = ()  # that it may reduce by
     is_elementwise: bool = True  # small leaves of a tree are packed together, and a mapped axis stays first
     is_message: bool = False  # from one rank to another: others take no part
-
-    @property
-    def is_one_call(self) -> bool:
-        """True if it is one call of MPI, which `run_in_c` makes as well."""
-        return self.run in (_one_call, _barrier)
 
     def results(self, call: MpiCall, *operands: Any) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtypes on this rank; those of a message are like its last operand."""

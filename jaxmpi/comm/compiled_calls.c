@@ -1,10 +1,10 @@
-/* Collectives of programs and their comparison, as a handler that XLA calls.
+/* The comparison of programs' calls, and collectives through shared memory, as a handler that XLA calls.
 
    `diagnosis.py` compiles this file for the MPI and the XLA that the process has, fills in `struct setup`, and says what
    is compared and why. There are three kinds of calls:
 
-   - BEGIN, first in a program: take this process's turn, and publish the number of the call;
-   - an operation, and then the same as END; it publishes the number itself if the communicator has slots;
+   - BEGIN, first in an exchange: take this process's turn, and publish the number of the call;
+   - an operation on an array through shared memory (`compiled_slots.h`), which is its own END;
    - END: compare the numbers that the other ranks have published, and give the turn away.
 
    On one host numbers are published in shared memory, with short arrays behind them (`compiled_slots.h`). A rank has two
@@ -24,29 +24,20 @@
 #include "c_handlers.h"
 
 enum kind { KINDS };
-enum word { COMPARISON, NUMBER, KIND, OP, ROOT }; /* of a call's attribute; OP of BEGIN: its operation publishes */
-enum { HAS_TURN = ROOT };                         /* of BEGIN */
+enum word { COMPARISON, NUMBER, KIND, OP, ROOT };      /* of a call's attribute */
+enum { HAS_TURN = ROOT, IS_PUBLISHED_LATER = OP }; /* of BEGIN: by the operation, behind whose array the number is */
 enum { SPINS = 64, LOOKS_WITHOUT_MPI = 4 };
 
 struct setup {
   int (*send)(const void *, int, handle, int, int, handle);
   int (*recv)(void *, int, handle, int, int, handle, void *);
   int (*iprobe)(int, int, handle, int *, void *);
-  int (*barrier)(handle);
-  int (*allreduce)(const void *, void *, int, handle, handle, handle);
-  int (*reduce)(const void *, void *, int, handle, handle, int, handle);
-  int (*scan)(const void *, void *, int, handle, handle, handle);
-  int (*bcast)(void *, int, handle, int, handle);
-  int (*allgather)(const void *, int, handle, void *, int, handle, handle);
-  int (*gather)(const void *, int, handle, void *, int, handle, int, handle);
-  int (*scatter)(const void *, int, handle, void *, int, handle, int, handle);
-  int (*alltoall)(const void *, int, handle, void *, int, handle, handle);
   int (*reduce_local)(const void *, void *, int, handle, handle);
   void (*differs)(int32_t number, const int32_t *theirs); /* it ends the job */
   void (*failed)(int32_t number, int32_t code);           /* likewise */
   _Atomic int64_t *board;                                 /* NULL: numbers are messages */
-  char *slots;                                            /* NULL: operations are MPI's */
-  handle comm, messages, int32; /* of the operations, of the comparison's messages; its dtype */
+  char *slots;                                            /* for operations */
+  handle messages, int32; /* of the comparison: its communicator and dtype */
   handle types[TYPES], ops[OPS]; /* by XLA's number, by OP */
   int64_t item_bytes[TYPES], slot_bytes, part_bytes;
   int32_t rank, size;
@@ -206,25 +197,6 @@ static int compare(struct comparison *c) {
 
 #include "compiled_slots.h"
 
-static int operation(struct setup *mpi, const int32_t *words, const XLA_FFI_Buffer *x, const XLA_FFI_Buffer *y) {
-  handle type = mpi->types[x->dtype], op = mpi->ops[words[OP]], comm = mpi->comm;
-  int n = (int)numbers_in(x); /* Python has refused more than an int holds */
-  int root = words[ROOT], is_root = root == mpi->rank;
-  switch (words[KIND]) {
-    case ALLREDUCE: return mpi->allreduce(x->data, y->data, n, type, op, comm);
-    case REDUCE: return mpi->reduce(x->data, y->data, n, type, op, root, comm);
-    case SCAN: return mpi->scan(x->data, y->data, n, type, op, comm);
-    case BCAST: return mpi->bcast(is_root ? x->data : y->data, n, type, root, comm);
-    case ALLGATHER: return mpi->allgather(x->data, n, type, y->data, n, type, comm);
-    case GATHER: return mpi->gather(x->data, n, type, y->data, n, type, root, comm);
-    case SCATTER: {
-      int row = is_root ? n / mpi->size : n;
-      return mpi->scatter(x->data, row, type, y->data, row, type, root, comm);
-    }
-    default: return mpi->alltoall(x->data, n / mpi->size, type, y->data, n / mpi->size, type, comm);
-  }
-}
-
 /* Give the turn away at the end of a call; an error ends the job. False then: no program goes on with what it may have. */
 static int finish(struct comparison *c, int32_t number, int is_end, int code) {
   if (!code && is_end) give(c);
@@ -239,20 +211,10 @@ XLA_FFI_Error *jaxmpi_compiled_calls(XLA_FFI_CallFrame *frame) {
   struct comparison *c = comparisons[words[COMPARISON]];
   if (!c) return error(frame, "jaxmpi: a program of another process, or of a communicator that was freed; compile it for this one");
   int code = 0;
-  int kind = words[KIND], has_array = kind != BEGIN && kind != END && kind != BARRIER;
-  const XLA_FFI_Buffer *x = has_array ? frame->args.args[0] : NULL, *y = has_array ? frame->rets.rets[0] : NULL;
-  struct job job = {0};
-  if (has_array && c->mpi.slots) job = job_of(c, words, x, y);
-  if (kind == BEGIN) {
-    code = begin(c, words[NUMBER], words[OP] && c->mpi.slots, words[HAS_TURN] ? frame : NULL);
-  } else if (has_array && fits_slots(c, &job)) {
-    code = through_slots(c, &job);
-  } else {
-    if (has_array && c->mpi.slots) publish(c);
-    if (has_array) code = operation(&c->mpi, words, x, y);
-    if (!code && kind == BARRIER && !c->mpi.board) code = c->mpi.barrier(c->mpi.comm); /* else to compare is a barrier */
-    if (!code) code = compare(c);
-  }
+  int kind = words[KIND];
+  if (kind == BEGIN) code = begin(c, words[NUMBER], words[IS_PUBLISHED_LATER], words[HAS_TURN] ? frame : NULL);
+  else if (kind == END) code = compare(c);
+  else code = through_slots(c, words, frame->args.args[0], frame->rets.rets[0]);
   return finish(c, words[NUMBER], kind != BEGIN, code) ? NULL : error(frame, "jaxmpi: the job ends");
 }
 

@@ -8,13 +8,12 @@
    For longer arrays a rank has two slots, for even and for odd chunks. It copies a chunk into one, waits until all have
    come to this round, and takes what it wants from the slots of all. It writes a slot again when all have come to the
    first round of the next chunk, since they had taken everything then. If a reduction is long, each rank reduces one part
-   for all, into a third place, and there is a second round before all take those parts. A long scan is MPI's own, which
-   took less time.
+   for all, into a third place, and there is a second round before all take those parts. For what MPI does in less time
+   (a long scan, long rows for many ranks) Python calls MPI.
 
    Numbers are combined in rank order, by MPI: the same bits on all ranks, for all dtypes. */
 
 enum { SHORT_BYTES = 8192, ALIGNED_BYTES = 64 }; /* of a chunk that each rank reduces by itself; of parts */
-enum { LEAST_ROW_BYTES = 1024 };                 /* of a chunk of a row, if it is not a whole row */
 
 /* A call's arrays: x, or its rows, and y. */
 struct job {
@@ -123,8 +122,6 @@ static int chunk_through_slots(struct comparison *c, struct job *job, int64_t st
   return code;
 }
 
-static int has_rows(int kind) { return kind == ALLTOALL || kind == SCATTER; }
-
 /* The arrays of a call; items are of a row if it has rows. */
 static struct job job_of(struct comparison *c, const int32_t *words, const XLA_FFI_Buffer *x, const XLA_FFI_Buffer *y) {
   struct setup *mpi = &c->mpi;
@@ -132,27 +129,20 @@ static struct job job_of(struct comparison *c, const int32_t *words, const XLA_F
   job.kind = words[KIND], job.root = words[ROOT];
   job.type = mpi->types[x->dtype], job.op = mpi->ops[words[OP]];
   if (job.kind == ALLTOALL || (job.kind == SCATTER && mpi->rank == job.root)) job.items /= mpi->size;
-  int rows = has_rows(job.kind) ? mpi->size : 1;
+  int rows = job.kind == ALLTOALL || job.kind == SCATTER ? mpi->size : 1;
   job.is_inline = job.items * job.item_bytes * rows <= 8 * (mpi->place_words - 1);
   job.most = job.is_inline ? job.items : mpi->slot_bytes / (job.item_bytes * rows); /* to divide takes as long as to copy */
   return job;
 }
 
-/* Return 1 on all ranks if MPI would take longer: not for a long scan, nor for rows of which a slot holds few bytes. */
-static int fits_slots(struct comparison *c, struct job *job) {
-  int64_t bytes = job->items * job->item_bytes;
-  if (!c->mpi.slots || job->is_inline) return c->mpi.slots != NULL;
-  if (job->kind == SCAN) return bytes <= SHORT_BYTES;
-  return !has_rows(job->kind) || job->items <= job->most || job->most * job->item_bytes >= LEAST_ROW_BYTES;
-}
-
-static int through_slots(struct comparison *c, struct job *job) {
+static int through_slots(struct comparison *c, const int32_t *words, const XLA_FFI_Buffer *x, const XLA_FFI_Buffer *y) {
+  struct job job = job_of(c, words, x, y);
   int64_t start = 0;
   int code;
   do {
-    int64_t items = least(job->most, job->items - start);
-    code = chunk_through_slots(c, job, start, items);
+    int64_t items = least(job.most, job.items - start);
+    code = chunk_through_slots(c, &job, start, items);
     start += items;
-  } while (!code && start < job->items);
+  } while (!code && start < job.items);
   return code;
 }

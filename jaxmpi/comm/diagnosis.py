@@ -44,17 +44,17 @@ from jaxmpi.runtime.process import launched_workers
 # ---------------------------------------------------------------- calls in C
 
 KINDS = BEGIN, END, *OPERATIONS = (
-    *("begin", "end", "barrier", "allreduce", "reduce", "scan", "bcast", "allgather", "gather", "scatter", "alltoall"),
+    *("begin", "end", "allreduce", "reduce", "scan", "bcast", "allgather", "gather", "scatter", "alltoall"),
 )
 OPS = "SUM", "PROD", "MAX", "MIN", "BAND", "BOR", "BXOR"
-# In the order of `struct setup`.
-FUNCTIONS = "Send", "Recv", "Iprobe", *(name.capitalize() for name in OPERATIONS), "Reduce_local"
+FUNCTIONS = "Send", "Recv", "Iprobe", "Reduce_local"  # in the order of `struct setup`
 MOST_COMPARISONS, TYPES = 1 << 20, 64
 PLACE_WORDS, NUMBERS_WORDS = 72, 8  # of each of a rank's two places: for a number and a short array; for numbers alone
 ROUNDS_WORDS = 8  # a cache line for the count of rounds through slots
 SLOT_BYTES = 256 << 10  # bytes of a chunk: a core's second-level cache holds it with what is made of it
 SLOTS_BYTES = 4 << 20  # bytes of all ranks' slots, about: with many ranks each has less
 LEAST_BYTES = 16 << 10  # bytes of a slot at least
+LONG_SCAN_BYTES, LEAST_ROW_BYTES = 8192, 1024  # MPI takes less time for longer scans, and for shorter parts of rows
 MOST_SHARED = 16  # communicators with slots: a script may split a thousand times
 TURN_BIT, MOST_TURNS = 24, 128  # of a number that is sent: the exchange's in the bits below, its turn in those above
 SOURCE = c_handlers.CSource(
@@ -85,7 +85,7 @@ def _setup_type() -> type[ctypes.Structure]:
             ("differs", Differs),
             ("failed", c_handlers.Failed),
             *((name, c_void_p) for name in ("board", "slots")),
-            *((name, handle) for name in ("comm", "messages", "int32")),
+            *((name, handle) for name in ("messages", "int32")),
             ("types", handle * TYPES),
             ("ops", handle * len(OPS)),
             ("item_bytes", c_int64 * TYPES),
@@ -124,7 +124,7 @@ class CallComparison:
     """The exchanges and collectives that a communicator's ranks have come to, compared in C."""
 
     def __init__(self, comm: Any) -> None:
-        self._comm, self._library = comm, None
+        self._comm, self._library, self._slots = comm, None, None
         is_world = comm.processes.numbers == tuple(range(launched_workers()))
         self._where = "the job" if is_world else f"a communicator of {comm.size} ranks"
         self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks
@@ -132,7 +132,7 @@ class CallComparison:
         self._named: list[Any] = []  # communicators of mpi4py whose errors it names
         facts = [_indices[-1], SOURCE.trouble(), SOURCE.unavailable_reason() is None]
         used, troubles, in_programs = zip(*comm.processes.allgather_object(facts), strict=True)
-        self.in_c = all(in_programs)  # whether programs of all ranks call C, operations of MPI included
+        self._in_c = all(in_programs)  # whether programs of all ranks call C, not through Python
         self._index = max(used) + 1
         _indices.append(self._index)
         if any(troubles):
@@ -150,12 +150,11 @@ class CallComparison:
 
         comm, self._library = self._comm, SOURCE.library()
         self._library.jaxmpi_held.restype = c_int64
-        self._may_share = self.in_c and self._index < MOST_SHARED
+        self._may_share = self._in_c and self._index < MOST_SHARED
         words = PLACE_WORDS if self._may_share else NUMBERS_WORDS
         row_words = 2 * words + ROUNDS_WORDS
         is_one_host = len(set(comm.hosts)) == 1
         self._board = _shared_by_all(comm, comm.size * row_words * 8) if is_one_host else None
-        self._slots: mmap.mmap | None = None
         self._numbers: np.ndarray | None = None  # [rank, place]
         if self._board:
             rows = np.frombuffer(self._board, np.int64, comm.size * row_words).reshape(comm.size, row_words)
@@ -164,7 +163,7 @@ class CallComparison:
         setup.functions[:] = c_handlers.addresses(FUNCTIONS)
         setup.differs, setup.failed = Differs(self._differs), c_handlers.Failed(self._failed)
         setup.board = ctypes.addressof(ctypes.c_char.from_buffer(self._board)) if self._board else None
-        setup.comm, setup.messages, setup.int32 = map(MPI._handleof, (comm.mpi, self._messages, MPI.INT32_T))
+        setup.messages, setup.int32 = map(MPI._handleof, (self._messages, MPI.INT32_T))
         for number, dtype in host_callbacks.DTYPES.items():
             setup.item_bytes[number] = dtype.itemsize
             if dtype.isbuiltin == 1 and dtype != np.float16:  # others travel as integers
@@ -181,6 +180,19 @@ class CallComparison:
             run = lambda operands, results, number, function=function: function(self._index, number)  # noqa: E731
             host_callbacks.register(name, run, ends_job=True)
 
+    def has_slots_for(self, kind: str, row_bytes: int) -> bool:
+        """Return True, on all ranks alike, if `call` can do an operation, and MPI would not do it sooner.
+
+        Args:
+            kind: the operation.
+            row_bytes: of an array of one rank for one rank, or for all.
+        """
+        if self._slots is None or kind not in OPERATIONS:
+            return False
+        part_bytes = self._slot_bytes // self._comm.size
+        is_row_short = kind not in ("alltoall", "scatter") or row_bytes <= part_bytes or part_bytes >= LEAST_ROW_BYTES
+        return is_row_short and (kind != "scan" or row_bytes <= LONG_SCAN_BYTES)
+
     def share_slots(self) -> None:
         """Map memory for the arrays of operations, once; all ranks come here together."""
         if self._library is None or self._board is None or not self._may_share:
@@ -188,7 +200,7 @@ class CallComparison:
         self._may_share, size, page = False, self._comm.size, mmap.PAGESIZE
         slot_bytes = -(-max(LEAST_BYTES, min(SLOT_BYTES, SLOTS_BYTES // (2 * size))) // page) * page
         part_bytes = -(-slot_bytes // (size * page)) * page
-        self._slots = _shared_by_all(self._comm, size * (2 * slot_bytes + part_bytes))
+        self._slots, self._slot_bytes = _shared_by_all(self._comm, size * (2 * slot_bytes + part_bytes)), slot_bytes
         if self._slots:
             address = ctypes.addressof(ctypes.c_char.from_buffer(self._slots))
             self._library.jaxmpi_share(self._index, c_void_p(address), c_int64(slot_bytes), c_int64(part_bytes))
@@ -218,30 +230,29 @@ class CallComparison:
         It needs nothing of the data, so it is the first that a program does: of two programs the one that was
         dispatched first has its turn first.
         """
-        self._bind(BEGIN, number, root=int(self.in_c))
+        self._bind(BEGIN, number, root=int(self._in_c))
 
     def end(self, number: int) -> None:
         """Compare with the others' numbers, and give the turn away."""
         self._bind(END, number)
 
-    def call(self, kind: str, number: int, x: jax.Array | None, shape: Sequence[int], op: int, root: int) -> Any:
-        """An operation of MPI that publishes its number and compares in the same handler, only if `in_c`.
+    def call(self, kind: str, number: int, x: jax.Array, shape: Sequence[int], op: int, root: int) -> jax.Array:
+        """An operation through shared memory, which publishes its number and compares in the same handler.
 
         Args:
-            kind: the MPI function's name.
-            x: in a dtype that MPI has; None for a barrier.
+            kind: one that has slots.
+            x: in a dtype that MPI has.
             shape: of the result, which has x's dtype.
             op: its place in OPS.
         """
-        self._bind(BEGIN, number, op=int(x is not None))
-        like = [] if x is None else [jax.ShapeDtypeStruct(tuple(shape), x.dtype)]
-        return self._bind(kind, number, op, root, [] if x is None else [x], like)
+        self._bind(BEGIN, number, op=1)
+        return self._bind(kind, number, op, root, [x], [jax.ShapeDtypeStruct(tuple(shape), x.dtype)])[0]
 
     def _bind(
         self, kind: str, number: int, op: int = 0, root: int = 0, operands: Sequence = (), results: Sequence = ()
     ) -> list:
         effect = self._comm.effect
-        if kind in (BEGIN, END) and not self.in_c and SOURCE.unavailable_reason():
+        if kind in (BEGIN, END) and not self._in_c and SOURCE.unavailable_reason():
             return host_callbacks.call(self._names[kind == END], [], [], effect=effect, number=number)
         words = (self._index, number, KINDS.index(kind), op, root)
         return _call_p.bind(*operands, results=c_handlers.shaped(*results), effect=effect, words=words)
