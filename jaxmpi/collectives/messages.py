@@ -96,7 +96,7 @@ def unavailable_reason() -> str:
     if is_logged():
         return "mpi4jax prints its calls"
     with _loading:
-        return host_callbacks.unavailable_reason() or _compile_error()
+        return _compile_error()
 
 
 _loading = threading.Lock()  # several threads may lower programs
