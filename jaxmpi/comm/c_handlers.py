@@ -70,16 +70,11 @@ class CSource:
         self._trouble: str | None = None
         self._lock = threading.RLock()  # programs are lowered by several threads
 
-    def unavailable_reason(self, in_programs: bool = True) -> str | None:
-        """Reason why it cannot be called, by programs; None if it can.
-
-        JAXMPI_FFI=python asks for functions in Python.
-        """
-        if in_programs and host_callbacks.sees_copies():
+    def unavailable_reason(self) -> str | None:
+        """Reason why programs cannot call it; None if they can. JAXMPI_FFI=python asks for functions in Python."""
+        if host_callbacks.sees_copies():
             return "programs of GPUs call Python"
-        if os.environ.get("JAXMPI_FFI") == "python":
-            return "JAXMPI_FFI is python"
-        return self.trouble() or None
+        return "JAXMPI_FFI is python" if os.environ.get("JAXMPI_FFI") == "python" else self.trouble() or None
 
     def trouble(self) -> str:
         """Why it cannot be compiled here; empty if it can."""
