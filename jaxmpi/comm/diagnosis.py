@@ -324,11 +324,8 @@ class CallComparison:
         if set(theirs.values()) - {call.number}:
             self._refuse_and_end(call.number, theirs)
         if kind == MPI.ERR_TRUNCATE:
-            error = UsageError(
-                f"{self.text(call.number)} got a longer message than it expects, so another rank has come to another "
-                "exchange; all must make the same calls in the same order"
-            )
-            failures.fail(error, None)
+            text = f"{self.text(call.number)} got a longer message than it expects: another rank is at another exchange"
+            failures.fail(UsageError(text), None)
 
     def _sent_number(self, rank: int, count: int) -> int:
         """Number that a rank has sent, which nobody will receive, or 0."""

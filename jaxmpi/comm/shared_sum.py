@@ -93,7 +93,7 @@ class SharedSum:
         host_callbacks.forget(self.name)
 
     def sum(self, vectors: Sequence[jax.Array], divisor: float = 1, in_place: bool = False) -> list[jax.Array]:
-        """Sum f32 arrays over this host's ranks, inside or outside jit.
+        """Sum f32 arrays over this host's ranks, inside or outside jit, with the bits of additions in rank order.
 
         Args:
             vectors: the same shapes on every rank.
@@ -102,34 +102,26 @@ class SharedSum:
 
         Communicates: one call in all, through shared memory. Raises, if results are waited for: as `add`.
         """
-        odd = [f"{vector.dtype}{list(vector.shape)}" for vector in vectors if vector.dtype != np.float32]
-        check(not odd, f"a sum over this host got {', '.join(odd)}; expected float32: cast before")
-        like = [jax.ShapeDtypeStruct(vector.shape, vector.dtype) for vector in vectors]
-        pairs = [(i, i) for i in range(len(like))] if in_place else []
-        return host_callbacks.call(self.name, vectors, like, pairs, self.effect, divisor=float(divisor))
+        return self._call("", vectors, [x.shape for x in vectors], divisor, in_place)
 
     def scatter(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """f32[w m] -> f32[m] each: this rank's slice of the sum.
-
-        The bits of `sum` with the same divisor, over the w ranks of this host; inside or outside jit. Communicates: one
-        call in all, through shared memory. Raises, if results are waited for: as `add`.
-        """
+        """f32[w m] -> f32[m] each: this rank's slice of `sum`, for the w ranks of this host."""
         for x in vectors:
             check(x.size % self.size == 0, f"a scatter over {self.size} ranks got {x.size} floats; expected a multiple")
-        return self._half("scatter", vectors, [x.size // self.size for x in vectors], divisor)
+        return self._call("scatter", vectors, [(x.size // self.size,) for x in vectors], divisor)
 
     def gather(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-        """f32[m] -> f32[w m] each: all ranks' slices, inside or outside jit.
+        """f32[m] -> f32[w m] each: all ranks' slices."""
+        return self._call("gather", vectors, [(x.size * self.size,) for x in vectors])
 
-        Communicates: one call in all, through shared memory. Raises, if results are waited for: as `add`.
-        """
-        return self._half("gather", vectors, [x.size * self.size for x in vectors])
-
-    def _half(self, half: str, vectors: Sequence[jax.Array], sizes: list[int], divisor: float = 1) -> list[jax.Array]:
-        for x in vectors:
-            check(x.dtype == np.float32, f"a {half} over this host got {x.dtype}{list(x.shape)}; expected float32")
-        like = [jax.ShapeDtypeStruct((size,), np.float32) for size in sizes]
-        return host_callbacks.call(self.name, vectors, like, [], self.effect, divisor=float(divisor), half=half)
+    def _call(
+        self, half: str, vectors: Sequence[jax.Array], shapes: list, divisor: float = 1, in_place: bool = False
+    ) -> list[jax.Array]:
+        odd = [f"{x.dtype}{list(x.shape)}" for x in vectors if x.dtype != np.float32]
+        check(not odd, f"a {half or 'sum'} over this host got {', '.join(odd)}; expected float32: cast before")
+        like = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+        pairs = [(i, i) for i in range(len(like))] if in_place else []
+        return host_callbacks.call(self.name, vectors, like, pairs, self.effect, divisor=float(divisor), half=half)
 
     def sum_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """`sum` without a program, done on return, behind programs begun before.
@@ -173,10 +165,11 @@ class SharedSum:
             for source, to in zip(operands[summed:], results[summed:], strict=True):
                 host_callbacks.copy_unless_shared(source, to)
             vectors, totals = [flat(x) for x in operands[:summed]], [flat(x) for x in results[:summed]]
-            if half == "scatter":
-                vectors, totals = self._of_all_ranks(vectors), self._of_this_rank(totals)
-            elif half == "gather":
-                vectors, totals = self._of_this_rank(vectors), self._of_all_ranks(totals)
+            if half:  # slices, one a rank, on the side of which this rank has its own alone with None for the others
+                whole, mine = (vectors, totals) if half == "scatter" else (totals, vectors)
+                whole = [row for vector in whole for row in vector.reshape(self.size, -1)]
+                mine = [each if rank == self.rank else None for each in mine for rank in range(self.size)]
+                vectors, totals = (whole, mine) if half == "scatter" else (mine, whole)
             whole = totals if half == "gather" else vectors  # arrays that all have a size: none is None
             sizes = tuple(x.size for x in whole if x is not None)
             is_fit = len(vectors) == len(totals) and all(
@@ -190,14 +183,6 @@ class SharedSum:
         except BaseException:
             self.board.fail()
             raise
-
-    def _of_all_ranks(self, vectors: Sequence[np.ndarray]) -> "Vectors":
-        """Slices of vectors, one a rank."""
-        return [row for vector in vectors for row in vector.reshape(self.size, -1)]
-
-    def _of_this_rank(self, slices: Sequence[np.ndarray]) -> "Vectors":
-        """The same of which this rank has its own."""
-        return [mine if rank == self.rank else None for mine in slices for rank in range(self.size)]
 
     def _run(
         self, vectors: "Vectors", totals: "Vectors", sizes: tuple[int, ...], divisor: np.float32, is_gather: bool

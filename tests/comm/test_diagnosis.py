@@ -2,10 +2,8 @@
 
 import re
 
-import jax
 import pytest
 
-from jaxmpi.allreduce import call_order
 from launching import CLUSTER, NOT_PERMITTED, ROOT, mpirun, run
 
 PREAMBLE = """
@@ -170,20 +168,6 @@ else:
     total, _ = step(x, step(x, jaxmpi.exchange_gradients(strategy).init(x))[1])
 print("numbers", float(total.sum()), flush=True)
 """
-
-
-def test_two_functions_of_one_line_differ_in_their_columns():
-    found = []
-
-    def note(x: jax.Array) -> jax.Array:
-        found.append((call_order.callers(), call_order.columns()))
-        return x
-
-    f, g = jax.jit(lambda x: note(x)), jax.jit(lambda x: note(x))
-    f(0.0)
-    g(0.0)
-    assert found[0][0] == found[1][0]
-    assert found[0][1] != found[1][1]
 
 
 AFTER_A_FAILURE = """

@@ -216,31 +216,6 @@ def test_nan_and_infinity_of_one_rank_reach_all(size_of_vector, tiny):
         assert (total[4:] == 1).all()
 
 
-@pytest.mark.parametrize("sizes", [(), (0,), (1, 15, 16, 17, 0, 48), (2**31 + 7, 3, 2**33)])
-def test_pieces_cover_every_vector_once(sizes):
-    chunks = shared_sum.cut(sizes, 1 << 22 if max(sizes, default=0) > 1000 else 32)
-    ends = [0] * len(sizes)
-    for chunk in chunks:
-        at = 0
-        for vector, part, place in chunk.pieces:
-            assert part.start == ends[vector]
-            assert 0 < part.stop - part.start == place.stop - place.start
-            assert at <= place.start < at + 16
-            assert place.start % 16 == 0
-            ends[vector], at = part.stop, place.stop
-        assert at <= chunk.floats
-    assert ends == list(sizes)
-
-
-@pytest.mark.parametrize("size", [1, 256])
-def test_shared_memory_stays_under_48_mib_a_host_whatever_the_vectors(size, monkeypatch):
-    asked = []
-    monkeypatch.setattr(shared_sum, "map_together", lambda host, size_bytes, what: asked.append(size_bytes) or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        SharedSum(Threads(0, size, threading.Barrier(1), []), "sum")
-    assert 0 < asked[0] <= 48 << 20
-
-
 # ---------------------------------------------------------------- what goes wrong
 
 
@@ -253,11 +228,6 @@ def test_a_rank_with_another_list_is_found_before_results_are_used(expected, odd
     found = [str(error) for error in came if isinstance(error, UsageError)]
     assert found
     assert "all ranks must sum the same list" in found[0]
-
-
-def test_another_divisor_is_found(tiny):
-    came = together(2, lambda engine, rank: engine.add([np.ones(3, np.float32)], [np.ones(3, np.float32)], rank + 1))
-    assert any("in other parts or with another divisor" in str(error) for error in came)
 
 
 @pytest.mark.e2e
@@ -304,18 +274,6 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
     monkeypatch.setattr(shared_sync, "sleep_on", sleep_on)
     waiting.wait(1, ARRIVED, 1)
     assert next(looks) == 21
-
-
-def test_a_rank_that_was_stopped_still_names_who_does_not_come(monkeypatch):
-    clock, waiting, looks = Clock(monkeypatch), board(timeout_s=60.0), iter(range(10_000))
-
-    def sleep_on(address: int, seen: int, timeout_s: float) -> None:
-        clock.now_s += 3600.0 if next(looks) == 8 else timeout_s
-
-    monkeypatch.setattr(shared_sync, "sleep_on", sleep_on)
-    with pytest.raises(TrainingError, match="local rank 0 waited 60 s in a sum for local rank 1; all ranks must come"):
-        waiting.wait(1, ARRIVED, 1)
-    assert clock.now_s == pytest.approx(1000 + 3600 + 60, abs=2)
 
 
 @pytest.mark.parametrize(("comes_at", "came"), [(230, True), (10**6, False)])
