@@ -549,14 +549,8 @@ class WaitRegistry:
         notes = self.notes() if self.notes else []
         for note in sorted(notes, key=lambda note: note.is_known):  # if two threads are in one call the older counts
             known = before.get(note.number) if note.is_known else None
-            self._counts[PARTNER] += known is None
-            self._message_waits[note.number] = known or Wait(
-                way=PARTNER,
-                call=CallId(0, self._counts[PARTNER]),
-                what=note.what,
-                partners=note.partners,
-                is_in_program=True,
-            )
+            facts: dict[str, Any] = {"way": PARTNER, "call": CallId(0, 0), "what": note.what, "partners": note.partners}
+            self._message_waits[note.number] = known or Wait(**facts, is_in_program=True)
 
     def _judge(self, wait: Wait, waited_s: float) -> None:
         if not wait.is_sent:
