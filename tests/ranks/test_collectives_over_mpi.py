@@ -389,25 +389,6 @@ def test_messages_sent_far_ahead_come_in_order(monkeypatch):
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
-@pytest.mark.parametrize("dtype", ["bool", "int4", "uint16", "float8_e4m3fn", "float32", "complex128"])
-def test_a_small_sendrecv_brings_the_bits_of_every_dtype(dtype):
-    left, right, bits = (RANK - 1) % SIZE, (RANK + 1) % SIZE, np.random.default_rng(1)
-    with jax.enable_x64(dtype in OF_64_BITS):
-        around = jax.jit(lambda x: mpi.sendrecv(x, x, left, right, sendtag=4))
-        for shape in ((), (0,), (3,), (2, 5)):
-            if dtype in ("bool", "int4"):
-                rows = list(jnp.asarray(bits.integers(0, 2, (SIZE, *shape)), dtype))
-            else:  # any bits: floats among them that are no numbers
-                rows = [
-                    np.frombuffer(bits.bytes(160), dtype)[: np.prod(shape, dtype=int)].reshape(shape)
-                    for _ in range(SIZE)
-                ]
-            came = np.asarray(around(jnp.asarray(rows[RANK])))
-            assert came.dtype == rows[left].dtype
-            assert came.tobytes() == np.asarray(rows[left]).tobytes()
-
-
-@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
 @pytest.mark.parametrize("size", [3, 100_000])
 def test_messages_of_c_and_of_python_are_the_same(size, monkeypatch):
     """Odd ranks' go through Python; arrays are in the header's message, or behind it."""
@@ -799,22 +780,10 @@ def test_a_handle_is_waited_for_once():
 
 # ---------------------------------------------------------------- what the user's arrays lose on their way into JAX
 
-ROWS_OF = lambda x: (np.ma if isinstance(x, np.ma.MaskedArray) else np).stack([x] * SIZE)  # noqa: E731
 TAKES: dict[str, Any] = {  # with a leaf that must be refused by its path
     "allreduce": lambda x: mpi.allreduce({"ids": x}),
-    "allgather": lambda x: mpi.allgather({"ids": x}),
     "bcast": lambda x: mpi.bcast({"ids": x}),
-    "gather": lambda x: mpi.gather({"ids": x}),
-    "alltoall": lambda x: mpi.alltoall({"ids": ROWS_OF(x)}),
-    "reduce_scatter": lambda x: mpi.reduce_scatter({"ids": ROWS_OF(x)}),
-    "scatter": lambda x: mpi.scatter({"ids": ROWS_OF(x) if RANK == 0 else x}),
-    "reduce": lambda x: mpi.reduce({"ids": x}),
-    "max": lambda x: mpi.allreduce({"ids": x}, "max"),
     "mean": lambda x: mpi.allreduce({"ids": x}, "mean"),
-    "scan": lambda x: mpi.scan({"ids": x}),
-    "exscan": lambda x: mpi.exscan({"ids": x}),
-    "allgatherv": lambda x: mpi.allgatherv({"ids": x[None]}),
-    "alltoallv": lambda x: mpi.alltoallv({"ids": ROWS_OF(x)}, [1] * SIZE),
     "start": lambda x: jax.jit(lambda: jaxmpi.wait(jaxmpi.start(mpi.allgather, {"ids": x})))(),
     "exchange": lambda x: jaxmpi.exchange({"ids": x}),
     "exchange in jit": lambda x: jax.jit(lambda: jaxmpi.exchange({"ids": x}))(),
@@ -835,7 +804,7 @@ LOST = {
 @pytest.mark.skipif(jax.config.jax_enable_x64, reason="nothing is lost")  # pyright: ignore[reportAttributeAccessIssue]
 @pytest.mark.parametrize("name", TAKES)
 def test_what_jax_would_wrap_drop_or_make_infinite_is_refused_by_its_path(name):
-    is_bcast = name in ("bcast", "scatter") and RANK != 0  # a template there, whose numbers nobody takes
+    is_bcast = name == "bcast" and RANK != 0  # a template there, whose numbers nobody takes
     for kind, x in LOST.items():
         if "statistics" in name and kind not in ("float64", "masked"):
             continue  # other leaves stay each rank's own
@@ -844,7 +813,7 @@ def test_what_jax_would_wrap_drop_or_make_infinite_is_refused_by_its_path(name):
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
-@pytest.mark.parametrize("name", ["allreduce", "mean", "allgatherv", "start", "exchange", "exchange in jit"])
+@pytest.mark.parametrize("name", ["allreduce", "start", "exchange", "exchange in jit"])
 def test_an_array_that_one_rank_alone_refuses_is_refused_on_all_ranks(name):
     for lost in ("float64", "masked"):
         x = LOST[lost] if RANK == SIZE - 1 else np.ones_like(LOST[lost], subok=False)
