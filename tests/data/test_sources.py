@@ -114,7 +114,7 @@ class TestArray:
         source = ArraySource(COLOUR[None].repeat(3, 0), [0, 4, 1])
         assert isinstance(source, Source)
         assert (len(source), source.classes, source[1][1]) == (3, 5, 4)
-        with pytest.raises(UsageError, match="2 images, 3 labels"):
+        with pytest.raises(UsageError, match="'images': 2, 'labels': 3"):
             ArraySource(np.zeros((2, 4, 4)), [0, 1, 2])
         with pytest.raises(UsageError, match=r"data\.validation"):
             open_source(Data(source="array", train=[(COLOUR, 0)]), "validation")

@@ -35,39 +35,6 @@ PILLOW_MODES = (
 )  # whose numbers are the colours; others have a palette, or a space
 
 
-class ArraySource:
-    """Images and labels that are in memory.
-
-    Args:
-        images: u8[n, height, width, channels] or [n, height, width], or prepared arrays, which are handed on as they
-            are.
-        labels: int[n], in [0, classes); or numbers [n, ...] for tasks that come near to them.
-        classes: 0 counts up to the largest label; the model may have more.
-        name: in errors.
-    """
-
-    def __init__(self, images: Any, labels: Any, classes: int = 0, name: str = "array") -> None:
-        for field, value in {"images": images, "labels": labels}.items():
-            check_unmasked(f"{name}: {field}", value)
-        if len(images) != len(labels):
-            raise UsageError(f"{name}: got {len(images)} images, {len(labels)} labels; expected as many")
-        self.images, self.labels, self.name = images, labels, name
-        is_whole = np.asarray(labels[:1]).dtype.kind in "iu"
-        counted = int(np.max(labels)) + 1 if is_whole and np.size(labels) else 0
-        self.classes, self.is_counted = classes or counted, not classes
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
-        return np.asarray(self.images[index]), self.labels[index]
-
-    def digest(self) -> str:
-        labels = np.asarray(self.labels)
-        labels = labels if labels.dtype.kind == "f" else labels.astype(np.int64)
-        return sha256((), (labels.tobytes(), *(_content(self.images[i]) for i in _spread(len(self)))))
-
-
 class PythonSource:
     """The user's `data.train` or `data.validation`: (image, label) pairs, or dicts of arrays."""
 
@@ -112,12 +79,39 @@ class FieldSource:
     def __len__(self) -> int:
         return self.examples
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Any:
         return _row(self.fields, index)
 
     def digest(self) -> str:
         rows = (sorted(_leaves(self[i])) for i in _spread(len(self)))
         return sha256((), (field.encode() + _content(value) for row in rows for field, value in row))
+
+
+class ArraySource(FieldSource):
+    """Images and labels that are in memory.
+
+    Args:
+        images: u8[n, height, width, channels] or [n, height, width], or prepared arrays, which are handed on as they
+            are.
+        labels: int[n], in [0, classes); or numbers [n, ...] for tasks that come near to them.
+        classes: 0 counts up to the largest label; the model may have more.
+        name: in errors.
+    """
+
+    def __init__(self, images: Any, labels: Any, classes: int = 0, name: str = "array") -> None:
+        super().__init__({"images": images, "labels": labels}, name)
+        self.images, self.labels = images, labels
+        is_whole = np.asarray(labels[:1]).dtype.kind in "iu"
+        counted = int(np.max(labels)) + 1 if is_whole and np.size(labels) else 0
+        self.classes, self.is_counted = classes or counted, not classes
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
+        return np.asarray(self.images[index]), self.labels[index]
+
+    def digest(self) -> str:
+        labels = np.asarray(self.labels)
+        labels = labels if labels.dtype.kind == "f" else labels.astype(np.int64)
+        return sha256((), (labels.tobytes(), *(_content(self.images[i]) for i in _spread(len(self)))))
 
 
 def _leaves(fields: dict[Any, Any], outer: str = "") -> Iterator[tuple[str, Any]]:
