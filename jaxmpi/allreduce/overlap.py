@@ -19,7 +19,6 @@ from jaxmpi.allreduce.api import (
     check_leaves,
     check_op,
     check_strategy,
-    count_of,
     guarded,
     is_traced,
     settle,
@@ -118,8 +117,7 @@ def exchange(
         return tree
     leaves = jax.tree.leaves(tree)
     labels = labelled([name for name, _ in named_leaves(tree)], choice.buckets(leaves))
-    amount = f"{choice.strategy}, {choice.op} of {count_of(leaves)}"
-    what = "" if portable else f"exchange beside a program ({amount}, {callers()})"
+    what = "" if portable else f"exchange beside a program ({choice.what(leaves)}, {callers()})"
     plan, name = choice.fingerprint(tree).value, choice.strategy
     options = {"what": what, "portable": portable}
     sums = all_reduce_on_comm_thread(fused(tree, choice), name, choice.comm, plan, labels, **options)

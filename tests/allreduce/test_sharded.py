@@ -22,7 +22,7 @@ from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.sharded import ShardedState
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.allreduce.zero import Zero, make_zero
-from jaxmpi.allreduce.zero_vectors import TensorVectors, vectors_for
+from jaxmpi.allreduce.zero_vectors import TensorVectors
 from jaxmpi.checkpoint.export import model_of
 from jaxmpi.checkpoint.manager import Retention, files_of, save
 from jaxmpi.checkpoint.restore import Slicing, restore
@@ -395,7 +395,7 @@ def test_leaves_are_dealt_by_cost():
 
 def test_small_buckets_do_not_make_a_collective_of_every_number_of_whole_tensors():
     dealt = assign_tensors({"a": np.zeros((900, 30), np.float32), "b": np.zeros(4000, np.float32)}, 2)
-    vectors = vectors_for([], dealt, 4)
+    vectors = make_zero("ring32", "mean", AxisComm("w", 2), 4, dealt)._vectors([])
     assert isinstance(vectors, TensorVectors)
     assert len(vectors.spans) <= 1024
     assert vectors.spans[0][0] == 0

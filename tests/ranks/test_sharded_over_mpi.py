@@ -103,7 +103,7 @@ def test_whole_leaves_and_changes_in_16_bits_leave_params_equal_on_all_ranks():
         return
     # Params are off masters by a rounding of one change, 2^-11 of it, and of a sum. LARS changes no entry by 1e-2.
     dealt = assign_tensors(params, SIZE)._replace(block=WIRES["16"].block)  # rows begin leaves at blocks of the wire
-    own = dealt.flatten(dealt.select(params, [*next_chunks(COMM)][RANK])).flat
+    own = dealt.shard(params, [*next_chunks(COMM)][RANK]).flat
     apart = np.abs(np.asarray(own - state.shard.masters.flat)).max()
     # A change of a single entry, a few roundings of its param, may have no more bits than travel.
     assert 0 < max(processes().allgather_object(float(apart))) < 1e-2 * 2.0**-10

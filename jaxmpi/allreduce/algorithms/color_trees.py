@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.spec import ALL, Net, StrategySpec, add, code, ring_crossing, turn, wire_format
+from jaxmpi.allreduce.algorithms.spec import ALL, Net, StrategySpec, add, code, turn, wire_format
 from jaxmpi.allreduce.buckets import round_up
 from jaxmpi.allreduce.building_blocks import pad, place_of, put, take
 from jaxmpi.allreduce.schedules import MESSAGE_BYTES, Group, Part, Schedule, Span, columns
@@ -249,7 +249,7 @@ def coloured_trees_seconds(net: Net, n: float, wire: str, colours: int) -> float
     k, arity, height = forest(net.workers, colours)
     packets = packets_of(n, k, height)
     if net.hosts > 1:
-        crossing = ring_crossing(net) if k == 1 else net.slots
+        crossing = 1 if k == 1 else net.slots
         message = min(n / (k * packets), MESSAGE_BYTES / wire_format(wire)[1])
         sent, added = most_edges(net.workers, k, arity) * n / k, arity * n / k
         volume = turn(net, sent, wire, crossing) - turn(net, 0, wire, crossing)
@@ -285,13 +285,4 @@ COLOR = StrategySpec(
     cut=coloured_cut,
     pieces=coloured_pieces,
     spelled=("color2", "color4"),
-)
-PIPERING = StrategySpec(
-    functools.partial(coloured_trees, colours=1),
-    ALL,
-    crosses=True,
-    parts=functools.partial(coloured_parts, colours=1),
-    seconds=functools.partial(coloured_trees_seconds, colours=1),
-    cut=functools.partial(coloured_cut, colours=1),
-    pieces=functools.partial(coloured_pieces, colours=1),
 )

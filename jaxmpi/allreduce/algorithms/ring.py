@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxmpi.allreduce.algorithms.spec import ALL, Halves, Net, StrategySpec, add, both_halves, code, ring_crossing, turn
+from jaxmpi.allreduce.algorithms.spec import ALL, Halves, Net, StrategySpec, add, both_halves, code, turn
 from jaxmpi.allreduce.building_blocks import gather_round, place_of, shift
 from jaxmpi.allreduce.schedules import Group, Schedule, Span, gather_round_ring, in_columns
 from jaxmpi.allreduce.wires import Wire
@@ -65,7 +65,7 @@ def ring_seconds(net: Net, n: float, wire: str) -> float:
     2 (w - 1) alpha + 2 (w - 1) / w n b beta, for the messages. Gibiansky 2017.
     """
     w = net.workers
-    rounds = 2 * (w - 1) * turn(net, n / w, wire, ring_crossing(net))
+    rounds = 2 * (w - 1) * turn(net, n / w, wire, int(net.hosts > 1))
     return rounds + add(net, (w - 1) / w * n) + code(net, 2 * n, wire)
 
 
