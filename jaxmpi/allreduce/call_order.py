@@ -42,10 +42,7 @@ def number_of(comm: Comm, what: str) -> int | None:
 
 @contextmanager
 def compared(comm: Comm, number: int | None) -> Iterator[None]:
-    """Put the comparison around the exchange that is traced inside, if numbered.
-
-    Ranks that differ end the job, with the exchange that each of them has come to.
-    """
+    """Put the comparison around the exchange that is traced inside, if numbered; ranks that differ end the job."""
     if number is None or not isinstance(comm, MpiComm):
         yield
         return
@@ -55,10 +52,7 @@ def compared(comm: Comm, number: int | None) -> Iterator[None]:
 
 
 def callers() -> str:
-    """The user's lines from the traced function to this exchange, as `train.py:12 in step, loss.py:3 in mean`.
-
-    The lines distinguish programs of equal shapes without a number, which ranks that trace alone could not agree on.
-    """
+    """The user's lines from the traced function to this exchange, as `train.py:12 in step, loss.py:3 in mean`."""
     return ", ".join(map(line_of, users_frames()))
 
 

@@ -9,16 +9,10 @@ once less than in `exchange`. With whole tensors a bucket is some entries of all
 shards are padded; asa and hier-asa keep the bits here, too.
 
 With several devices a process the halves stand between programs, for one over several devices would call MPI once a
-device. P processes of K devices are w = P K workers:
-
-1. every device packs its gradients into vectors of w rows;
-2. the first device adds up those of all devices, in order;
-3. the strategy's first half leaves K rows of the sum with each process, one for each device;
-4. every device updates its shard;
-5. the first device joins the new rows, and the second half gives all processes' rows. Then every device gets the tree.
-
+device. P processes of K devices are w = P K workers. Every device packs its gradients into vectors of w rows; the first
+device adds them up in order; the strategy's first half leaves K rows of the sum with each process, one for each device.
 So a process sends what it sends without sharding. Rows lie as `hier-<strategy>` gives them to workers, so over wire 32
-these are its bits with one process a device. They are also the bits of `over_local_devices`.
+these are its bits with one process a device, and those of `over_local_devices`.
 """
 
 import functools
@@ -54,7 +48,7 @@ from jaxmpi.comm.shared_sum import scatter_beside
 from jaxmpi.config.exchange_config import check_bucket_bytes
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.core.pytrees import PyTree, clipped
-from jaxmpi.core.sharding import ElementSharding, TensorShard, TensorSharding, shard_rows, shard_shape
+from jaxmpi.core.sharding import ElementSharding, TensorShard, TensorSharding, shard_shape
 from jaxmpi.runtime import host_callbacks
 
 # Buckets of shards in programs of their own: inside a host a message costs less than packing tensors.
@@ -164,12 +158,14 @@ class Zero(NamedTuple):
         divisor = self.size if self.choice.op == "mean" else 1
 
         def scatter(leaves: list[jax.Array], through: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-            rows = [shard_rows(leaf, self.size) for leaf in leaves]
-            flat = (rows[0] if len(rows) == 1 else jnp.concatenate(rows, 1)).reshape(-1)
-            mine, through = scatter_beside(sum_name, self.size, flat, divisor, through)
-            parts = [mine] if len(rows) == 1 else jnp.split(mine, np.cumsum([row.shape[1] for row in rows])[:-1])
-            shards = zip(parts, leaves, strict=True)
-            return [part.reshape(shard_shape(leaf.shape, self.size)) for part, leaf in shards], through
+            passed: list[jax.Array] = []
+
+            def send(flats: list[jax.Array]) -> list[jax.Array]:
+                mine, passed[:] = scatter_beside(sum_name, self.size, flats[0], divisor, through)
+                return [mine]
+
+            bucket = ElementVectors(tuple(leaves), self.size, [[*range(len(leaves))]])  # pyright: ignore[reportArgumentType]
+            return bucket.scatter(Exchange(send, Programs()))(leaves), passed
 
         scattered = scattering(gradients, self.choice.bucket_bytes, scatter)
 

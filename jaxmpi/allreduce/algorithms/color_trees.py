@@ -33,11 +33,9 @@ MAX_COLOURS = 16
 def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Array:
     """Sum k parts, each in packets up and down its own tree.
 
-    Trees as of `Forest`: a worker adds and forwards in one of them at most and is a leaf of all others. So each sends
-    e/k n floats at most, for the `most_edges` e. A packet takes 2 height messages one after another. Rounds once per
-    edge on the way up and once at the root. All edges are busy at once: while a packet climbs, the next follows and
-    earlier ones come down. Kumar et al. 2018 (IBM), section 4.2; their pipelined ring is the case of one colour, whose
-    tree is a chain.
+    A packet takes 2 height messages one after another; while it climbs, the next follows and earlier ones come down.
+    Rounds once per edge on the way up and once at the root. Kumar et al. 2018 (IBM), section 4.2; their pipelined ring
+    is the case of one colour, whose tree is a chain.
     """
     forest, place = plant(comm.size, colours), place_of(comm)
     k, height = len(forest.depth), forest.height
@@ -75,10 +73,7 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
 
 
 def coloured_parts(n: int, group: Group, wire: Wire, colours: int) -> Iterator[Part]:
-    """Cut the packets of all trees into messages, each one part.
-
-    Each goes up and down its tree when it can. Packets and additions are those of `coloured_trees`.
-    """
+    """Cut the packets of `coloured_trees` into messages, each one part that goes up and down its tree when it can."""
     forest = plant(group.size, colours)
     padded = group.size * -(-n // group.size)
     k, part = coloured_cut(padded, group.size, colours)
@@ -133,10 +128,7 @@ def coloured_cut(n: int, workers: int, colours: int) -> tuple[int, int]:
 
 
 def packets_of(n: float, k: int, height: int) -> int:
-    """The cheapest number of packets for each tree.
-
-    m packets take m + 2 height turns of PRICE + n / (k m) each.
-    """
+    """The cheapest number of packets for each tree: m take m + 2 height turns of PRICE + n / (k m) each."""
     return max(1, round(math.sqrt(2 * height * n / (k * PRICE))))
 
 
