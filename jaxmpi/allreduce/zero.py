@@ -5,8 +5,7 @@
 A bucket is w rows, and row c has shard c of every tensor. So an entry is summed by the worker, and in the order, as if
 its tensor were sent alone: over wire 32 these are the bits of `exchange` with `bucket_bytes=4`. With asa and hier-asa,
 which add in rank order everywhere, they are those of any buckets. A coarser wire carries gradients only, and rounds
-once less than in `exchange`. With whole tensors a bucket is some entries of all workers' shards, so only the ends of
-shards are padded; asa and hier-asa keep the bits here, too.
+once less than in `exchange`. Whole tensors are sent as one vector of w shards; asa and hier-asa keep the bits here, too.
 
 With several devices a process the halves stand between programs, for one over several devices would call MPI once a
 device. P processes of K devices are w = P K workers. Every device packs its gradients into vectors of w rows; the first
@@ -30,7 +29,7 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.spec import Halves, is_one
 from jaxmpi.allreduce.algorithms.table import with_halves
 from jaxmpi.allreduce.api import Choice, Op, agreed, check_op, guarded, is_traced
-from jaxmpi.allreduce.buckets import Jit, Order, Programs, assign_buckets, no_jit, round_up
+from jaxmpi.allreduce.buckets import Jit, Order, Programs, assign_buckets, no_jit
 from jaxmpi.allreduce.building_blocks import spread
 from jaxmpi.allreduce.call_order import in_turn, one_thread
 from jaxmpi.allreduce.comm_thread import RANK, all_reduce_on_comm_thread
@@ -40,7 +39,7 @@ from jaxmpi.allreduce.early_scatter import scattering
 from jaxmpi.allreduce.host_engine import CHUNK, is_far
 from jaxmpi.allreduce.local_devices import UNFUSED, Devices, Layout, layout_of
 from jaxmpi.allreduce.wires import WIRES
-from jaxmpi.allreduce.zero_vectors import MAX_VECTORS, ElementVectors, Exchange, TensorVectors
+from jaxmpi.allreduce.zero_vectors import ElementVectors, Exchange, TensorVectors
 from jaxmpi.comm.agreement import Fingerprint, HostProcesses
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.shared_params import SharedParams
@@ -242,14 +241,10 @@ class Zero(NamedTuple):
 
     def _vectors(self, like: Sequence[jax.ShapeDtypeStruct]) -> ElementVectors | TensorVectors:
         block = math.lcm(parse(self.choice.strategy).wire.block, WIRES[self.gather_wire].block)
-        size_bytes = self.choice.bucket_bytes
         if isinstance(self.sharding, TensorSharding):
-            whole = self.sharding.width
-            width = whole if size_bytes is None else size_bytes // (4 * self.size)
-            width = round_up(max(1, width, -(-whole // MAX_VECTORS)), self.sharding.block)
-            return TensorVectors(self.sharding, [(i, min(i + width, whole)) for i in range(0, whole, width)])
+            return TensorVectors(self.sharding)
         buckets = self.choice.buckets([*like]) if self.is_beside else None
-        buckets = buckets or assign_buckets([leaf.size for leaf in like], size_bytes)
+        buckets = buckets or assign_buckets([leaf.size for leaf in like], self.choice.bucket_bytes)
         return ElementVectors(tuple(like), self.size, buckets, block)
 
     def _reduce_scatter(self, flats: list[jax.Array]) -> list[jax.Array]:
@@ -296,7 +291,7 @@ class Zero(NamedTuple):
 def outside_jit(zero: Zero, half: str, structure: Any, given: tuple, like: tuple) -> tuple[Fingerprint, Callable]:
     """What ranks compare before a half outside jit, and its programs, for leaves of these shapes."""
     same = zero._named(half).fingerprint(jax.tree.unflatten(structure, given))
-    if isinstance(zero.sharding, TensorSharding):  # in one program columns are made one after another: less at once
+    if isinstance(zero.sharding, TensorSharding):  # in one program nothing is there twice
         return same, in_turn(zero._half(half, like, Programs()))
     size_bytes = zero.choice.bucket_bytes
     if size_bytes is not None and is_one(zero.comm.hosts):

@@ -16,7 +16,6 @@ import numpy as np
 from jaxmpi.allreduce.buckets import Programs, in_buckets, round_up
 from jaxmpi.core.sharding import TensorShard, TensorSharding, shard_rows, shard_shape, unshard
 
-MAX_VECTORS = 1024  # of whole tensors: each is a collective of the program
 Vectors = list[jax.Array]
 
 
@@ -82,29 +81,22 @@ class ElementVectors(NamedTuple):
 
 
 class TensorVectors(NamedTuple):
-    """Vectors of whole tensors: each is some entries of all workers' shards, so only the ends of shards are padded."""
+    """One vector of whole tensors, in whose rows are the workers' shards: so only the ends of shards are padded."""
 
     sharding: TensorSharding
-    spans: list[tuple[int, int]]
 
     def scatter(self, exchange: Exchange) -> Callable[[Vectors], Any]:
-        """Leaves -> this worker's shard. Columns are made one after another: in one program there are less at once."""
-
-        def pack(leaves: Vectors) -> Vectors:
-            return [self.sharding.columns(leaves, *span).reshape(-1) for span in self.spans]
-
-        def unpack(chunks: Vectors) -> TensorShard:
-            return TensorShard((), {"float32": jnp.concatenate([exchange.arrived(x) for x in chunks])})
-
-        return exchange.programs.compose(pack, exchange.send, unpack)
+        """Leaves -> this worker's shard."""
+        return exchange.programs.compose(
+            lambda leaves: [self.sharding.shard_rows(leaves).reshape(-1)],
+            exchange.send,
+            lambda chunks: TensorShard((), {"float32": exchange.arrived(chunks[0])}),
+        )
 
     def gather(self, exchange: Exchange) -> Callable[[Any], Vectors]:
         """This worker's shard -> leaves."""
-
-        def pack(shard: TensorShard) -> Vectors:
-            return [shard.flat[start:stop] for start, stop in self.spans]
-
-        def unpack(rows: Vectors) -> Vectors:
-            return self.sharding.unshard(jnp.concatenate([exchange.arrived(x) for x in rows], 1))
-
-        return exchange.programs.compose(pack, exchange.send, unpack)
+        return exchange.programs.compose(
+            lambda shard: [shard.flat],
+            exchange.send,
+            lambda rows: self.sharding.unshard(exchange.arrived(rows[0])),
+        )

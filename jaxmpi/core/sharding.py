@@ -264,15 +264,10 @@ class TensorSharding(NamedTuple):
         branches = [lambda t, i=i: self.params.flatten(self.select(t, i), i) for i in range(self.workers)]
         return lax.switch(index, branches, tree)
 
-    def columns(self, leaves: Sequence[jax.Array], start: int, stop: int) -> jax.Array:
-        """[w, stop - start]: these entries of all shards of a tree."""
-        pieces: list[list[jax.Array]] = [[] for _ in range(self.workers)]
-        begins = [iter(each) for each in self.params.begins]
-        for owner, leaf in zip(self.owners, leaves, strict=True):
-            begin = next(begins[owner])
-            leaf = join([leaf], -(-leaf.size // self.block) * self.block, leaf.dtype, self.block)
-            pieces[owner].append(leaf[max(start - begin, 0) : max(stop - begin, 0)])
-        return jnp.stack([join(each, stop - start, jnp.float32) for each in pieces])
+    def shard_rows(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """[w, width]: every worker's shard of a tree."""
+        tree = jax.tree.unflatten(self.structure, leaves)
+        return jnp.stack([self.params.flatten(self.select(tree, i), i).flat for i in range(self.workers)])
 
     def unshard(self, rows: jax.Array) -> list[jax.Array]:
         """The tree's leaves from all shards, [w, width]."""
