@@ -5,7 +5,7 @@
 A bucket is w rows, and row c has shard c of every tensor. So an entry is summed by the worker, and in the order, as if
 its tensor were sent alone: over wire 32 these are the bits of `exchange` with `bucket_bytes=4`. With asa and hier-asa,
 which add in rank order everywhere, they are those of any buckets. A coarser wire carries gradients only, and rounds
-once less than in `exchange`. Whole tensors are sent as one vector of w shards; asa and hier-asa keep the bits here, too.
+once less than in `exchange`. Whole tensors are sent as one vector of w shards; asa and hier-asa keep the bits here.
 
 With several devices a process the halves stand between programs, for one over several devices would call MPI once a
 device. P processes of K devices are w = P K workers. Every device packs its gradients into vectors of w rows; the first
