@@ -75,6 +75,7 @@ def encode_f16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     usable = jnp.isfinite(largest) & (largest > 0)
     # Beyond 2^126 the power itself would not be a normal number.
     power = jnp.where(usable, jnp.clip(15 - exponent, -126, 126), 0)
+    # A power of two changes no bit of the mantissa, so the one rounding is that of the conversion to 11 bits.
     halves = (blocks * power_of_two(power)[..., None]).astype(jnp.float16)
     return of_blocks(halves, x.shape[-1]), power_of_two(-power)
 

@@ -32,6 +32,7 @@ def alltoall_sum_allgather(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 
 def summed_slice(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     """ASA's first half, f32[n] -> f32[n / w]: this worker's summed slice."""
+    # A worker's own row is encoded, too: else the sum would depend on which worker makes it.
     parts = wire.decode(alltoall(wire.encode(x.reshape(comm.size, -1)), comm))  # f32[w, n/w]: my slice of each worker
     return add_rows(parts)
 
