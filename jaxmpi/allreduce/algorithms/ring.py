@@ -25,7 +25,7 @@ def reduced_round(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     """The scatter-reduce, f32[n] -> f32[n / w], of chunk place + 1."""
     size, chunks, place = comm.size, x.reshape(comm.size, -1), place_of(comm)
 
-    # Chunk c sets out from place c and comes to rest at place c - 1, with one more summand from each place on the way. So
+    # Chunk c sets out from place c and comes to rest at place c - 1, with a summand from each place on the way. So
     # chunks are added in different orders, but each entry once and in one order: all that get it have the same bits.
     def reduce_step(i: jax.Array, partial: jax.Array) -> jax.Array:
         received = wire.decode(comm.permute(wire.encode(partial), shift(comm, 1)))
