@@ -171,8 +171,9 @@ class Choice(NamedTuple):
             is_part: this is inside another exchange, which is compared as a whole.
         """
         if is_traced(leaves):
+            leaves = [not_mapped(x) if over_mpi(self.comm) else x for x in leaves]
             with agreed(self, jax.tree.unflatten(structure, leaves), is_part):
-                return self.program(leaves)([not_mapped(x) if over_mpi(self.comm) else x for x in leaves])
+                return self.program(leaves)(leaves)
         if self.comm.size == 1:
             return self.program(leaves)([jnp.asarray(leaf) for leaf in leaves])
         key = self, structure, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
@@ -266,7 +267,11 @@ _outside_jit_elsewhere = functools.cache(_outside_jit)
 
 @contextmanager
 def agreed(choice: Choice, tree: PyTree, is_part: bool) -> Iterator[None]:
-    """Ranks compare an exchange that they trace; their programs compare, when they run, which one they have come to."""
+    """Ranks compare an exchange that they trace; their programs compare, when they run, which one they have come to.
+
+    Whatever may be refused comes before: outside jit `jax.vmap` runs the comparison's beginning at once, and one
+    without an end would hold up all later exchanges.
+    """
     choice.comm.assert_same(choice.fingerprint(tree, TRACED))
     number = None if is_part else number_of(choice.comm, f"{choice.what(jax.tree.leaves(tree))}, {caller()}")
     with compared(choice.comm, number):
@@ -399,8 +404,8 @@ def exchange_gradients(
         choice = Choice(strategy, op, workers, bucket_bytes)
         with one_thread(workers) as is_part:
             if is_traced(jax.tree.leaves((updates, state))):
+                updates = jax.tree.map(lambda x: guarded(x, workers), updates)
                 with agreed(choice, updates, is_part):
-                    updates = jax.tree.map(lambda x: guarded(x, workers), updates)
                     total, state = compressor.compress(updates, state, peers(workers, True))
             else:
                 workers.assert_same(choice.fingerprint(updates))

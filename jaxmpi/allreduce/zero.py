@@ -196,11 +196,11 @@ class Zero(NamedTuple):
                 self.comm.assert_same(same)
                 return run(listed)
             run = self._half(half, shapes, Programs())
-            guard = functools.partial(jax.tree.map, lambda x: guarded(x, self.comm))
+            listed = jax.tree.map(lambda x: guarded(x, self.comm), listed)
             if self.is_beside:  # ranks compare the plan when they run it
-                return run(guard(listed))
+                return run(listed)
             with agreed(self._named(half), given, is_part):
-                return run(guard(listed))
+                return run(listed)
 
     def _named(self, half: str) -> Choice:
         """The exchange as ranks compare it, and as messages name it."""
