@@ -99,13 +99,10 @@ def exchange(
         if is_auto(strategy):
             strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
         choice = Choice(strategy=parse(strategy).name, op=op, comm=comm, bucket_bytes=bucket_bytes, order=order)
-
-        def run(leaves: list[jax.Array]) -> list[jax.Array]:  # a function of its own, since JAX must trace every call
-            return choice.run(leaves, structure, is_part)
-
         if comm.size > 1 and any(isinstance(leaf, Tracer) for leaf in leaves):
+            run = lambda leaves: choice.run(leaves, structure, is_part)  # noqa: E731
             return jax.tree.unflatten(structure, differentiable(choice, leaves, run))
-        return jax.tree.unflatten(structure, run(leaves))
+        return jax.tree.unflatten(structure, choice.run(leaves, structure, is_part))
 
 
 def check_op(op: str) -> None:
