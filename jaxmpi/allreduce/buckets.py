@@ -251,17 +251,3 @@ def split(
         flat[start : start + leaf.size].reshape(leaf.shape).astype(leaf.dtype)
         for start, leaf in zip(starts, leaves, strict=False)
     ]
-
-
-def split_all(
-    flats: Sequence[jax.Array],
-    leaves: Sequence[jax.Array],
-    buckets: Sequence[Sequence[int]],
-    alignment: Alignment = PACKED,
-) -> list[jax.Array]:
-    """Leaves from one flat vector a bucket; others stay as they are."""
-    out = list(leaves)
-    for flat, bucket in zip(flats, buckets, strict=True):
-        for i, leaf in zip(bucket, split(flat, [leaves[i] for i in bucket], alignment), strict=True):
-            out[i] = leaf
-    return out
