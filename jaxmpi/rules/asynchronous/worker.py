@@ -107,7 +107,7 @@ class AsyncWorker:
             push = thread.arrived.popleft()
             if w is None:
                 begin, w = wait_for_step(state), self.flat.vector(state.params)
-            pushed = self.wire.decode(push.body)
+            pushed = self.wire.decode(push.body, w.size)
             self.count(exchanges=1, distance=float(np.linalg.norm(w - pushed)))
             w = gossip.merge(w, pushed, push.share)
         if w is not None:
