@@ -231,7 +231,7 @@ def message_of(length: int, most: int) -> int:
 
 
 def coloured_trees_seconds(net: Net, n: float, wire: str, colours: int) -> float:
-    """Seconds of 2 H messages one after another, of trees of height H, and of n / k floats an edge of the busiest place.
+    """Seconds of 2 H messages one after another, for height H, and of n / k floats for each edge of the busiest place.
 
     Other messages travel meanwhile, as those of `coloured_parts`. Kumar et al. 2018, section 4.2.
     """
