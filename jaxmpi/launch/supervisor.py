@@ -22,7 +22,7 @@ from types import FrameType
 from typing import NamedTuple, TextIO
 
 from jaxmpi.checkpoint import manifests, run_directory
-from jaxmpi.config.experiment_file import hyphens
+from jaxmpi.config.flags import hyphens
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
