@@ -32,7 +32,7 @@ from jaxmpi.comm.job import Processes, processes
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.launch import command
 from jaxmpi.launch.options import Options
-from jaxmpi.runtime import failures, interrupts, job_folder, process, provenance
+from jaxmpi.runtime import failures, job_folder, process, provenance
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -114,7 +114,7 @@ def run_job(ranks: int, options: argparse.Namespace, arguments: Sequence[str]) -
         raise UsageError(f"--launcher-args: got {options.launcher_args!r}: {error}") from error
     launcher = Options(ranks, options.launcher, more, tuple(arguments))
     line = command.command(launcher, cores=process.cores(), is_root=os.geteuid() == 0, module="jaxmpi.bench")
-    requests = interrupts.Requests()
+    requests = failures.Requests()
     signal.signal(signal.SIGTERM, lambda number, _: requests.add(number) and sys.exit(128 + number))  # `finally` runs
     print("+ " + shlex.join(line), flush=True)
     job = subprocess.Popen(job_folder.remove_leftovers_first(line))

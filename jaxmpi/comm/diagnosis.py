@@ -512,7 +512,7 @@ class WaitRegistry:
                 self._places[rank] = SILENT
                 self._send(rank, ASKS, np.zeros(1, np.uint8))
         is_answered = all(self._places.get(rank) != SILENT for rank in absent) or waited_s > wait.asked_s + ANSWER_S
-        is_for_watchdog = wait.way == CONTROL and failures.is_at_work()  # the trainer's, which says it itself
+        is_for_watchdog = wait.way == CONTROL and failures.job.working  # the trainer's, which says it itself
         if absent and waited_s > SAID_AFTER_S and is_answered and not is_for_watchdog and shown not in wait.printed:
             line = f"waits in {wait.text()} for rank {shown}, for {SAID_AFTER_S:g} s now; {wait.expected()}"
             print(f"jaxmpi: {failures.describe_rank()}: {line}{where}", file=sys.stderr, flush=True)

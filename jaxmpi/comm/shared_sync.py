@@ -22,9 +22,9 @@ from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, check
 from jaxmpi.core.futex import fence, sleep_on, wake
-from jaxmpi.core.process_stat import stat_of
 from jaxmpi.core.shared_memory import folder, reserve
 from jaxmpi.runtime import job_folder
+from jaxmpi.runtime.process import stat_of
 
 SEGMENT_BYTES = 46 << 20  # bytes of shared memory at most, whatever the vectors' sizes
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)

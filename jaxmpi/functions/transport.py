@@ -27,10 +27,10 @@ from jaxmpi.comm.polling import POLL_S, wait
 from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.comm.shared_sync import ARRIVED, TIMEOUT_S, digest
 from jaxmpi.core.errors import TrainingError
-from jaxmpi.core.process_stat import stat_of
 from jaxmpi.functions.reports import SHORT_BYTES, CallReport, pack_report, unpack_reports
 from jaxmpi.runtime import host_callbacks, job_folder
 from jaxmpi.runtime.failures import call_before_finalize
+from jaxmpi.runtime.process import stat_of
 
 
 class OutOfStep(TrainingError):

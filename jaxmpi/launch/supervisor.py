@@ -28,7 +28,7 @@ from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import HeldFolder
 from jaxmpi.launch.postmortem import HOST_GONE, KILLED, TAIL_BYTES, culprit
-from jaxmpi.runtime import failures, interrupts, job_folder, process
+from jaxmpi.runtime import failures, job_folder, process
 
 # Exit codes after which a restart is pointless: done, error of usage, to be resumed later, interrupted.
 FINAL = (0, failures.MISUSED, failures.PREEMPTED, failures.INTERRUPTED)
@@ -41,7 +41,7 @@ ENDS_S = seconds_from("JAXMPI_LAUNCHER_TIMEOUT_S", 15)  # for a launcher to end 
 # By default Open MPI takes eight minutes to notice that a host has vanished; with these settings 25 s.
 KEEPALIVE = {"time": "10", "intvl": "5", "probes": "3"}
 SETTINGS = {f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in KEEPALIVE.items()}
-# Ranks set it themselves, but too late if their script starts MPI first (runtime/allocator.py).
+# Ranks set it themselves, but too late if their script starts MPI first (runtime/process.py).
 ONE_ARENA = {} if os.environ.get("JAXMPI_ALLOCATOR") == "system" else {"MALLOC_ARENA_MAX": "1"}
 
 
@@ -54,7 +54,7 @@ class JobRunner:
     def __init__(self) -> None:
         """Install handlers that forward signals as requests to leave."""
         self._job: subprocess.Popen | None = None
-        self._requests = interrupts.Requests()
+        self._requests = failures.Requests()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
             if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
                 signal.signal(number, self._request_leave)

@@ -8,14 +8,12 @@ watchdog read later. This module imports next to nothing, so that phases can beg
 import os
 import threading
 import time
-from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TextIO
 
-from jaxmpi.core.process_stat import stat_of
-from jaxmpi.runtime.process import launched
+from jaxmpi.runtime.process import launched, stat_of
 
 SILENCE_S = 4.0
 
@@ -164,47 +162,6 @@ def drain() -> list[Span]:
     """Return and forget all spans since the last call."""
     _read()
     return [_spans.popleft() for _ in range(len(_spans))]
-
-
-Intervals = list[tuple[float, float]]
-
-
-def union(spans: Intervals) -> Intervals:
-    """Intervals that cover what the given ones cover, in order, without overlap."""
-    merged: Intervals = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        elif end > begin:
-            merged.append((begin, end))
-    return merged
-
-
-def clipped(spans: Intervals, begin: float, end: float) -> Intervals:
-    """The parts of intervals that lie in [begin, end]."""
-    return [(max(b, begin), min(e, end)) for b, e in spans if b < end and e > begin]
-
-
-def inside(merged: Intervals, begin: float, end: float) -> Intervals:
-    """`clipped`, in logarithmic time, for intervals that `union` has returned."""
-    first = bisect_right(merged, begin, key=lambda one: one[1])
-    return clipped(merged[first : bisect_left(merged, end, lo=first, key=lambda one: one[0])], begin, end)
-
-
-def length(spans: Intervals) -> float:
-    """Seconds that intervals cover, overlaps counted once."""
-    return sum(end - begin for begin, end in union(spans))
-
-
-def minus(spans: Intervals, holes: Intervals) -> Intervals:
-    """Intervals without the parts that holes cover."""
-    left, merged = [], union(holes)
-    for begin, end in union(spans):
-        for hole_begin, hole_end in inside(merged, begin, end):
-            left.append((begin, hole_begin))
-            begin = hole_end
-        left.append((begin, end))
-    return [(begin, end) for begin, end in left if end > begin]
 
 
 # ---------------------------------------------------------------- the terminal

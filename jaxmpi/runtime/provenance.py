@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.runtime.caches import cache_folder
+from jaxmpi.runtime.compile_cache import cache_folder
 
 PACKAGE = Path(__file__).resolve().parent.parent  # jaxmpi
 

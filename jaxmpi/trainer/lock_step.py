@@ -30,7 +30,7 @@ from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.step_timing import StepTimer
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import failures, progress
-from jaxmpi.runtime.allocator import give_back_freed_memory
+from jaxmpi.runtime.process import give_back_freed_memory
 from jaxmpi.trainer import memory
 from jaxmpi.trainer.build import Functions, build_functions
 from jaxmpi.trainer.evaluate import distance, evaluate, rate_factor, score

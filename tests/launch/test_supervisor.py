@@ -15,7 +15,7 @@ from jaxmpi.launch.experiment_facts import facts_of
 from jaxmpi.launch.options import Options
 from jaxmpi.launch.postmortem import Culprit, culprit
 from jaxmpi.launch.supervisor import SupervisedJob
-from jaxmpi.runtime import failures, interrupts, job_folder, process
+from jaxmpi.runtime import failures, job_folder, process
 from launching import ROOT, run, train, wait_until
 
 RULE = "-" * 74 + "\n"
@@ -244,7 +244,7 @@ def test_a_signal_to_the_whole_group_reaches_the_launcher_through_its_supervisor
     os.killpg(job.pid, numbers[0])
     wait_for(tmp_path / "asked")
     if code != 75:
-        time.sleep(1.1 * interrupts.ONE_REQUEST_S)
+        time.sleep(1.1 * failures.ONE_REQUEST_S)
     for number in numbers[1:]:
         os.killpg(job.pid, number)
     out, _ = job.communicate(timeout=30)
@@ -295,7 +295,7 @@ def test_a_job_goes_on_where_its_terminal_goes_and_nohup_says_so(tmp_path):
     assert job.poll() is None
     for _ in range(2):
         job.send_signal(signal.SIGTERM)
-        time.sleep(1.1 * interrupts.ONE_REQUEST_S)
+        time.sleep(1.1 * failures.ONE_REQUEST_S)
     job.wait(30)
 
 

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from jaxmpi.runtime import c_library
+from jaxmpi.runtime import compile_cache
 
 LOAD = """
 import sys
 from pathlib import Path
-from jaxmpi.runtime import c_library
-print(c_library.load(Path(sys.argv[1]), constants={"ANSWER": 3}).answer())
+from jaxmpi.runtime import compile_cache
+print(compile_cache.load_c(Path(sys.argv[1]), constants={"ANSWER": 3}).answer())
 """
 
 
@@ -25,7 +25,7 @@ def source(tmp_path, monkeypatch):
 
 
 def load(source, answer: int) -> int:
-    return c_library.load(source, constants={"ANSWER": answer}).answer()
+    return compile_cache.load_c(source, constants={"ANSWER": answer}).answer()
 
 
 def test_a_source_is_compiled_once_for_each_definition_and_text(source, tmp_path, monkeypatch):
@@ -39,10 +39,10 @@ def test_a_source_is_compiled_once_for_each_definition_and_text(source, tmp_path
 
 def test_cc_names_the_compiler_whose_words_are_in_the_error(source, monkeypatch):
     with pytest.raises(OSError, match=r"(?s)cannot compile answer.c: .*ANSWER"):
-        c_library.load(source)
+        compile_cache.load_c(source)
     assert not list(source.parent.rglob("*.so"))
-    monkeypatch.setenv("CC", f"{c_library.compiler()[0]} -DANSWER=9")
-    assert c_library.load(source).answer() == 9
+    monkeypatch.setenv("CC", f"{compile_cache.compiler()[0]} -DANSWER=9")
+    assert compile_cache.load_c(source).answer() == 9
 
 
 @pytest.mark.parametrize("damage", ["cut by a byte", "a flipped bit", "foreign"])

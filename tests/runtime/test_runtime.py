@@ -17,7 +17,7 @@ import pytest
 
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
-from jaxmpi.runtime import caches, failures, job_folder, process
+from jaxmpi.runtime import compile_cache, failures, job_folder, process
 from jaxmpi.runtime.process import Launch
 from launching import ROOT, mpirun, mpirun_line, run
 
@@ -118,9 +118,9 @@ def test_exchanges_above_64_mib_cost_no_page_faults_whether_or_not_mpi_starts_fi
 HOLES = """
 import resource
 import numpy as np
-from jaxmpi.runtime import allocator
-allocator.keep_freed_memory()
-if {gives}: allocator.give_back_at_once()
+from jaxmpi.runtime import process
+process.keep_freed_memory()
+if {gives}: process.give_back_at_once()
 held = lambda: int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() // 1024
 before = held()
 freed, between = zip(*[(np.ones(8 << 17), np.ones(1 << 17)) for _ in range(8)])  # MiB
@@ -189,7 +189,7 @@ def test_a_cache_that_others_could_have_filled_is_not_used(trouble, cache_settin
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder.chmod(0o755)
     jax.config.update("jax_compilation_cache_dir", None)
-    assert caches.use_compilation_cache() == ""
+    assert compile_cache.use_compilation_cache() == ""
     assert cache_setting() == str(folder)
     if trouble == "writable by others":
         folder.chmod(0o775)
@@ -203,7 +203,7 @@ def test_a_cache_that_others_could_have_filled_is_not_used(trouble, cache_settin
         said = f"{str(folder)!r} belongs to user 12345"
     else:
         pytest.skip("only root can give a folder away")
-    assert said in caches.use_compilation_cache()
+    assert said in compile_cache.use_compilation_cache()
     assert cache_setting() is None
 
 
