@@ -1,13 +1,11 @@
-"""Line, bar, area and map plots in files.
+"""Line and bar plots in files.
 
 Reports, the benchmark and the planner need plots of one style, and matplotlib is slow to import. No other module calls
-matplotlib, and this one imports it at first use. A figure is a column of panels. Each panel is plain data with a `draw`
-method, so callers need no matplotlib. An axis is logarithmic only if its values span a factor of 10. Colours are the
-ten of Petroff 2021, which most eyes can distinguish.
+matplotlib, and this one imports it at first use. A figure is a column of panels. An axis is logarithmic only if its
+values span a factor of 10. Colours are the ten of Petroff 2021, which most eyes can distinguish.
 """
 
 import importlib.util
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -39,11 +37,6 @@ class Quantity(NamedTuple):
     unit: str = ""  # ticks get a prefix: 10 ms
     base: int | None = 10  # base of a logarithmic axis, used if values span a factor of 10; None: never
     low: float | None = 0.0  # start of an axis that is not logarithmic; None: near the least value
-
-    @property
-    def label(self) -> str:
-        """The axis's name."""
-        return f"{self.name} ({self.unit})" if self.unit else self.name
 
 
 class Lines(NamedTuple):
@@ -95,9 +88,11 @@ class Bars(NamedTuple):
         names, middles, lows, highs = zip(*self.bars, strict=True)
         whiskers = np.abs(np.array([lows, highs]) - middles)
         rows = range(len(names))
-        colours = [colour(i % self.colours) for i in rows]
-        drawn = axes.barh(rows, middles, color=colours, xerr=whiskers, capsize=3)
-        shown = EngFormatter(self.x.unit, places=2) if self.x.unit else without_unit
+        drawn = axes.barh(rows, middles, color=[colour(i % self.colours) for i in rows], xerr=whiskers, capsize=3)
+        # Without a unit three digits or a whole number, and no prefix: `515 m` suggests metres.
+        shown = (
+            EngFormatter(self.x.unit, places=2) if self.x.unit else lambda v: f"{v:,.0f}" if v >= 999.5 else f"{v:.3g}"
+        )
         axes.bar_label(drawn, [shown(middle) for middle in middles], padding=4)
         if self.bound is not None:
             axes.axvline(self.bound, **BOUND)
@@ -107,58 +102,7 @@ class Bars(NamedTuple):
         scale(axes, "x", self.x, [*lows, *highs, *([self.bound] if self.bound else [])])
 
 
-class Areas(NamedTuple):
-    """Named parts of a whole, stacked."""
-
-    title: str
-    x: Quantity
-    y: Quantity
-    at: Sequence[float]
-    parts: Mapping[str, Sequence[float]]  # as many values each
-
-    @property
-    def height(self) -> float:
-        """Inches."""
-        return LINES_HEIGHT
-
-    def draw(self, axes: "Axes") -> None:
-        """Areas from below."""
-        colours = [colour(i) for i in range(len(self.parts))]
-        axes.stackplot(self.at, *self.parts.values(), labels=list(self.parts), colors=colours)
-        scale(axes, "x", self.x._replace(base=None), [])
-        scale(axes, "y", self.y._replace(base=None), [])
-        axes.margins(x=0)
-
-
-class Map(NamedTuple):
-    """A value for every row and column, as a colour."""
-
-    title: str
-    x: Quantity
-    y: Quantity
-    value: Quantity
-    at: Sequence[float]  # x of the columns, evenly apart
-    rows: Sequence[Sequence[float]]  # from the top; NaN if nothing is known
-    each: int = 1  # units of the y axis in a row
-
-    @property
-    def height(self) -> float:
-        """Inches."""
-        return 2.0 + min(LINES_HEIGHT, 0.2 * len(self.rows))
-
-    def draw(self, axes: "Axes") -> None:
-        """The map and its colour bar."""
-        from matplotlib.ticker import MaxNLocator
-
-        ends = (self.at[0], self.at[-1] if self.at[-1] > self.at[0] else self.at[0] + 1)
-        extent = (*ends, len(self.rows) * self.each - 0.5, -0.5)
-        image = axes.imshow(self.rows, aspect="auto", interpolation="nearest", extent=extent, cmap="viridis")
-        axes.set(xlabel=self.x.label, ylabel=self.y.label)
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.figure.colorbar(image, ax=axes, label=self.value.label)
-
-
-Panel = Lines | Bars | Areas | Map
+Panel = Lines | Bars
 
 
 def save(panels: Sequence[Panel], path: Path) -> None:
@@ -170,21 +114,6 @@ def save(panels: Sequence[Panel], path: Path) -> None:
     figure(panels).savefig(path)
 
 
-def save_both(panels: Sequence[Panel], path: Path) -> str:
-    """Write the panels as a PNG file; return them as SVG.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    from matplotlib import rc_context
-
-    fig, text = figure(panels), io.StringIO()
-    with rc_context({"svg.fonttype": "none"}):
-        fig.savefig(text, format="svg", metadata={"Date": None})
-    fig.savefig(path)
-    return text.getvalue()[text.getvalue().index("<svg") :]
-
-
 def check_file(path: Path) -> None:
     """Refuse a path of --plot that could not be written later.
 
@@ -192,8 +121,7 @@ def check_file(path: Path) -> None:
         UsageError: an unknown ending, or no file can be there.
     """
     if path.suffix.lower() not in ENDINGS:
-        endings = f"{', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
-        raise UsageError(f"--plot: got {str(path)!r}; expected a name that ends in {endings}")
+        raise UsageError(f"--plot: got {str(path)!r}; expected a name that ends in {', '.join(ENDINGS)}")
     if not is_installed():
         raise UsageError(f"--plot: matplotlib is missing; {INSTALL}")
     check_writable(path)
@@ -216,15 +144,11 @@ def figure(panels: Sequence[Panel]) -> "Figure":
     for axes, panel in zip(rows, panels, strict=True):
         panel.draw(axes)
         axes.set_title(literal(panel.title), loc="left")
-        if not isinstance(panel, Map):
-            axes.grid(alpha=0.4)
+        axes.grid(alpha=0.4)
         axes.set_axisbelow(True)
         count = len(axes.get_legend_handles_labels()[0])
         if count:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1), ncols=-(-count // NAMES), fontsize="small")
-    if engine := fig.get_layout_engine():
-        engine.execute(fig)
-    fig.set_layout_engine(None)  # once; otherwise every file would lay it out again
     return fig
 
 
@@ -233,7 +157,7 @@ def scale(axes: "Axes", which: Literal["x", "y"], quantity: Quantity, values: Se
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     axis = {"x": axes.xaxis, "y": axes.yaxis}[which]
-    axes.set(**{f"{which}label": quantity.label})
+    axes.set(**{f"{which}label": f"{quantity.name} ({quantity.unit})" if quantity.unit else quantity.name})
     if quantity.base and values and max(values) >= 10 * min(values):
         axes.set(**{f"{which}scale": "log"})
         is_short = quantity.base == 10 and max(values) < SHORT * min(values)
@@ -244,17 +168,11 @@ def scale(axes: "Axes", which: Literal["x", "y"], quantity: Quantity, values: Se
     axis.set_major_formatter(EngFormatter(quantity.unit) if quantity.unit else "{x:g}")
 
 
-def without_unit(value: float) -> str:
-    """Three digits or a whole number; no prefix: `515 m` suggests metres."""
-    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
-
-
 def colour(i: int) -> Any:
     """Colour of line or bar i, distinct to most eyes (Petroff 2021)."""
     from matplotlib import color_sequences
 
-    colours = color_sequences["petroff10"]
-    return colours[i % len(colours)]
+    return color_sequences["petroff10"][i % 10]
 
 
 def literal(text: str) -> str:

@@ -2,14 +2,10 @@
 
 A record that is still being written is read up to its last whole line. Damaged lines are counted and left out. A
 record may come from a stranger, so any value may be missing, huge or of another type.
-
-If a record is long, most lines of steps are read for their numbers alone: such a line is cut before its lists.
 """
 
-import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -21,9 +17,8 @@ import numpy as np
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import read_plain
 from jaxmpi.core.json_tree import MALFORMED, parse_json
-from jaxmpi.observe.record_format import FORMAT, PARTS, SAMPLES, SOURCES
+from jaxmpi.observe.record_format import FORMAT, PARTS, SAMPLES
 
-MOST_LINES = 4_000  # lines of steps that are read in full; in a longer record the others have their numbers only
 COLUMNS = 200  # columns of a map at most
 MOST_RANKS = 1 << 20
 MOST = 1e100  # so that sums of drawn values are finite
@@ -33,11 +28,6 @@ MOST_FUNCTIONS = 1000  # rows of a profile
 MOST_SAMPLES = 50
 MOST_TEXT = 10_000  # characters of a sample
 MOST_PICTURE_BYTES = 1 << 22
-# A line of a step as the recorder writes it: its numbers, then its lists, if any.
-STEP = re.compile(
-    rb'(\{"kind": "train"[^][{}]*)'
-    rb'(?:, "anatomy": \{[^}]*\}, "own_s": \[[^]]*\](?:, "own_ranks": \d+)?, "slowest": "[^"\\]*")?\}'
-)
 XS = ("step", "epoch", "elapsed_s")
 NO_FIGURES = {*XS, *PARTS, "kind", "examples", "own_ranks", "eval_count"}  # fields of a line that no curve shows
 
@@ -69,7 +59,7 @@ class Record:
     own_ranks: int = 1  # neighbouring ranks in a column of `own`, which holds the slowest
     buckets: list[list[Any]] = field(default_factory=list)  # label, seconds in flight, seconds waited for: the last
     functions: list[dict[str, float | str]] = field(default_factory=list)  # the last profile: name and figures of each
-    exchange_time: dict[str, int] = field(default_factory=dict)  # lines by source of the exchange times
+    is_late: bool = False  # an exchange counts as compute in some lines, until it is known
     slowest: list[str] = field(default_factory=list)  # by line with an anatomy, who was waited for; empty if nobody
     samples: Sequence[Sample] = ()  # texts and pictures, the newest of each name
 
@@ -97,7 +87,6 @@ def read(folder: Path, name: str = "") -> Record:
     facts = next((row for row in reversed(rows) if row.get("kind") == "run"), {})
     trains = drop_first_timings(rows)
     per = [each for row in trains if isinstance(each := row.get("own_ranks"), int) and 1 <= each <= MOST_RANKS]
-    sources = [row.get("exchange_time") for row in trains if "anatomy" in row]
     return Record(
         name=name or folder.name,
         facts=facts,
@@ -109,7 +98,7 @@ def read(folder: Path, name: str = "") -> Record:
         own_ranks=max(per, default=1),
         buckets=last_buckets(rows),
         functions=last_functions(rows),
-        exchange_time=Counter(source for source in sources if source in SOURCES),
+        is_late=any(row.get("exchange_time") == "unknown" for row in trains),
         slowest=[row["slowest"] for row in trains if "own_s" in row and isinstance(row.get("slowest"), str)],
         notes=collect_notes(facts, broken, [row.get("kind") for row in rows]),
         samples=newest_samples(folder, rows),
@@ -154,20 +143,12 @@ def study_record(row: Row, varied: Sequence[str], has_files: bool) -> Record:
 
 
 def parse_lines(path: Path, expected: str) -> tuple[list[dict[str, Any]], int]:
-    """Parse the whole lines of a file; return their objects and the number of malformed lines.
-
-    Of more than MOST_LINES lines of steps every n-th is read in full, and so are the last two lines and lines of
-    another form than the recorder's.
-    """
+    """Parse the whole lines of a file; return their objects and the number of malformed lines."""
     lines = read_plain(path, MOST_RECORD_BYTES, expected).split(b"\n")
-    steps = [i for i, line in enumerate(lines[:-2]) if line.startswith(b'{"kind": "train"')]
-    per = -(-len(steps) // MOST_LINES) or 1
-    thinned = {i for k, i in enumerate(steps) if k % per}
     rows, broken = [], 0
     for i, line in enumerate(lines):
-        found = STEP.fullmatch(line) if i in thinned else None
         try:
-            row = json.loads(found[1] + b"}") if found else parse_json(line, path) if line else None
+            row = parse_json(line, path) if line else None
         except (*MALFORMED, UsageError):
             broken += i < len(lines) - 1  # the last may be partial
             continue

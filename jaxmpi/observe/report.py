@@ -7,31 +7,24 @@ from pathlib import Path
 
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import refuse_ways_out
-from jaxmpi.observe import plots, report_charts
+from jaxmpi.observe import plots
 from jaxmpi.observe.record_reader import Record, read, read_study
-from jaxmpi.observe.report_page import MOST_PRINTED, page
-
-IN_SECTION = {"by_step": "learning", "anatomy": "speed", "buckets": "ranks"}  # sections of pictures named otherwise
-NOT_PRINTED = ("by_epoch", "by_elapsed_s")
-
-
-def parser() -> argparse.ArgumentParser:
-    """Options of `jaxmpi report`."""
-    options = argparse.ArgumentParser(
-        prog="jaxmpi report",
-        description="Make an HTML page and plots from the records of one run, or of several to compare them.",
-        epilog="example: jaxmpi report runs/first runs/second --out report",
-    )
-    options.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run directories, or files of scripts/study.py"
-    )
-    options.add_argument("--out", type=Path, help="folder for page and pictures (default: report/ in the first RUN)")
-    return options
+from jaxmpi.observe.report_data import pictures, report_data
+from jaxmpi.observe.report_page import page
 
 
 def main(argv: Sequence[str]) -> None:
     """Read, draw, write, and print the page's path."""
-    options = parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="jaxmpi report",
+        description="Make an HTML page and plots from the records of one run, or of several to compare them.",
+        epilog="example: jaxmpi report runs/first runs/second --out report",
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run directories, or files of scripts/study.py"
+    )
+    parser.add_argument("--out", type=Path, help="folder for page and pictures (default: report/ in the first RUN)")
+    options = parser.parse_args(argv)
     first = options.runs[0]  # a run directory, or the file of a study, whose report lies beside it
     beside = first.with_name(f"{first.stem}-report") if os.path.isfile(first) else first / "report"
     print(f"report: {write(options.runs, options.out or beside)}")
@@ -44,15 +37,18 @@ def write(runs: Sequence[Path], folder: Path) -> Path:
         UsageError: a record cannot be read, or nothing can be written there.
     """
     records = all_records(runs)
+    data = report_data(records)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for place in (folder.parent, folder) if folder.parent in runs else ():  # a stranger may have filled them
             refuse_ways_out(place, repr(str(place)), "a report is not written through those: remove it, or use --out")
-        printed = draw_pngs(records, folder) if plots.is_installed() else {}
-        if not plots.is_installed():
+        if plots.is_installed():
+            for name, panels in pictures(data).items():
+                plots.save(panels, folder / f"{name}.png")
+        else:
             print(f"report: no pictures beside the page: matplotlib is missing; {plots.INSTALL}")
         # Names in a record, and of folders, may hold surrogates, which no encoding has.
-        (folder / "index.html").write_bytes(page(records, printed).encode(errors="replace"))
+        (folder / "index.html").write_bytes(page(records, data).encode(errors="replace"))
     except OSError as error:
         raise UsageError(f"nothing can be written to {str(folder)!r}: {error.strerror}; use --out FOLDER") from error
     return folder / "index.html"
@@ -71,19 +67,3 @@ def unique_names(runs: Sequence[Path]) -> list[str]:
     """Names of the run directories, numbered if two are equal."""
     short = [run.resolve().name for run in runs]
     return [name if short.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(short)]
-
-
-def draw_pngs(records: Sequence[Record], folder: Path) -> dict[str, list[str]]:
-    """Write pictures as PNG; return those for print as SVG by section."""
-    printed: dict[str, list[str]] = {}
-    together = report_charts.pictures(records, report_charts.charts(records))
-    jobs = [(name, name, panels, name not in NOT_PRINTED) for name, panels in together.items()]
-    for i, record in enumerate(records):
-        suffix = f"_{i + 1}" if len(records) > 1 else ""
-        jobs += [(n, n + suffix, panels, i < MOST_PRINTED) for n, panels in report_charts.run_pictures(record).items()]
-    for name, file, panels, is_printed in jobs:
-        if panels and is_printed:
-            printed.setdefault(IN_SECTION.get(name, name), []).append(plots.save_both(panels, folder / f"{file}.png"))
-        elif panels:
-            plots.save(panels, folder / f"{file}.png")
-    return printed

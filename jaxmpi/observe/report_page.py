@@ -11,8 +11,7 @@ import json
 import math
 import re
 import statistics
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib import resources
 from itertools import chain
@@ -22,13 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmpi.core.json_tree import flatten_json
-from jaxmpi.observe import report_charts
 from jaxmpi.observe.record_reader import Record, Table
-from jaxmpi.observe.report_charts import custom_figures, figure_title, is_speed, speed_unit
+from jaxmpi.observe.report_data import TOPS, custom_figures, is_speed, report_data, speed_unit, words_of
 
-MOST_SHARES = 16  # workers whose steps are listed
+MOST_S = 1e10  # seconds of a run; a stranger's record may say more
 PREFIXES = ((1e6, "M"), (1e9, "G"), (1e12, "T"), (1e15, "P"))
-MOST_PRINTED = 4  # runs whose own pictures are in the page, for print; files have those of all
 MOST_NAMED = 4  # runs in the title
 MOST_WORDS = 60  # letters of a name made of settings
 SECTIONS = {
@@ -46,24 +43,20 @@ DECISIVE = (  # facts that are equal in runs of one group
 OF_ONE_RUN = ("seed", "run_dir", "resume", "continue_from")  # settings in which runs of one group may differ
 
 
-def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str:
+def page(records: Sequence[Record], data: dict[str, Any] | None = None) -> str:
     """The whole page.
 
     Args:
         records: of the runs.
-        printed: SVG texts by section, which show in print and without scripts.
+        data: their `report_data`, if it is there already.
     """
-    grouped, shown = group_runs(records), report_charts.charts(records)
+    grouped = group_runs(records)
     has_seeds = len(grouped) < len(records)
     named = [each.name for each in (grouped if has_seeds else records)]
     title = ", ".join(named[:MOST_NAMED]) + f" and {len(named) - MOST_NAMED} more" * (len(named) > MOST_NAMED)
     notes = [f"{record.name}: {note}" for record in records for note in record.notes]
-    data = {
-        "sections": SECTIONS,
-        "charts": [report_charts.chart_data(chart) for chart in shown],
-        "runs": [report_charts.run_data(record, len(records), shown) for record in records],
-        "groups": [group._asdict() for group in grouped] if has_seeds else [],
-    }
+    groups = [group._asdict() for group in grouped] if has_seeds else []
+    told = {**(data or report_data(records)), "sections": SECTIONS, "groups": groups}
     style, script, uplot = map(read_asset, ("report.css", "report.js", "uplot/uPlot.iife.min.js"))
     styles = read_asset("uplot/uPlot.min.css") + style
     # Names come from records, perhaps of a stranger. Should escaping ever fail, the browser runs these scripts only.
@@ -75,13 +68,17 @@ def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str
         styles=styles,
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in notes),
         overview=overview(records, grouped if has_seeds else []),
-        sections="".join(section(name, printed.get(name, ())) for name in SECTIONS),
+        sections="".join(
+            f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{heading}</h2>'
+            '<div class="charts"></div></section>'
+            for name, heading in SECTIONS.items()
+        ),
         functions=profiles(records),
         samples="".join(sample_figures(record, len(records)) for record in records if record.samples),
         differences=differences(records) if len(records) > 1 else "",
         configuration=configuration(records),
         # No name in it may end the script element, as `</script>` would.
-        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c"),
+        data=json.dumps(told, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c"),
         uplot=uplot,
         script=script,
     )
@@ -95,11 +92,6 @@ def read_asset(name: str) -> str:
 def digest(text: str) -> str:
     """SHA-256 in base64."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def data_url(kind: str, raw: bytes) -> str:
-    """An image within the page."""
-    return f"data:image/{kind};base64,{base64.b64encode(raw).decode()}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
@@ -201,8 +193,8 @@ def overview(records: Sequence[Record], grouped: Sequence[Group]) -> str:
 
 def mean_over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
     """Table of the groups' last evaluations: mean and standard deviation over seeds."""
-    tops = {f"eval_{name}": (f"{label}, %", 100.0) for name, label in report_charts.TOPS.items()}
-    others = {name: (figure_title(name), 1.0) for name in custom_figures(records)}
+    tops = {name: (f"{label}, %", 100.0) for name, label in TOPS.items()}
+    others = {name: (words_of(name), 1.0) for name in custom_figures(records)}
     figures = {
         name: shown
         for name, shown in (tops | others | {"eval_loss": ("held-out loss", 1.0)}).items()
@@ -238,29 +230,28 @@ def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:
     Args:
         figures: of evaluations by tasks of one's own, which any of the runs has.
     """
-    train, steps = record.train, last_value(record.train, "step")
+    train, steps = record.train, value_of(record.train, "step")
     measured = " as measured" * (record.facts.get("peak") == "measured")
     rule, strategy = fact(record, "experiment", "rule", "name"), record.facts.get("strategy", "")
-    elapsed_s = [*known_values(train, "elapsed_s"), *known_values(record.evaluations, "elapsed_s")]
-    lines = f"of {sum(record.exchange_time.values())} lines"
-    sources = [f"{source} in {count} {lines}" for source, count in record.exchange_time.items()]
-    has_exchange = bool(record.exchange_time.keys() - {"none"})
-    [(slowest, times)] = Counter(filter(None, record.slowest)).most_common(1) or [("", 0)]
+    elapsed_s = max([*known_values(train, "elapsed_s"), *known_values(record.evaluations, "elapsed_s")], default=0.0)
+    took = f"{elapsed_s:.3g} s" if elapsed_s < 60 else str(datetime.timedelta(seconds=round(min(elapsed_s, MOST_S))))
+    least, most = min(record.worker_steps, default=0), max(record.worker_steps, default=0)
     return [
         *figure_headline(record, "top-1", "eval_top1", 100, " %"),
-        *(each for name in figures for each in figure_headline(record, figure_title(name), name)),
+        *(each for name in figures for each in figure_headline(record, words_of(name), name)),
         *figure_headline(record, "held-out loss", "eval_loss"),
-        Headline("training loss", last_value(train, "loss"), note="last"),
-        Headline("time", duration(max(elapsed_s, default=math.nan)), f"{steps} steps" * bool(steps)),
-        *(Headline(speed_unit(name), median_value(train, name), note="median") for name in filter(is_speed, train)),
-        Headline("model FLOP/s", median_value(train, "model_flops_per_s"), note="median"),
-        Headline("MFU", median_value(train, "mfu", 100, " %"), note="median, of the peak" + measured),
+        Headline("training loss", value_of(train, "loss"), note="last"),
+        Headline("time", took * bool(elapsed_s), f"{steps} steps" * bool(steps)),
+        *(
+            Headline(speed_unit(name), value_of(train, name, np.median), note="median")
+            for name in filter(is_speed, train)
+        ),
+        Headline("model FLOP/s", value_of(train, "model_flops_per_s", np.median), note="median"),
+        Headline("MFU", value_of(train, "mfu", np.median, 100, " %"), note="median, of the peak" + measured),
         Headline("workers", str(record.facts.get("workers", "")), str(record.facts.get("backend", ""))),
         Headline("rule, strategy", ", ".join(filter(None, map(str, (rule, strategy))))),
-        Headline("goodput", last_value(train, "goodput", 100, " %"), note="of the time is compute"),
-        Headline("time of exchanges", ", ".join(sources) * has_exchange),
-        Headline("waited for most often", slowest, f"in {times} of {len(record.slowest)} lines" * bool(slowest)),
-        Headline("steps by worker", shares_of_workers(record)),
+        Headline("goodput", value_of(train, "goodput", factor=100, unit=" %"), note="of the time is compute"),
+        Headline("steps by worker", f"{least:.0f} to {most:.0f}" * bool(most)),
     ]
 
 
@@ -283,16 +274,12 @@ def known_values(table: Table, name: str) -> np.ndarray:
     return values[~np.isnan(values)]
 
 
-def last_value(table: Table, name: str, factor: float = 1.0, unit: str = "") -> str:
-    """The last known value; empty if there is none."""
+def value_of(
+    table: Table, name: str, chosen: Callable = lambda values: values[-1], factor: float = 1.0, unit: str = ""
+) -> str:
+    """The last known value, or another one of them; empty if there is none."""
     values = known_values(table, name)
-    return format_value(factor * values[-1], unit) if len(values) else ""
-
-
-def median_value(table: Table, name: str, factor: float = 1.0, unit: str = "") -> str:
-    """The median of the known values; empty if there are none."""
-    values = known_values(table, name)
-    return format_value(factor * float(np.median(values)), unit) if len(values) else ""
+    return format_value(factor * float(chosen(values)), unit) if len(values) else ""
 
 
 def format_value(value: float, unit: str) -> str:
@@ -306,35 +293,7 @@ def format_value(value: float, unit: str) -> str:
     return f"{value:,.0f}" if 1000 <= size < 1e6 else f"{value:.6g}"
 
 
-def duration(seconds: float) -> str:
-    """A duration such as `3 min 20 s`; empty for NaN."""
-    if not math.isfinite(seconds):
-        return ""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
-
-
-def shares_of_workers(record: Record) -> str:
-    """Steps of each asynchronous worker, and its share."""
-    each, total = record.worker_steps, sum(record.worker_steps)
-    if not total:
-        return ""
-    shown = [f"{count:.0f} ({100 * count / total:.1f} %)" for count in each[:MOST_SHARES]]
-    more = f", ... of {len(each)}: least {min(each):.0f}, most {max(each):.0f}" * (len(each) > MOST_SHARES)
-    return ", ".join(shown) + more
-
-
 # ---------------------------------------------------------------- sections
-
-
-def section(name: str, printed: Sequence[str]) -> str:
-    """A heading, the place of its charts, and its pictures for print."""
-    pictures = "".join(f'<img alt="{SECTIONS[name]}" src="{data_url("svg+xml", svg.encode())}">' for svg in printed)
-    kind = "printed" if printed else ""
-    head = f'<h2 id="{name}-title">{SECTIONS[name]}</h2><div class="charts"></div><div class="static">{pictures}</div>'
-    return f'<section id="{name}" class="{kind}" aria-labelledby="{name}-title">{head}</section>'
 
 
 def profiles(records: Sequence[Record]) -> str:
@@ -351,7 +310,7 @@ def profiles(records: Sequence[Record]) -> str:
             names, values = [*names, "all"], [*values, np.sum(values, axis=0).tolist()]
         rows = [[name, *map(profile_cell, figures, each)] for name, each in zip(names, values, strict=True)]
         tables.append(table([record.name, *head], rows))
-    head = '<section id="functions" class="filled printed"><h2>Calls of functions</h2>'
+    head = '<section id="functions" class="filled"><h2>Calls of functions</h2>'
     return f"{head}{''.join(tables)}</section>" if tables else ""
 
 
@@ -371,10 +330,10 @@ def sample_figures(record: Record, runs: int) -> str:
         title = escape(f"{sample.name}, step {sample.step}")
         body = f"<pre>{escape(sample.text)}</pre>"
         if sample.picture:
-            body = f'<img alt="{title}" src="{data_url("png", sample.picture)}">'
+            body = f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(sample.picture).decode()}">'
         shown.append(f"<figure><figcaption>{title}</figcaption>{body}</figure>")
     of_run = f" of {escape(record.name)}" * (runs > 1)
-    return f'<section class="samples filled printed"><h2>Samples{of_run}</h2><div>{"".join(shown)}</div></section>'
+    return f'<section class="samples filled"><h2>Samples{of_run}</h2><div>{"".join(shown)}</div></section>'
 
 
 def differences(records: Sequence[Record]) -> str:
@@ -395,4 +354,4 @@ def configuration(records: Sequence[Record]) -> str:
         title = f"{escape(record.name)}: configuration and versions"
         folds.append(f"<details><summary>{title}</summary>{facts}</details>")
     each = "".join(folds)
-    return f"<details><summary>{len(records)} runs</summary>{each}</details>" if len(records) > MOST_PRINTED else each
+    return f"<details><summary>{len(records)} runs</summary>{each}</details>" if len(records) > MOST_NAMED else each

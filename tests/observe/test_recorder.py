@@ -18,11 +18,11 @@ from jaxmpi.config import Data, Experiment
 from jaxmpi.data.sources.arrays import FieldSource
 from jaxmpi.experiments.digits import experiment as digits
 from jaxmpi.models.gpt import gpt_tiny
-from jaxmpi.observe import record_reader, report_charts, report_page
+from jaxmpi.observe import record_reader, report_page
 from jaxmpi.observe.flops import Peak, Work
-from jaxmpi.observe.plots import Areas
 from jaxmpi.observe.record_format import PARTS, SOURCES
 from jaxmpi.observe.recorder import MOST_RANKS, Recorder, Unit, cut_record
+from jaxmpi.observe.report_data import charts, report_data
 from jaxmpi.observe.sinks.files import TensorBoard
 from jaxmpi.observe.step_timing import HEAD, LOCAL, Summary, summary, summary_asynchronous
 from jaxmpi.observe.terminal import Plain
@@ -84,16 +84,6 @@ def test_lines_have_what_the_terminal_shows(tmp_path):
     record.close()
 
 
-def test_other_ranks_write_and_say_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    record, out = recorder(None)
-    record.train(**TRAIN)
-    record.say("hello")
-    record.write("note", text="x")
-    record.close()
-    assert (out.getvalue(), [*tmp_path.iterdir()]) == ("", [])
-
-
 def test_a_record_drops_what_is_done_again_and_a_torn_line(tmp_path):
     path = tmp_path / "record.jsonl"
     path.write_text('{"kind": "run"}\n{"kind": "train", "step": 5}\n{"kind": "train", "step": 10}\n{"kind": "tr')
@@ -130,8 +120,7 @@ def test_images_per_s_are_those_since_the_last_line(tmp_path):
 
 
 def speeds_drawn(folder: Path) -> list[str]:
-    charts = report_charts.charts([record_reader.read(folder)])
-    return [chart.title for chart in charts if chart.section == "speed"]
+    return [chart.title for chart in charts([record_reader.read(folder)]) if chart.section == "speed"]
 
 
 @pytest.mark.parametrize(("unit", "shown"), [(Unit("tokens", 8, 20), "tokens/s"), (Unit("examples"), "examples/s")])
@@ -228,11 +217,9 @@ def test_a_time_that_nobody_knows_is_not_reported_as_zero(tmp_path):
     assert mixed["anatomy"]["exchange"] == measured["anatomy"]["exchange"] == [0.5, 0.5, 0.5, 0]
     assert "compute 67 % exchange 33 %" in out.getvalue()
     drawn = record_reader.read(tmp_path)
-    [picture] = report_charts.areas(drawn)
-    assert isinstance(picture, Areas)
-    assert picture.parts["exchange"] == [0.0, 0.5, 0.5]
-    [told] = [each.value for each in report_page.headlines(drawn, []) if each.name == "time of exchanges"]
-    assert told == "unknown in 1 of 3 lines, measured in 2 of 3 lines"
+    [told] = report_data([drawn])["runs"]
+    assert told["parts"]["y"]["exchange"] == [0, 0.5, 0.5]
+    assert told["isLate"]
 
 
 def test_workers_that_keep_no_step_have_spent_as_much_time_as_has_passed(tmp_path):

@@ -13,11 +13,11 @@ import pytest
 from PIL import Image
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.observe import plots, record_reader, report, report_charts, report_page
+from jaxmpi.observe import report, report_page
 from jaxmpi.observe.record_format import FORMAT, SOURCES
-from jaxmpi.observe.record_reader import MOST_LINES, read
+from jaxmpi.observe.record_reader import read
 from jaxmpi.observe.recorder import Recorder
-from jaxmpi.observe.report_charts import BINS, Series, series_data
+from jaxmpi.observe.report_data import BINS, Series, pictures, report_data, series_data
 from jaxmpi.observe.step_timing import HEAD, LOCAL, summary
 from jaxmpi.observe.terminal import Terminal
 from jaxmpi.runtime.progress import Span
@@ -97,11 +97,11 @@ def test_the_page_of_two_runs_has_all_sections_and_needs_nothing_else(tmp_path):
     ]
     assert all(source.startswith("data:") for source in page.sources), page.sources
     assert page.tags.count("script") == 3  # data, uPlot, and the page's own
-    assert page.tags.count("img") == 3 + 2 * 3  # for print
     assert "a&amp;b" in text
     assert "<0.10>" not in text  # a version is text, not markup
     assert "79.00 % (best 79.00 %)" in text
-    assert len([*(tmp_path / "out").glob("*.png")]) == 11
+    pictures = ["course", "learning", "run_1", "run_2", "speed"]
+    assert sorted(path.stem for path in (tmp_path / "out").glob("*.png")) == pictures
     differing = text.split('<section id="differences">')[1].split("</table>")[0]
     assert differing.count("<tr>") == 2  # the head, and one row
     assert "<th scope=row>experiment.optim.lr</th><td>0.1</td><td>0.2</td>" in differing
@@ -115,7 +115,7 @@ def test_the_page_has_the_newest_samples_and_no_file_from_elsewhere(tmp_path):
         record.sample(2, "eye", np.eye(8, dtype=bool))
         record.write("sample", step=3, name="far", file="../secret.png")
     (tmp_path / "secret.png").write_bytes(b"secret")
-    text = report_page.page([read(run)], {})
+    text = report_page.page([read(run)])
     assert "words, step 2</figcaption><pre>&lt;b&gt;new&lt;/b&gt;</pre>" in text
     assert "old" not in text.partition('<section class="samples')[2].partition("</section>")[0]
     [found] = re.findall(r'<img alt="eye, step 2" src="data:image/png;base64,([^"]+)">', text)
@@ -130,7 +130,7 @@ def test_figures_of_tasks_and_of_other_versions_have_a_chart_each(tmp_path):
     row = {"kind": "train", "step": 1, "tokens_per_s": 500.0, "model_flops_per_s": 2e12, "mfu": 0.42, "queue_s": 0.5}
     maes = [{"kind": "eval", "step": k, "eval_loss": 1.0, "eval_mae": mae} for k, mae in enumerate((0.5, 0.25, 0.375))]
     write_lines(tmp_path, [*({**row, "step": step} for step in (1, 2, 3)), *maes])
-    page = Page(text := report_page.page([read(tmp_path)], {}))
+    page = Page(text := report_page.page([read(tmp_path)]))
     speeds = ["Speed, tokens/s", "Model FLOP/s", "Model FLOPs utilisation"]
     assert page.titles == ["Loss", "mae", *speeds, "queue"]
     assert "<dt>tokens/s</dt><dd>500</dd>" in text
@@ -143,11 +143,9 @@ def test_who_was_waited_for_most_often_is_named(tmp_path):
     rows = [*map(json.loads, (run / "record.jsonl").read_text().splitlines())]
     for i, row in enumerate(row for row in rows if row["kind"] == "train"):
         row["slowest"] = ("rank 2 on node07", "", "rank 2 on node07", "rank 1 on node07")[i % 4]
-    record = read(write_lines(run, rows))
-    [headline] = [each for each in report_page.headlines(record, []) if each.name == "waited for most often"]
-    assert (headline.value, headline.more) == ("rank 2 on node07", "in 4 of 8 lines")  # without the first, compiled
-    ranks = report_charts.run_data(record, 1, [])["slowest"]["ranks"]
-    assert ranks == [("rank 2 on node07", 4), ("rank 1 on node07", 2)]
+    [told] = report_data([read(write_lines(run, rows))])["runs"]
+    ranks = [("rank 2 on node07", 4), ("rank 1 on node07", 2)]
+    assert told["slowest"] == {"lines": 8, "ranks": ranks}  # without the first line, of a step that was compiled
 
 
 # ---------------------------------------------------------------- records that are not as they should be
@@ -187,7 +185,7 @@ def test_what_is_missing_is_noted_on_the_page(lines, words, tmp_path):
     found = read(tmp_path)
     assert len(found.notes) == 1
     assert words in found.notes[0]
-    assert words in report_page.page([found], {})
+    assert words in report_page.page([found])
 
 
 ODD = [None, True, -1, 1e300, "x", [1], ["x", "y", "z", "w"], {"compute": ["x", {}]}]
@@ -203,9 +201,8 @@ def test_a_line_with_values_of_another_kind_is_read_for_what_it_has(kind, tmp_pa
             for i in which[-3:]:
                 lines[i] = {**lines[i], field: value}
             found = read(write_lines(tmp_path, lines))
-            report_charts.pictures([found], report_charts.charts([found]))
-            report_charts.run_pictures(found)
-            assert report_page.page([found], {}).startswith("<!doctype html>")
+            pictures(data := report_data([found]))
+            assert report_page.page([found], data).startswith("<!doctype html>")
 
 
 @pytest.mark.parametrize(
@@ -221,14 +218,14 @@ def test_a_forged_record_gives_a_page(kind, fields, tmp_path):
     if kind == "exchange":  # names of buckets are in pictures, too, of which drawing takes the time
         assert report.write([run], tmp_path / "out").exists()
     else:
-        assert report_page.page([read(run)], {}).encode(errors="replace")
+        assert report_page.page([read(run)]).encode(errors="replace")
 
 
 def test_names_of_a_record_are_no_markup(tmp_path):
     evil = "--><script>alert(1)</script>"
     run = forged(tmp_path / "run", "exchange", buckets=[[evil, 0.1, 0.1]])
     second = forged(tmp_path / "second", "run", strategy=evil, **{evil: evil})
-    text = report_page.page([read(second), read(run)], {})
+    text = report_page.page([read(second), read(run)])
     assert Page(text).tags.count("script") == 3
     assert "<script>alert" not in text
     assert "&lt;script&gt;" in text
@@ -269,13 +266,12 @@ def test_what_a_resumed_run_compiled_is_left_out(tmp_path):
 
 
 def test_a_long_record_keeps_its_peaks(tmp_path):
-    """Every bin keeps its least and its greatest value, each at its step; lines beyond MOST_LINES have numbers, too."""
-    lines = 2 * MOST_LINES + 1
+    """Every bin keeps its least and its greatest value, each at its step."""
+    lines = 8_001
     losses = np.random.default_rng(0).uniform(1, 2, lines).round(5)
     losses[[777, 6_789]] = 99.125, 0.125
-    rows = [{"kind": "train", "step": 3 * i, "loss": float(loss), "own_s": [1.0]} for i, loss in enumerate(losses)]
+    rows = [{"kind": "train", "step": 3 * i, "loss": float(loss)} for i, loss in enumerate(losses)]
     record = read(write_lines(tmp_path, rows))
-    assert len(record.own) <= MOST_LINES
     drawn = series_data(record, Series("train", "loss"), BINS)
     assert drawn is not None
     steps, values = np.array(drawn["x"]["step"]), np.array(drawn["y"])
@@ -288,31 +284,10 @@ def test_a_long_record_keeps_its_peaks(tmp_path):
     assert means[3 * 777] == pytest.approx(losses[stretch].mean(), rel=0.02)  # stretches are of 10 lines, or 11
 
 
-@pytest.mark.parametrize(
-    "damage", [None, b'{"kind": "train", "step": 5, "loss": , "lr": 1}', b'{"kind": "train", "loss": "\\ud800"}']
-)
-def test_a_long_record_has_the_numbers_of_all_lines(damage, tmp_path, monkeypatch):
-    """Also of those that are cut before their lists; a damaged one hides no other."""
-    path = write_run(tmp_path / "run", lines=60) / "record.jsonl"
-    if damage:
-        lines = path.read_bytes().splitlines()
-        path.write_bytes(b"\n".join([*lines[:20], damage, *lines[20:]]) + b"\n")
-    full = read(tmp_path / "run")
-    monkeypatch.setattr(record_reader, "MOST_LINES", 10)
-    cut = read(tmp_path / "run")
-    assert np.isfinite(cut.train["compute"]).sum() < np.isfinite(full.train["compute"]).sum() == 59
-    for name in ("step", "loss", "step_s", "images_per_s"):
-        np.testing.assert_array_equal(cut.train[name], full.train[name])
-    assert (cut.notes, cut.facts) == (full.notes, full.facts)
-
-
 def test_a_map_of_many_ranks_has_their_numbers(tmp_path):
     """A line of a record of 130 ranks has the slowest of every 3."""
-    (drawn,) = report_charts.rank_map(read(write_run(tmp_path / "run", lines=3, ranks=130)))
-    assert isinstance(drawn, plots.Map)
-    assert len(drawn.rows) == 44
-    assert "slowest of every 3" in drawn.title
-    assert plots.figure([drawn]).axes[0].get_ylim() == (3 * 44 - 0.5, -0.5)
+    [run] = report_data([read(write_run(tmp_path / "run", lines=3, ranks=130))])["runs"]
+    assert (run["map"]["ranks"], run["map"]["each"], len(run["map"]["relative"])) == (44, 3, 2 * 44)
 
 
 # ---------------------------------------------------------------- seeds and studies
@@ -330,8 +305,8 @@ def test_runs_that_differ_by_seed_only_are_one_group(tmp_path):
     ]
     records = [read(run) for run in runs]
     assert report_page.group_runs(records) == [("optim.lr 1", [0, 1]), ("run2", [2])]
-    assert [group["runs"] for group in Page(report_page.page(records, {})).data["groups"]] == [[0, 1], [2]]
-    assert Page(report_page.page(records[1:], {})).data["groups"] == []
+    assert [group["runs"] for group in Page(report_page.page(records)).data["groups"]] == [[0, 1], [2]]
+    assert Page(report_page.page(records[1:])).data["groups"] == []
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,7 @@ def browser() -> Iterator[Any]:
 
 
 def address_of(runs: list[Path], folder: Path) -> str:
-    """The page of these runs, without its pictures for print, which would take most of the time."""
-    (folder / "index.html").write_text(report_page.page(report.all_records(runs), {}), encoding="utf-8")
+    (folder / "index.html").write_text(report_page.page(report.all_records(runs)), encoding="utf-8")
     return (folder / "index.html").as_uri()
 
 
@@ -147,12 +146,15 @@ def test_dragging_zooms_and_a_double_click_shows_all_again(opened):
     assert opened.span() == (first, last)
     opened.page.mouse.dblclick(*opened.at(0.5))
     assert opened.span() == before
-    opened.loss.locator(".plot").focus()
-    opened.page.keyboard.press("+")
-    first, last = opened.span()
-    assert last - first < 250
-    opened.page.keyboard.press("Escape")
-    assert opened.span() == before
+
+
+def test_on_paper_are_all_charts_also_those_that_nobody_has_seen(opened):
+    last = opened.page.locator("article").last
+    assert opened.page.locator("canvas").count() < opened.page.locator("article").count()
+    opened.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert last.locator(".bar").count() == 1
+    assert opened.page.locator("article .u-over").count() == 6  # loss, accuracy, speed, parts, time, learning rate
+    opened.page.evaluate("dispatchEvent(new Event('afterprint'))")
 
 
 def test_seeds_are_a_mean_and_a_band(browser, tmp_path):

@@ -84,6 +84,7 @@ def test_a_run_waits_neither_for_a_slow_sink_nor_loses_its_lines(monkeypatch):
     assert got == []
     assert time.perf_counter() - begin < 5
     is_open.set()
+    sink.begin_to_close(has_failed=False)
     sink.close()
     assert got == [*range(1000), -1]
     assert flushes[-1] == 1000

@@ -12,7 +12,7 @@ from PIL import Image
 
 from jaxmpi.data import command
 from jaxmpi.observe import record_reader
-from jaxmpi.observe.report_charts import charts
+from jaxmpi.observe.report_data import charts
 from launching import Ended, leaked, mpirun, shared_memory, train, train_here
 
 TINY = """

@@ -3,7 +3,6 @@
 (() => {
   const report = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
-  root.classList.add("js");
 
   const HUES = {
     light: "#1d5fd1 #d9580d #0a8a5f #b3209e #cc2222 #0c7f99 #7040d8 #8a6100 #56616e #5a8208".split(" "),
@@ -13,25 +12,20 @@
   const DASHES = [[], [9, 4], [2, 3], [9, 3, 2, 3]]; // of every further ten lines
   const XS = { step: "step", epoch: "epoch", elapsed_s: "time" };
   const X_NAMES = { step: "Step", epoch: "Epoch", elapsed_s: "Seconds" };
-  const [HEIGHT, TALL] = [260, 460];
+  const HEIGHT = 260;
+  const PRINTED = 640; // pixels of a chart on paper
   const FONT = "12px system-ui, sans-serif";
   const MOST_IN_TIP = 14;
   const FAR = 24; // pixels beyond the end of a line at which it still has a value under the cursor
   const MARKED = 60; // points of a line that are drawn
   const TIME_STEPS = [
-    1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800,
-    21600, 43200, 86400, 172800, 345600, 864000,
+    0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800,
+    345600, 864000,
   ];
 
   // ---------------------------------------------------------------- data
 
-  /** Six significant digits, as a record has them. */
-  const tidy = (value) => Number(value.toPrecision(6));
-
-  /**
-   * A series by ascending x, null where a line of the record has no value; empty if there is none. In a long record `y`
-   * has the extremes of stretches, and `mean` their means.
-   */
+  /** Columns of a series by ascending x. In a long record `y` has the extremes of stretches, and `mean` their means. */
   const sorted = (series, x, y = series?.y) => {
     const points = [];
     series?.x[x]?.forEach((at, i) => {
@@ -96,24 +90,15 @@
     return `${short(value / factor)} ${letter}${unit}`.trim();
   };
 
-  const tick = (value, unit) => prefixed(value, unit, 4);
-
+  /** `15 s`, `1:15 min` or `2:30 h`. */
   const clock = (seconds) => {
-    if (seconds < 60) return `${tidy(seconds)} s`;
-    const [h, m, s] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60, tidy(seconds % 60)];
-    return h ? `${h} h${m ? ` ${m} min` : ""}` : `${m} min${s ? ` ${Math.round(s)} s` : ""}`;
+    const rest = (whole) => String(Math.floor((60 * (seconds % whole)) / whole)).padStart(2, "0");
+    const pair = (whole) => `${Math.floor(seconds / whole)}:${rest(whole)}`;
+    if (seconds < 60) return `${Number(seconds.toPrecision(6))} s`;
+    return seconds < 3600 ? `${pair(60)} min` : `${pair(3600)} h`;
   };
 
-  /** `15 s`, or `1:15` in minutes, or `2:30 h`, whichever fits the last one. */
-  const clockTicks = (all) => {
-    const last = all.at(-1) ?? 0;
-    const two = (value) => String(Math.floor(value)).padStart(2, "0");
-    if (last < 120) return all.map((t) => `${tidy(t)} s`);
-    if (last < 7200) return all.map((t) => `${Math.floor(t / 60)}:${two(t % 60)}`);
-    return all.map((t) => `${Math.floor(t / 3600)}:${two((t % 3600) / 60)} h`);
-  };
-
-  const place = (x) => (state.x === "elapsed_s" ? clock(x) : `${XS[state.x]} ${tidy(x)}`);
+  const place = (x) => (state.x === "elapsed_s" ? clock(x) : `${XS[state.x]} ${Number(x.toPrecision(6))}`);
 
   // ---------------------------------------------------------------- state and elements
 
@@ -126,7 +111,7 @@
     smoothing: 0,
     hidden: new Set(), // names of runs or groups
     run: 0, // of the figures of one run
-    theme: "auto",
+    isPrinted: false,
   };
 
   const make = (tag, properties = {}, ...children) => {
@@ -161,9 +146,8 @@
   const hider = (hidden, name, act, ...children) =>
     toggle(!hidden.has(name), (isShown) => act(isShown ? hidden.delete(name) : hidden.add(name)), {}, ...children);
 
-  const isDark = () =>
-    state.theme === "dark" || (state.theme === "auto" && matchMedia("(prefers-color-scheme: dark)").matches);
-  const hue = (i) => HUES[isDark() ? "dark" : "light"][i % 10];
+  const darkness = matchMedia("(prefers-color-scheme: dark)");
+  const hue = (i) => HUES[darkness.matches && !state.isPrinted ? "dark" : "light"][i % 10];
   const dashOf = (i) => DASHES[Math.floor(i / 10) % DASHES.length];
   const faded = (colour, share) => colour + Math.round(255 * share).toString(16).padStart(2, "0");
   const probe = document.body.appendChild(make("i", { hidden: true }));
@@ -188,13 +172,13 @@
 
   const words = (text) => make("span", { className: "words" }, text);
 
-  // ---------------------------------------------------------------- a card with a plot
+  // ---------------------------------------------------------------- cards
 
   const cards = [];
 
-  /** A card: head with its title and buttons, key, plot; `draw` is called when it is seen and when anything changes. */
+  /** Title and buttons, key, plot; `draw` is called when the card is seen and when anything changes. */
   class Card {
-    constructor(section, title, { isPlot = true, isOfOneRun = false } = {}) {
+    constructor(section, title, hasPicker = false) {
       this.title = title;
       this.head = make("div", { className: "head" }, make("h3", {}, title));
       this.key = make("div", { className: "key" });
@@ -205,13 +189,7 @@
       section.querySelector(".charts").append(this.element);
       section.classList.add("filled");
       this.isStale = true;
-      if (isOfOneRun && report.runs.length > 1) this.addPicker();
-      if (isPlot) {
-        this.peaks = this.addSwitch("Peaks", "hasPeaks", `Peaks of ${title} within the axis`);
-        this.reset = button(() => this.zoomOut(), {}, "Reset zoom");
-        this.head.append(this.reset);
-        this.peaks.hidden = this.reset.hidden = true;
-      }
+      if (hasPicker && report.runs.length > 1) this.addPicker();
       cards.push(this);
       seen.observe(this.element);
     }
@@ -222,9 +200,7 @@
         this[field] = isOn;
         this.refresh();
       };
-      const made = toggle(this[field], set, { "aria-label": description }, label);
-      this.head.append(made);
-      return made;
+      this.head.append(toggle(this[field], set, { "aria-label": description }, label));
     }
 
     addPicker() {
@@ -237,117 +213,22 @@
       this.head.append(this.picker);
     }
 
-    addLarge() {
-      const resize = (isLarge) => {
-        this.element.classList.toggle("wide", isLarge);
-        this.chart?.setSize(this.size());
-      };
-      this.head.append(toggle(false, resize, { className: "large" }, "Large"));
-    }
-
-    size() {
-      const isWide = this.element.classList.contains("wide");
-      return { width: Math.max(this.plot.clientWidth, 120), height: isWide ? TALL : HEIGHT };
-    }
-
     refresh() {
-      this.isStale = !this.isSeen;
+      this.isStale = !this.isSeen && !state.isPrinted;
       if (this.isStale) return;
       if (this.picker) this.picker.value = state.run;
       this.draw();
-    }
-
-    zoomOut() {
-      this.chart.setData(this.chart.data, true);
-      this.reset.hidden = true;
-    }
-
-    /** The upper end of the axis, below lone peaks unless they are asked for. */
-    cut(high, values) {
-      const sorted = values.filter((value) => value !== null && value !== undefined).sort((a, b) => a - b);
-      const usual = sorted[Math.floor(sorted.length * 0.98)];
-      const hasLone = sorted.length > 50 && usual > 0 && sorted.at(-1) > 3 * usual;
-      this.peaks.hidden &&= !hasLone;
-      return hasLone && !this.hasPeaks ? Math.min(high, 1.3 * usual) : high;
-    }
-
-    /** Nothing to draw but a sentence. */
-    clear(text) {
-      this.chart?.destroy();
-      this.chart = null;
-      this.plot.replaceChildren(make("p", { className: "made" }, text));
-    }
-
-    /** Put a uPlot chart in the place of the one before, zoomed as that was. */
-    show({ axes, series, bands, cursor, scales }, data, label) {
-      const { min, max } = this.chart?.scales.x ?? {};
-      const isZoomed = this.chart && !this.reset.hidden && this.shownX === state.x;
-      this.shownX = state.x;
-      this.chart?.destroy();
-      this.plot.textContent = "";
-      this.tip.hidden = this.reset.hidden = this.peaks.hidden = true;
-      for (const [name, value] of Object.entries({ tabindex: "0", role: "img", "aria-label": label }))
-        this.plot.setAttribute(name, value);
-      const noteZoom = (u, scale) => {
-        const xs = u.data[0];
-        if (scale === "x" && xs.length)
-          this.reset.hidden = u.scales.x.min <= xs[0] && u.scales.x.max >= xs[xs.length - 1];
-      };
-      const hooks = { setScale: [noteZoom], setCursor: [(u) => this.moved(u)] };
-      const options = { ...this.size(), legend: { show: false }, axes, series, bands, scales, hooks };
-      this.chart = new uPlot({ ...options, cursor: { ...CURSOR, ...cursor } }, data, this.plot);
-      this.width = this.plot.clientWidth;
-      if (isZoomed) this.chart.setScale("x", { min, max });
-      this.plot.onblur = () => (this.tip.hidden = true);
-      this.chart.over.addEventListener("mouseleave", this.plot.onblur);
-      this.chart.over.addEventListener("dblclick", () => this.zoomOut());
-      this.plot.onkeydown = (event) => this.pressed(event);
-    }
-
-    /** Arrows move the cursor, + and - zoom, Escape shows all. */
-    pressed(event) {
-      if (!this.chart) return;
-      const u = this.chart;
-      const xs = u.data[0];
-      const { min, max } = u.scales.x;
-      const inside = [xs.findIndex((x) => x >= min), xs.findLastIndex((x) => x <= max)];
-      const at = u.cursor.idx ?? inside[0];
-      const far = event.shiftKey ? Math.ceil(xs.length / 20) : 1;
-      const to = { ArrowLeft: at - far, ArrowRight: at + far, Home: inside[0], End: inside[1] }[event.key];
-      if (to !== undefined) {
-        const x = xs[Math.min(Math.max(to, inside[0]), inside[1])];
-        u.setCursor({ left: u.valToPos(x, "x"), top: u.over.clientHeight / 2 });
-      } else if (event.key === "+" || event.key === "-") {
-        const middle = at === null ? (min + max) / 2 : xs[at];
-        const half = ((max - min) / 2) * (event.key === "+" ? 0.5 : 2);
-        u.setScale("x", { min: Math.max(middle - half, xs[0]), max: Math.min(middle + half, xs[xs.length - 1]) });
-      } else if (event.key === "Escape") this.zoomOut();
-      else return;
-      event.preventDefault();
-    }
-
-    /** Values under the cursor, if this is the chart that the reader points to. */
-    moved(u) {
-      const { left, top, idx } = u.cursor;
-      const isMine = u.over.matches(":hover") || document.activeElement === this.plot;
-      const isThere = isMine && left >= 0 && idx !== null && idx !== undefined;
-      const { head, rows } = isThere ? this.valuesAt(u, idx) : { rows: [] };
-      this.showTip(head, rows, left, top);
     }
 
     /** Show lines of text beside the cursor; none without lines. */
     showTip(head, rows, left, top) {
       this.tip.hidden = !rows.length;
       if (!rows.length) return;
-      const line = (row) =>
-        make(
-          "div",
-          { className: row.isNear ? "near" : "" },
-          swatch(row.colour, row.kind),
-          make("span", { className: "name" }, row.name),
-          make("span", { className: "value" }, row.value),
-          ...(row.extra ? [make("span", { className: "extra" }, row.extra)] : []),
-        );
+      const span = (className, text) => make("span", { className }, text);
+      const line = ({ isNear, colour, kind, name, value, extra }) => {
+        const cells = [swatch(colour, kind), span("name", name), span("value", value)];
+        return make("div", { className: isNear ? "near" : "" }, ...cells, ...(extra ? [span("extra", extra)] : []));
+      };
       this.tip.replaceChildren(make("b", {}, head), ...rows.map(line));
       const card = this.element.getBoundingClientRect();
       const plot = (this.chart?.over ?? this.plot.firstChild).getBoundingClientRect();
@@ -373,51 +254,6 @@
 
   const redraw = (which = () => true) => cards.filter(which).forEach((card) => card.refresh());
 
-  const axis = () => ({ stroke: themed("soft"), grid: { stroke: themed("grid"), width: 1 }, font: FONT });
-
-  const xAxis = () => {
-    const powers = [1, 2, 3, 4, 5, 6, 7, 8, 9].map((k) => 10 ** k);
-    const wholeSteps = [1, 2, 5, ...powers.flatMap((power) => [1, 2, 2.5, 5].map((k) => k * power))];
-    const incrs = { elapsed_s: TIME_STEPS, step: wholeSteps }[state.x];
-    return {
-      ...axis(),
-      ticks: { stroke: themed("line"), width: 1, size: 5 },
-      size: 34,
-      space: 56,
-      values: (u, splits) => (state.x === "elapsed_s" ? clockTicks(splits) : splits.map((x) => tick(x))),
-      ...(incrs ? { incrs } : {}),
-    };
-  };
-
-  const yAxis = (unit, isLog = false) => ({
-    ...axis(),
-    ticks: { show: false },
-    size: (u, values) => 14 + 7 * Math.max(3, ...(values ?? []).map((text) => (text ?? "").length)),
-    values: (u, splits) => (isLog ? logWords(u, splits, unit) : splits.map((y) => tick(y, unit))),
-    space: 34,
-    ...(isLog ? { splits: logSplits, filter: (u, splits) => splits } : {}),
-  });
-
-  /** Lines at 1, 2, ..., 9 of every power of ten; uPlot's own words are of the powers and the ends alone. */
-  const logSplits = (u, axis, min, max) => {
-    const powers = [...Array(Math.floor(Math.log10(max / min)) + 3).keys()].map((i) => Math.floor(Math.log10(min)) + i);
-    const made = powers.flatMap((power) => [1, 2, 3, 4, 5, 6, 7, 8, 9].map((k) => Number(`${k}e${power}`)));
-    return made.filter((y) => y >= min && y <= max);
-  };
-
-  /** The numbers at these lines, as many as there is room for. */
-  const logWords = (u, splits, unit) => {
-    const { min, max } = u.scales.y;
-    const decades = Math.log10(max / min);
-    const room = (u.height - 40) / 22;
-    const digits = decades > room / 2.5 ? "1" : decades > room / 6 ? "125" : decades > 0.6 ? "1235" : "123456789";
-    const every = Math.ceil(decades / room);
-    return splits.map((y) => {
-      const [digit, power] = y.toExponential().split("e");
-      return digits.includes(digit) && (digits !== "1" || Number(power) % every === 0) ? tick(y, unit) : null;
-    });
-  };
-
   const CURSOR = {
     y: false,
     drag: { x: true, y: true, uni: 30, setScale: true },
@@ -429,17 +265,106 @@
     },
   };
 
+  /** A card with a plot of uPlot, whose axis can be zoomed. */
+  class Plot extends Card {
+    constructor(section, title, hasPicker) {
+      super(section, title, hasPicker);
+      this.reset = button(() => this.zoomOut(), { hidden: true }, "Reset zoom");
+      this.head.append(this.reset);
+    }
+
+    zoomOut() {
+      this.chart.setData(this.chart.data, true);
+      this.reset.hidden = true;
+    }
+
+    /** Nothing to draw but a sentence. */
+    clear(text) {
+      this.chart?.destroy();
+      this.chart = null;
+      this.plot.replaceChildren(make("p", { className: "made" }, text));
+    }
+
+    /** Put a chart in the place of the one before, zoomed as that was. */
+    show({ axes, series, bands, cursor, scales }, data, label) {
+      const { min, max } = this.chart?.scales.x ?? {};
+      const isZoomed = this.chart && !this.reset.hidden && this.shownX === state.x;
+      this.shownX = state.x;
+      this.chart?.destroy();
+      this.plot.textContent = "";
+      this.tip.hidden = this.reset.hidden = true;
+      this.plot.setAttribute("role", "img");
+      this.plot.setAttribute("aria-label", label);
+      const noteZoom = (u, scale) => {
+        const xs = u.data[0];
+        if (scale === "x" && xs.length)
+          this.reset.hidden = u.scales.x.min <= xs[0] && u.scales.x.max >= xs[xs.length - 1];
+      };
+      const options = {
+        width: state.isPrinted ? PRINTED : Math.max(this.plot.clientWidth, 120),
+        height: HEIGHT,
+        legend: { show: false },
+        hooks: { setScale: [noteZoom], setCursor: [(u) => this.moved(u)] },
+        cursor: { ...CURSOR, ...cursor },
+        ...{ axes, series, bands, scales },
+      };
+      this.chart = new uPlot(options, data, this.plot);
+      if (isZoomed) this.chart.setScale("x", { min, max });
+      this.chart.over.addEventListener("mouseleave", () => (this.tip.hidden = true));
+      this.chart.over.addEventListener("dblclick", () => this.zoomOut());
+    }
+
+    /** Values under the cursor, if this is the chart that the reader points to. */
+    moved(u) {
+      const { left, top, idx } = u.cursor;
+      const isThere = u.over.matches(":hover") && left >= 0 && idx !== null && idx !== undefined;
+      const { head, rows } = isThere ? this.valuesAt(u, idx) : { rows: [] };
+      this.showTip(head, rows, left, top);
+    }
+  }
+
+  // ---------------------------------------------------------------- axes
+
+  const axis = () => ({ stroke: themed("soft"), grid: { stroke: themed("grid"), width: 1 }, font: FONT });
+
+  const xAxis = () => ({
+    ...axis(),
+    ticks: { stroke: themed("line"), width: 1, size: 5 },
+    size: 34,
+    space: 56,
+    values: (u, splits) => splits.map((x) => (state.x === "elapsed_s" ? clock(x) : prefixed(x, "", 4))),
+    ...(state.x === "elapsed_s" ? { incrs: TIME_STEPS } : {}),
+  });
+
+  const yAxis = (unit, isLog = false) => ({
+    ...axis(),
+    ticks: { show: false },
+    size: (u, values) => 14 + 7 * Math.max(3, ...(values ?? []).map((text) => (text ?? "").length)),
+    values: (u, splits) => splits.map((y) => prefixed(y, unit, 4)),
+    space: 34,
+    ...(isLog ? { splits: logSplits, filter: (u, splits) => splits } : {}),
+  });
+
+  /** Lines at powers of ten, and between them as far as there is room: uPlot's own have no numbers there. */
+  const logSplits = (u, axis, min, max) => {
+    const decades = Math.log10(max / min);
+    const digits = decades > 3 ? [1] : decades > 1 ? [1, 2, 5] : [1, 2, 3, 4, 5, 7];
+    const [first, every] = [Math.floor(Math.log10(min)), Math.ceil(decades / 8)];
+    const powers = [...Array(Math.ceil(decades) + 2).keys()].filter((i) => i % every === 0).map((i) => first + i);
+    return powers.flatMap((power) => digits.map((k) => Number(`${k}e${power}`))).filter((y) => y >= min && y <= max);
+  };
+
   // ---------------------------------------------------------------- curves of all runs
 
-  class Curves extends Card {
+  class Curves extends Plot {
     constructor(section, chart) {
       super(section, chart.title);
       this.description = chart;
       this.number = report.charts.indexOf(chart);
       this.hiddenLabels = new Set();
+      this.isMany = chart.series.length > 2; // then lines of one colour could not be told apart
       this.isLog = chart.isLog && this.spansDecade();
       this.addSwitch("Log", "isLog", `Logarithmic axis of ${chart.title}`);
-      this.addLarge();
     }
 
     spansDecade() {
@@ -452,41 +377,34 @@
 
     /** The series of a chart that has several, to hide and show. */
     drawKey() {
-      const all = this.description.series.filter(({ label }, i) => label && some((run) => this.dataOf(run, i)));
-      const entries = all.map((series) =>
-        hider(this.hiddenLabels, series.label, () => this.hide(), this.swatchOf(series), series.label),
-      );
-      const { note } = this.description;
-      this.key.replaceChildren(...(all.length > 1 ? entries : []), ...(note ? [words(note)] : []));
-    }
-
-    dataOf(run, i) {
-      return run.charts[this.number][i];
-    }
-
-    swatchOf(series) {
-      return swatch("currentcolor", this.description.series.indexOf(series) ? "dashed" : "");
+      const { series, note } = this.description;
+      const entries = [...series.entries()]
+        .filter(([i, { label }]) => label && some((run) => run.charts[this.number][i]))
+        .map(([i, { label }]) => {
+          const mark = this.isMany ? swatch(hue(i)) : swatch("currentcolor", i ? "dashed" : "");
+          return hider(this.hiddenLabels, label, () => this.hide(), mark, label);
+        });
+      this.key.replaceChildren(...(entries.length > 1 ? entries : []), ...(note ? [words(note)] : []));
     }
 
     /** Lines with their data: of each run or group, each series of the chart. */
     lines() {
-      const made = [];
-      for (const entity of entities())
-        for (const [i, series] of this.description.series.entries()) {
+      return entities().flatMap((entity) =>
+        this.description.series.map((series, i) => {
           const { table, label } = series;
-          const runs = entity.runs.map((k) => sorted(this.dataOf(report.runs[k], i), state.x));
+          const runs = entity.runs.map((k) => sorted(report.runs[k].charts[this.number][i], state.x));
           const data = runs.length > 1 ? overRuns(runs) : runs[0];
-          made.push({
+          return {
             entity,
             series,
             data,
-            colour: hue(entity.i),
-            dash: i ? [5, 4] : dashOf(entity.i),
+            colour: hue(this.isMany ? i : entity.i),
+            dash: this.isMany ? dashOf(i) : i ? [5, 4] : dashOf(entity.i),
             name: label && this.description.series.length > 1 ? `${entity.name}, ${label}` : entity.name,
             smooth: state.smoothing > 0 && table === "train" ? smoothed(data.mean, state.smoothing) : null,
-          });
-        }
-      return made;
+          };
+        }),
+      );
     }
 
     draw() {
@@ -505,7 +423,6 @@
         const { colour, dash, data, smooth } = line;
         const isEval = line.series.table === "evaluations";
         const isMarked = (isEval && data.x.length <= MARKED) || data.x.length < 3;
-        const points = { show: isMarked, size: 5, fill: colour, stroke: colour };
         if (data.low) {
           add(line, "high", data.high, { stroke: null, width: 0 });
           add(line, "low", data.low, { stroke: null, width: 0 });
@@ -513,16 +430,16 @@
         }
         if (smooth) add(line, "smooth", smooth, { stroke: colour, width: width + 0.3 });
         const look = smooth ? { stroke: faded(colour, 0.3), width: 1 } : { stroke: colour, width };
-        add(line, "value", data.y, { ...look, dash, points });
+        add(line, "value", data.y, { ...look, dash, points: { show: isMarked, size: 5, fill: colour, stroke: colour } });
       }
       const last = ({ name, data }) => `${name}: last ${this.shown(data.y.findLast((y) => y !== null))}`;
       const wide = (u, min, max) => (max - min <= 1e-9 * Math.abs(max) ? [min - 0.5, max + 0.5] : [min, max]);
       const y = this.isLog
         ? { distr: 3, range: (u, min, max) => (min > 0 ? [min / 1.12, max * 1.12] : [0.1, 1]) }
-        : { range: (u, min, max) => this.range(u, min, max) };
+        : { range: this.range };
       this.show(
         {
-          cursor: { points: { size: 7 }, dataIdx: (u, i, at) => this.nearest(u, i, at) },
+          cursor: { points: { size: 7 }, dataIdx: this.nearest },
           scales: { x: { time: false, range: wide }, y },
           axes: [xAxis(), yAxis(this.description.unit, this.isLog)],
           series,
@@ -534,16 +451,12 @@
       this.hide();
     }
 
-    /** From zero if the least value is far below the greatest; lone peaks of speeds are left out. */
+    /** From zero if the least value is far below the greatest. */
     range(u, min, max) {
       if (min === null) return [0, 1];
       const isFlat = max - min <= 1e-6 * Math.abs(max); // no ticks would differ
       const pad = isFlat ? Math.abs(max) * 0.1 || 1 : (max - min) * 0.06;
-      const low = min >= 0 && (min < 0.4 * max || min < pad) ? 0 : min - pad;
-      if (this.description.section !== "speed") return [low, max + pad];
-      const [first, last] = u.series[0].idxs ?? [0, 0];
-      const shown = u.data.slice(1).filter((_, i) => u.series[i + 1].show);
-      return [low, this.cut(max + pad, shown.flatMap((ys) => ys.slice(first, last + 1)))];
+      return [min >= 0 && (min < 0.4 * max || min < pad) ? 0 : min - pad, max + pad];
     }
 
     hide() {
@@ -563,10 +476,9 @@
     nearest(u, i, at) {
       if (!i) return at;
       const ys = u.data[i];
-      const isKnown = (k) => ys[k] !== null && ys[k] !== undefined;
       let [left, right] = [at, at];
-      while (left >= 0 && !isKnown(left)) left--;
-      while (right < ys.length && !isKnown(right)) right++;
+      while (left >= 0 && (ys[left] ?? null) === null) left--;
+      while (right < ys.length && (ys[right] ?? null) === null) right++;
       const [hasLeft, hasRight] = [left >= 0, right < ys.length];
       if (!hasLeft && !hasRight) return null;
       const apart = (k) => Math.abs(u.valToPos(u.data[0][k], "x") - u.cursor.left);
@@ -578,8 +490,8 @@
       const head = u.data[0][idx];
       let rows = [];
       this.columns.forEach(([line, role], i) => {
-        const k = u.cursor.idxs[i + 1];
-        if (role !== "value" || !u.series[i + 1].show || k === null || k === undefined) return;
+        const k = u.cursor.idxs[i + 1] ?? null;
+        if (role !== "value" || !u.series[i + 1].show || k === null) return;
         const [x, y] = [u.data[0][k], u.data[i + 1][k]];
         const find = (other) => {
           const column = this.columns.findIndex(([l, r]) => l === line && r === other) + 1;
@@ -590,14 +502,9 @@
         let extra = line.smooth ? `(smooth ${find("smooth")})` : "";
         if (line.data.low) extra = `(${find("low")} to ${find("high")}${fewer})`;
         if (x !== head) extra += ` at ${place(x)}`;
-        rows.push({
-          name: line.name,
-          value: this.shown(y, line.data.low ? 4 : 6),
-          extra,
-          colour: line.colour,
-          kind: line.dash.length ? "dashed" : "",
-          away: Math.abs(u.valToPos(y, "y") - u.cursor.top),
-        });
+        const value = this.shown(y, line.data.low ? 4 : 6);
+        const away = Math.abs(u.valToPos(y, "y") - u.cursor.top);
+        rows.push({ name: line.name, value, extra, colour: line.colour, kind: line.dash.length ? "dashed" : "", away });
       });
       const nearest = Math.min(...rows.map((row) => row.away));
       if (rows.length > MOST_IN_TIP) rows = rows.toSorted((a, b) => a.away - b.away).slice(0, MOST_IN_TIP);
@@ -606,14 +513,13 @@
     }
   }
 
-  // ---------------------------------------------------------------- parts of a step
+  // ---------------------------------------------------------------- of one run: parts, ranks, buckets
 
-  class Parts extends Card {
+  class Parts extends Plot {
     constructor(section) {
-      super(section, "Parts of a step", { isOfOneRun: true });
+      super(section, "Parts of a step", true);
       this.hiddenParts = new Set();
       this.addSwitch("Share", "isShare", "Parts as shares of a step");
-      this.addLarge();
     }
 
     draw() {
@@ -624,30 +530,23 @@
       );
       const note = run.isLate ? [words("before it is known, an exchange is in compute")] : [];
       this.key.replaceChildren(...entries, ...note);
-      const shown = names.filter((part) => !this.hiddenParts.has(part));
-      this.columns = shown.map((part) => ({
-        ...sorted(run.parts, state.x, run.parts.y[part]),
-        title: part,
-        colour: hue(PART_HUES[part]),
-      }));
+      this.columns = names
+        .filter((part) => !this.hiddenParts.has(part))
+        .map((part) => ({ ...sorted(run.parts, state.x, run.parts.y[part]), title: part, colour: hue(PART_HUES[part]) }));
       if (!this.columns.length || !this.columns[0].x.length) return this.clear("No parts of a step.");
       const xs = this.columns[0].x;
       const stacked = (count) => xs.map((_, k) => this.columns.slice(0, count).reduce((sum, { y }) => sum + y[k], 0));
-      this.total = stacked(shown.length);
+      this.total = stacked(this.columns.length);
       const sums = this.columns.map((_, i) =>
         stacked(i + 1).map((sum, k) => (this.isShare ? (100 * sum) / (this.total[k] || 1) : sum)),
       );
       const fills = this.columns.map(({ colour }) => ({ fill: faded(colour, 0.55) }));
-      const high = (u, max) => {
-        const [first, last] = u.series[0].idxs ?? [0, 0];
-        return this.isShare ? 100 : this.cut((max || 1) * 1.04, this.total.slice(first, last + 1));
-      };
       const last = ({ title, y }) => `${title} ${prefixed(y.at(-1), "s")}`;
       const line = { width: 1, points: { show: false } };
       this.show(
         {
           cursor: { points: { show: false } },
-          scales: { x: { time: false }, y: { range: (u, min, max) => [0, high(u, max)] } },
+          scales: { x: { time: false }, y: { range: (u, min, max) => [0, this.isShare ? 100 : (max || 1) * 1.04] } },
           axes: [xAxis(), yAxis(this.isShare ? "%" : "s")],
           series: [{}, ...this.columns.map(({ colour }, i) => ({ ...line, stroke: colour, ...(i ? {} : fills[0]) }))],
           bands: fills.slice(1).map((fill, i) => ({ series: [i + 2, i + 1], ...fill })),
@@ -669,65 +568,45 @@
     }
   }
 
-  // ---------------------------------------------------------------- ranks
-
+  /** A pixel for every rank and step, which the style makes as large as the card. */
   class RankMap extends Card {
     constructor(section) {
-      super(section, "A rank's own time, over the median of ranks", { isPlot: false, isOfOneRun: true });
-      this.canvas = make("canvas", { role: "img" });
+      super(section, "A rank's own time, over the median of ranks", true);
+      this.canvas = make("canvas", { role: "img", className: "map" });
       this.plot.append(this.canvas);
       this.canvas.addEventListener("mousemove", (event) => this.pointed(event));
       this.canvas.addEventListener("mouseleave", () => (this.tip.hidden = true));
     }
 
     draw() {
-      const { map, name } = report.runs[state.run];
-      this.element.hidden = !map;
-      if (!map) return;
-      const values = map.relative;
-      const columns = values.length / map.ranks;
-      const { width, height } = this.size();
-      const [left, bottom, ratio] = [44, 26, devicePixelRatio || 1];
-      const inner = [width - left - 4, height - bottom];
-      Object.assign(this.canvas, { width: width * ratio, height: height * ratio });
-      Object.assign(this.canvas.style, { width: `${width}px`, height: `${height}px` });
+      const { map } = report.runs[state.run];
+      this.canvas.hidden = !map;
+      if (!map) return this.key.replaceChildren(words("nothing is known of this run's ranks"));
+      const columns = map.relative.length / map.ranks;
+      Object.assign(this.canvas, { width: columns, height: map.ranks });
       const pen = this.canvas.getContext("2d");
-      const most = Math.max(1.1, ...values);
+      const most = Math.max(1.1, ...map.relative);
       const [slow, fast] = [themed("slow"), themed("fast")];
-      const cell = [inner[0] / columns, inner[1] / map.ranks];
-      const gap = cell[1] > 6 ? 1 : 0;
-      pen.scale(ratio, ratio);
-      pen.fillStyle = themed("grid");
-      pen.fillRect(left, 0, ...inner);
-      values.forEach((value, i) => {
+      map.relative.forEach((value, i) => {
         if (value === null || value === 1) return;
         pen.fillStyle = value > 1 ? slow : fast;
         pen.globalAlpha = Math.min(1, value > 1 ? (value - 1) / (Math.min(most, 2) - 1) : (1 - value) / 0.5);
-        const corner = [left + (i % columns) * cell[0], Math.floor(i / columns) * cell[1]];
-        pen.fillRect(...corner, cell[0] + 0.5, Math.max(cell[1] - gap, 0.5));
+        pen.fillRect(i % columns, Math.floor(i / columns), 1, 1);
       });
-      const write = (text, align, x, y) => {
-        pen.textAlign = align;
-        pen.fillText(text, x, y);
-      };
-      Object.assign(pen, { globalAlpha: 1, fillStyle: themed("soft"), font: FONT, textBaseline: "middle" });
-      const every = Math.ceil(map.ranks / Math.max(1, Math.floor(inner[1] / 18)));
-      for (let row = 0; row < map.ranks; row += every) write(row * map.each, "right", left - 6, (row + 0.5) * cell[1]);
-      write(`step ${tidy(map.ends[0])}`, "left", left, height - 12);
-      write(`step ${tidy(map.ends[1])}`, "right", width - 4, height - 12);
       const group = map.each > 1 ? `; the slowest of every ${map.each} ranks` : "";
-      const slower = words(`slower, up to ${most.toFixed(2)} times the median${group}`);
-      this.key.replaceChildren(swatch(fast, "filled"), words("faster"), swatch(slow, "filled"), slower);
-      const times = `the slowest takes ${most.toFixed(2)} times the median`;
-      this.canvas.setAttribute("aria-label", `Map of ${map.ranks * map.each} ranks of ${name}; ${times}`);
-      this.grid = { values, columns, left, cell, map };
+      const where = `rank 0 at the top to ${map.ranks * map.each - 1}, step ${map.ends[0]} to ${map.ends[1]}`;
+      const slower = `slower, up to ${most.toFixed(2)} times the median${group}`;
+      const entries = [swatch(fast, "filled"), words("faster"), swatch(slow, "filled"), words(slower), words(where)];
+      this.key.replaceChildren(...entries);
+      this.canvas.setAttribute("aria-label", `Map of ranks: ${where}; the slowest ${slower}`);
     }
 
     pointed({ offsetX, offsetY }) {
-      const { values, columns, left, cell, map } = this.grid;
-      const [column, row] = [Math.floor((offsetX - left) / cell[0]), Math.floor(offsetY / cell[1])];
-      if (column < 0 || column >= columns || row >= map.ranks) return this.showTip("", []);
-      const value = values[row * columns + column];
+      const { map } = report.runs[state.run];
+      const columns = map.relative.length / map.ranks;
+      const column = Math.min(Math.floor((offsetX / this.canvas.clientWidth) * columns), columns - 1);
+      const row = Math.min(Math.floor((offsetY / this.canvas.clientHeight) * map.ranks), map.ranks - 1);
+      const value = map.relative[row * columns + column];
       const step = Math.round(map.ends[0] + ((map.ends[1] - map.ends[0]) * (column + 0.5)) / columns);
       const ranks = `slowest of ranks ${row * map.each} to ${row * map.each + map.each - 1}`;
       const line = {
@@ -743,9 +622,8 @@
   /** Named bars of a run. */
   class BarList extends Card {
     constructor(section, title, rowsOf, keyOf) {
-      super(section, title, { isPlot: false, isOfOneRun: true });
+      super(section, title, true);
       this.element.classList.add("bars");
-      this.plot.setAttribute("tabindex", "0"); // it scrolls
       Object.assign(this, { rowsOf, keyOf });
     }
 
@@ -760,39 +638,8 @@
         const cells = Object.entries(columns).map(([className, inside]) => make("span", { className }, ...inside));
         return make("div", { className: "bar", title: name }, ...cells);
       });
-      this.element.hidden = !rows.length;
       this.key.replaceChildren(...this.keyOf(run));
       this.plot.replaceChildren(...drawn);
-    }
-  }
-
-  /** Steps of asynchronous workers over time. */
-  class WorkerSteps extends Curves {
-    constructor(section) {
-      const most = Math.min(64, Math.max(...report.runs.map((run) => run.workerSteps.length)));
-      const series = [...Array(most).keys()].map((i) => ({ table: "workers", label: `worker ${i}` }));
-      super(section, { title: "Steps by worker", unit: "", isLog: false, series });
-      if (report.runs.length > 1) this.addPicker();
-    }
-
-    dataOf(run, i) {
-      return run.workers[i];
-    }
-
-    swatchOf(series) {
-      return swatch(hue(this.description.series.indexOf(series)));
-    }
-
-    lines() {
-      return this.description.series.map((series, i) => ({
-        entity: { name: `\u0000${i}` }, // which no run is called: the names of runs hide none of these
-        series,
-        data: sorted(this.dataOf(report.runs[state.run], i), state.x),
-        colour: hue(i),
-        dash: dashOf(i),
-        name: series.label,
-        smooth: null,
-      }));
     }
   }
 
@@ -841,9 +688,7 @@
     hide();
   };
 
-  const applyTheme = () => {
-    if (state.theme === "auto") delete root.dataset.theme;
-    else root.dataset.theme = state.theme;
+  const drawAll = () => {
     drawLegend();
     redraw();
   };
@@ -858,12 +703,7 @@
     const chooseSeeds = (value) => {
       state.isMean = value === "mean";
       state.hidden.clear();
-      drawLegend();
-      redraw();
-    };
-    const chooseTheme = (theme) => {
-      state.theme = theme;
-      applyTheme();
+      drawAll();
     };
     const range = { type: "range", min: 0, max: 0.99, step: 0.01, value: 0 };
     const amount = make("input", { ...range, "aria-label": "Smoothing of training curves" });
@@ -878,7 +718,7 @@
       bar.append(choice("Seeds", { mean: "Mean and band", each: "Every run" }, "mean", chooseSeeds));
     if (report.charts.some((chart) => chart.series.some(({ table }) => table === "train")))
       bar.append(make("label", { className: "choice" }, make("span", {}, "Smoothing"), amount, shown));
-    bar.append(choice("Theme", { auto: "Auto", light: "Light", dark: "Dark" }, state.theme, chooseTheme), legend);
+    bar.append(legend);
     bar.hidden = false;
   };
 
@@ -886,11 +726,12 @@
 
   for (const name of Object.keys(report.sections)) {
     const section = document.getElementById(name);
-    const makers = report.charts
+    report.charts
       .filter((chart) => chart.section === name)
-      .map((chart) => () => new Curves(section, chart));
-    if (name === "speed" && some((run) => run.parts)) makers.splice(1, 0, () => new Parts(section));
-    makers.forEach((maker) => maker());
+      .forEach((chart, i) => {
+        new Curves(section, chart);
+        if (name === "speed" && i === 0 && some((run) => run.parts)) new Parts(section);
+      });
   }
   const ranks = document.getElementById("ranks");
   if (some((run) => run.slowest.ranks.length))
@@ -913,19 +754,17 @@
         words("time that a rank waits for it"),
       ],
     );
-  if (some((run) => run.workerSteps.length > 1)) new WorkerSteps(ranks);
 
   drawToolbar();
-  applyTheme();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyTheme);
-  const resized = new ResizeObserver((entries) => {
-    for (const entry of entries) {
-      const card = cards.find((each) => each.plot === entry.target);
-      if (!card.isSeen || card.width === card.plot.clientWidth) continue;
-      card.width = card.plot.clientWidth;
-      if (card.chart) card.chart.setSize(card.size());
-      else card.refresh();
-    }
-  });
-  cards.forEach((card) => resized.observe(card.plot));
+  drawAll();
+  darkness.addEventListener("change", drawAll);
+  addEventListener("resize", () => redraw());
+  /** On paper all charts are drawn, in light colours and of one width. */
+  const print = (isPrinted) => {
+    state.isPrinted = isPrinted;
+    root.classList.toggle("paper", isPrinted);
+    drawAll();
+  };
+  addEventListener("beforeprint", () => print(true));
+  addEventListener("afterprint", () => print(false));
 })();

@@ -35,12 +35,9 @@ _scope, _start = threading.local(), threading.Thread.start
 def send(sinks: list[Sink], row: Row) -> None:
     """Send a line to each sink; drop and report one that fails."""
     for sink in list(sinks):
-        try:
-            with name_threads(sink_name(sink)):
-                sink(dict(row))
-        except (Exception, SystemExit) as error:  # the user's code: the run is worth more than a sink
+        what = f"failed at a line of kind {row.get('kind')} and gets no more lines"
+        if not attempt(sink_name(sink), what, lambda sink=sink: sink(dict(row))):
             sinks.remove(sink)
-            report_failure(sink_name(sink), f"failed at a line of kind {row.get('kind')} and gets no more lines", error)
 
 
 def close(sinks: list[Sink], has_failed: bool) -> None:
@@ -49,17 +46,25 @@ def close(sinks: list[Sink], has_failed: bool) -> None:
         if isinstance(sink, Background):
             sink.begin_to_close(has_failed)
     for sink in sinks:
-        try:
-            with name_threads(sink_name(sink)):
-                end(sink, has_failed)
-        except (Exception, SystemExit) as error:
-            report_failure(sink_name(sink), "failed while it was closed, and may lack its last lines", error)
+        what = "failed while it was closed, and may lack its last lines"
+        attempt(sink_name(sink), what, lambda sink=sink: end(sink, has_failed))
 
 
 def end(sink: Sink, has_failed: bool) -> None:
     """Call what a sink has for the end of a run."""
     close = getattr(sink, "close", lambda: None)
     (getattr(sink, "fail", close) if has_failed else close)()
+
+
+def attempt(name: str, what: str, call: Callable[[], Any]) -> bool:
+    """Call a sink's code, which is other people's: an error is reported, and the run is worth more than a sink."""
+    try:
+        with name_threads(name):
+            call()
+    except (Exception, SystemExit) as error:
+        report_failure(name, what, error)
+        return False
+    return True
 
 
 class Background:
@@ -103,8 +108,6 @@ class Background:
             TimeoutError: it takes longer.
             Exception: what the sink has raised.
         """
-        if not self._is_closing.is_set():
-            self.begin_to_close(has_failed=False)
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         if self._thread.is_alive():
             raise TimeoutError(f"{self._rows.qsize()} lines or its end wait after {CLOSE_S:.0f} s")
@@ -154,11 +157,8 @@ def sink_name(sink: Sink) -> str:
 
 def report_failure(name: str, what: str, error: BaseException) -> None:
     """Report on standard error that a sink failed."""
-    print(
-        f"jaxmpi: sink {name} {what}; the run goes on, and its record has all of them: {type(error).__name__}: {error}",
-        file=sys.stderr,
-        flush=True,
-    )
+    said = f"jaxmpi: sink {name} {what}; the run goes on, and its record has all of them"
+    print(f"{said}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------- what sinks share

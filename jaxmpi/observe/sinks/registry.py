@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, lookup
-from jaxmpi.observe.sinks.base import Background, Sink, name_threads, report_failure
+from jaxmpi.observe.sinks.base import Background, Sink, attempt
 from jaxmpi.observe.sinks.files import Csv, TensorBoard
 from jaxmpi.observe.sinks.services import Mlflow, Wandb
 
@@ -58,10 +58,9 @@ def open_sinks(sinks: Sequence[str | Sink], run_dir: Path) -> list[Sink]:
         if not isinstance(sink, str):
             opened.append(sink)
             continue
-        make = partial(SINKS[sink].open, run_dir)
-        try:
-            with name_threads(sink):
-                opened.append(Background(sink, make) if SINKS[sink].in_background else make())
-        except (Exception, SystemExit) as error:  # other people's code: the run is worth more than a sink
-            report_failure(sink, "could not be opened and gets no lines", error)
+        spec, make = SINKS[sink], partial(SINKS[sink].open, run_dir)
+        if spec.in_background:
+            opened.append(Background(sink, make))
+        else:
+            attempt(sink, "could not be opened and gets no lines", lambda make=make: opened.append(make()))
     return opened

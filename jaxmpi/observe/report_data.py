@@ -1,0 +1,267 @@
+"""What a report shows: its charts, and the figures of each run as JSON.
+
+The page draws them with its script, and `pictures` makes of the same data what matplotlib draws. A long record has more
+lines than a figure can show. Plain decimation would miss spikes, so each bin of a line keeps its least and its greatest
+value.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmpi.observe.plots import Bars, Lines, Panel, Quantity
+from jaxmpi.observe.record_format import PARTS
+from jaxmpi.observe.record_reader import XS, Record, as_number, average_neighbours, known_means
+
+BINS = 800  # bins of a line on the page, each with its least and its greatest value; fewer if there are many runs
+LEAST_BINS = 100
+ALL_BINS = 3 * BINS  # bins of a line, in all runs together
+MOST_BUCKETS = 40  # drawn; the slowest
+MOST_NAMED = 10  # slow ranks
+MOST_WORKERS = 64  # workers whose steps are drawn, at most
+SHOWN_ELSEWHERE = {"wait_s", "skipped", *PARTS}  # as parts of a step, or as notes
+WORKER = "worker_steps."  # and a worker's number: the name of a column
+
+
+class Series(NamedTuple):
+    """A field of a record, drawn for every run."""
+
+    table: str  # of the record: train, evaluations, shuffles or workers
+    field: str
+    label: str = ""  # beside the run's name; empty if a chart has one series
+
+
+class Chart(NamedTuple):
+    """Lines of all runs that have the fields."""
+
+    section: str
+    title: str
+    series: Sequence[Series]
+    unit: str = ""
+    factor: float = 1.0
+    is_log: bool = False  # if the values span a factor of 10
+    note: str = ""  # beside the title
+
+
+# ---------------------------------------------------------------- which there are
+
+
+TOPS = {"eval_top1": "top-1", "eval_top5": "top-5"}
+FIXED = {"eval_loss", *TOPS}  # figures of evaluations that have a chart of their own
+
+
+def charts(records: Sequence[Record]) -> list[Chart]:
+    """Charts of which any record has a value, in page order."""
+
+    def chart(section: str, title: str, field: str, unit: str = "", table: str = "train", **more: Any) -> Chart:
+        return Chart(section, title, [Series(table, field)], unit, **more)
+
+    is_measured = any(record.facts.get("peak") == "measured" for record in records)
+    losses = [Series("train", "loss", "training"), Series("evaluations", "eval_loss", "held out")]
+    tops = [Series("evaluations", field, label) for field, label in TOPS.items()]
+    workers = [Series("workers", f"{WORKER}{i}", f"worker {i}") for i in range(MOST_WORKERS)]
+    workers = [series for series in workers if any(has_values(record, series) for record in records)]
+    peak, goodput = "of a peak that was measured" * is_measured, "seconds of compute over seconds since the start"
+    described = [
+        Chart("learning", "Loss", losses, is_log=True),
+        Chart("learning", "Accuracy", tops, "%", 100),
+        *(chart("learning", words_of(each), each, table="evaluations") for each in custom_figures(records)),
+        *(chart("speed", f"Speed, {speed_unit(each)}", each) for each in fields(records, "train") if is_speed(each)),
+        chart("speed", "Model FLOP/s", "model_flops_per_s", "FLOP/s"),
+        chart("speed", "Model FLOPs utilisation", "mfu", "%", factor=100, note=peak),
+        chart("speed", "Time of a step", "step_s", "s", is_log=True),
+        chart("speed", "Goodput", "goodput", "%", factor=100, note=goodput),
+        chart("course", "Learning rate", "lr", is_log=True),
+        chart("course", "Norm of a worker's gradients", "gradient_norm", is_log=True),
+        chart("course", "Noise scale", "noise_scale", is_log=True, note="the batch beyond which examples tell less"),
+        chart("course", "Shuffles of data in memory", "shuffle_s", "s", "shuffles", is_log=True),
+        chart("course", "What shuffles move", "moved_bytes", "B", "shuffles", is_log=True),
+        Chart("workers", "Steps by worker", workers),
+    ]
+    drawn = SHOWN_ELSEWHERE | {series.field for each in described for series in each.series}
+    for table, section in (("train", "more"), ("workers", "workers")):
+        for field in fields(records, table):
+            if field not in drawn and not field.startswith(WORKER):
+                unit = "s" if field.endswith("_s") else "B" if field.endswith("_bytes") else ""
+                described.append(chart(section, field.removesuffix("_s").replace("_", " "), field, unit, table))
+    return [each for each in described if any(has_values(r, series) for r in records for series in each.series)]
+
+
+def is_speed(field: str) -> bool:
+    """Return True for examples of any kind a second."""
+    return field.endswith("_per_s") and field != "model_flops_per_s"
+
+
+def speed_unit(field: str) -> str:
+    """`images/s` of `images_per_s`."""
+    return field.removesuffix("_per_s").replace("_", " ") + "/s"
+
+
+def words_of(field: str) -> str:
+    """`bits per byte` of `eval_bits_per_byte`."""
+    return field.removeprefix("eval_").replace("_", " ")
+
+
+def fields(records: Sequence[Record], table: str) -> list[str]:
+    """Names of a table's figures in any record."""
+    return list(dict.fromkeys(name for record in records for name in getattr(record, table) if name not in XS))
+
+
+def custom_figures(records: Sequence[Record]) -> list[str]:
+    """Figures of evaluations without a fixed chart, such as `eval_mae`."""
+    return sorted(name for name in fields(records, "evaluations") if name[:5] == "eval_" and name not in FIXED)
+
+
+def has_values(record: Record, series: Series) -> bool:
+    """Return True if a record has a value of a series."""
+    values = getattr(record, series.table).get(series.field)
+    return values is not None and not np.isnan(values).all()
+
+
+# ---------------------------------------------------------------- the data
+
+
+def report_data(records: Sequence[Record]) -> dict[str, Any]:
+    """Charts and runs as the page's script reads them."""
+    shown = charts(records)
+    described = [
+        {
+            "section": chart.section,
+            "title": chart.title,
+            "unit": chart.unit,
+            "note": chart.note,
+            "isLog": chart.is_log,
+            "series": [{"table": each.table, "label": each.label} for each in chart.series],
+        }
+        for chart in shown
+    ]
+    return {"charts": described, "runs": [run_data(record, len(records), shown) for record in records]}
+
+
+def run_data(record: Record, runs: int, shown: Sequence[Chart]) -> dict[str, Any]:
+    """One run of `runs`; `charts` has the series of each chart."""
+    bins = min(BINS, max(LEAST_BINS, ALL_BINS // runs))
+    buckets = [[label, as_number(busy), as_number(waited)] for label, busy, waited in record.buckets]
+    return {
+        "name": record.name,
+        "charts": [[series_data(record, each, bins, chart.factor) for each in chart.series] for chart in shown],
+        "parts": parts_data(record, bins),
+        "isLate": record.is_late,
+        "slowest": {
+            "lines": len(record.slowest),
+            "ranks": Counter(filter(None, record.slowest)).most_common(MOST_NAMED),
+        },
+        "map": map_data(record, max(20, 1000 // runs)),
+        "buckets": sorted(buckets, key=lambda row: -max(row[1], row[2]))[:MOST_BUCKETS],
+    }
+
+
+def series_data(record: Record, series: Series, bins: int, factor: float = 1.0) -> dict[str, Any] | None:
+    """Known columns `x` and values `y` of the lines to draw; of long records the means of bins, too; or None."""
+    if not has_values(record, series):
+        return None
+    table = getattr(record, series.table)
+    values = factor * table[series.field]
+    lines = choose_lines(values, bins)
+    data: dict[str, Any] = {"x": x_columns(table, lines), "y": json_numbers(values[lines])}
+    if len(values) > 2 * bins:
+        edges = bin_edges(len(values), bins)
+        means = np.repeat(known_means(values, edges), np.diff([*edges, len(values)]))
+        data["mean"] = json_numbers(means[lines])
+    return data
+
+
+def x_columns(table: Mapping[str, np.ndarray], lines: np.ndarray) -> dict[str, list[Any]]:
+    """The known columns of `x` of these lines."""
+    return {x: json_numbers(table[x][lines]) for x in XS if x in table and not np.isnan(table[x][lines]).all()}
+
+
+def bin_edges(lines: int, bins: int) -> np.ndarray:
+    """First lines of bins."""
+    return np.linspace(0, lines, bins + 1).astype(int)[:-1]
+
+
+def choose_lines(values: np.ndarray, bins: int) -> np.ndarray:
+    """Lines to draw: all if few, else each bin's least and greatest, and the first and the last."""
+    if len(values) <= 2 * bins:
+        return np.arange(len(values))
+    known, edges = ~np.isnan(values), bin_edges(len(values), bins)
+    low, high = np.where(known, values, np.inf), np.where(known, values, -np.inf)
+    ends = [*edges[1:], len(values)]
+    extremes = [(a + low[a:b].argmin(), a + high[a:b].argmax()) for a, b in zip(edges, ends, strict=True)]
+    return np.unique([0, *np.ravel(extremes), len(values) - 1])
+
+
+def parts_data(record: Record, bins: int) -> dict[str, Any] | None:
+    """Parts of a step by line; of long records, each bin's extremes."""
+    train = record.train
+    known = np.flatnonzero(~np.isnan(train["compute"]))
+    parts = [part for part in PARTS if not np.isnan(train[part]).all()]
+    if len(known) < 2 or not parts:
+        return None
+    kept = known[np.unique(np.concatenate([choose_lines(train[part][known], bins // 4) for part in parts]))]
+    y = {part: json_numbers(np.nan_to_num(train[part][kept])) for part in parts}
+    return {"x": x_columns(train, kept), "y": y}
+
+
+def map_data(record: Record, columns: int) -> dict[str, Any] | None:
+    """Ranks' own times over their median; None without two lines and ranks."""
+    own, steps = record.own, record.train["step"][~np.isnan(record.train["step"])]
+    if own.shape[0] < 2 or own.shape[1] < 2 or not len(steps):
+        return None
+    median = np.median(own, axis=1, keepdims=True)
+    relative = np.divide(own, median, out=np.ones_like(own), where=median > 0)
+    return {
+        "relative": json_numbers(average_neighbours(relative, columns).T.ravel()),
+        "ranks": relative.shape[1],
+        "each": record.own_ranks,
+        "ends": [*map(int, steps[[0, -1]])],
+    }
+
+
+def json_numbers(values: np.ndarray) -> list[float | int | None]:
+    """Whole numbers as they are, others with six significant digits, as a record has them; NaN as null."""
+    return [
+        None if value != value else int(value) if value % 1 == 0 else float(f"{value:.6g}") for value in values.tolist()
+    ]
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def pictures(data: Mapping[str, Any]) -> dict[str, list[Panel]]:
+    """Panels by file of the data of a page: one for each section of charts, and one for each run's own figures."""
+    found: dict[str, list[Panel]] = {}
+    runs = data["runs"]
+    for i, chart in enumerate(data["charts"]):
+        known = [values for run in runs for values in run["charts"][i] if values]
+        x = next((x for x in XS if any(x in values["x"] for values in known)), "step")  # a study has epochs alone
+        lines = {}
+        for run in runs:
+            for series, values in zip(chart["series"], run["charts"][i], strict=True):
+                if values and (line := points(values["x"].get(x, ()), values["y"])):
+                    lines[", ".join(filter(None, (run["name"], series["label"])))] = line
+        if lines:
+            is_log = chart["isLog"] and all(y > 0 for line in lines.values() for _, y in line)
+            y = Quantity(chart["title"], chart["unit"], 10 if is_log else None, low=None)
+            found.setdefault(chart["section"], []).append(Lines(chart["title"], Quantity(x, base=None), y, lines))
+    time = Quantity("time a step", "s", base=None)
+    for i, run in enumerate(runs, 1):
+        panels: list[Panel] = []
+        parts = run["parts"] or {"x": {}, "y": {}}
+        lines = {part: line for part, y in parts["y"].items() if (line := points(parts["x"].get("step", ()), y))}
+        if lines:
+            panels.append(Lines(f"{run['name']}: parts of a step", Quantity("step", base=None), time, lines))
+        for column, kind in enumerate(("in flight", "waited for"), 1):
+            if bars := [(row[0][:48], *[row[column]] * 3) for row in run["buckets"] if row[column] > 0]:
+                panels.append(Bars(f"{run['name']}: buckets {kind}, on rank 0", time, bars))
+        if panels:
+            found[f"run_{i}" if len(runs) > 1 else "run"] = panels
+    return found
+
+
+def points(xs: Sequence[float | None], ys: Sequence[float | None]) -> list[tuple[float, float]]:
+    """(x, y) where both are known."""
+    return [(x, y) for x, y in zip(xs, ys, strict=False) if x is not None and y is not None]
