@@ -22,11 +22,11 @@ from types import FrameType
 from typing import NamedTuple, TextIO
 
 from jaxmpi.checkpoint import manifests, run_directory
+from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.config.flags import hyphens
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.files import HeldFolder
 from jaxmpi.launch.postmortem import HOST_GONE, KILLED, TAIL_BYTES, culprit
 from jaxmpi.runtime import failures, job_folder, process
 

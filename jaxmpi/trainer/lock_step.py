@@ -19,7 +19,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from jaxmpi.checkpoint import run_directory
+from jaxmpi.checkpoint import held_folder, run_directory
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.topology import gather_fault_tolerant, to_device
 from jaxmpi.core.errors import AgreedError, UsageError
@@ -352,7 +352,7 @@ def take_over_record(run: Run, control: Processes, step: int, ends: contextlib.E
     if shrinking.recorder is None:
         hosts = [socket.gethostname()] * control.size
         with run_directory.still_usable():
-            run_directory.lock(run.saver.home, ends)
+            held_folder.lock(run.saver.home, ends)
             shrinking.recorder = open_recorder(run.plan, run.folder, run.recorder.elapsed_s(), hosts)
         ends.push(shrinking.recorder)
     shrinking.recorder.go_back(step)

@@ -23,6 +23,7 @@ import jax
 
 from jaxmpi.allreduce import algorithms
 from jaxmpi.checkpoint import run_directory
+from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.checkpoint.manager import warn
 from jaxmpi.checkpoint.restore import Saved
 from jaxmpi.comm.control import MpiProcesses
@@ -32,7 +33,7 @@ from jaxmpi.config import experiment_file
 from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.files import HeldFolder, write_whole
+from jaxmpi.core.files import write_whole
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data import SOURCES
 from jaxmpi.model.check import check_model

