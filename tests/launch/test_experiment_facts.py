@@ -41,7 +41,7 @@ def test_a_run_that_outlives_ranks_is_known_by_running_its_file(case, tmp_path):
 def test_a_mistake_is_named_before_ranks_start():
     with pytest.raises(UsageError, match=r"optim\.lr: got -1\.0"):
         facts_of([DIGITS, "--optim.lr", "-1"])
-    with pytest.raises(UsageError, match="--rule.tau: got 'often'"):
+    with pytest.raises(UsageError, match=r"--rule\.tau: got 'often'"):
         facts_of([DIGITS, "--rule.tau", "often"])
 
 
