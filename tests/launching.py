@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import functools
+import hashlib
 import io
 import os
 import re
@@ -128,7 +129,12 @@ def train_here(*args: str) -> Ended:
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), promotion[0], promotion[1]:
         try:
             experiment, path = experiment_file.parse(list(args), main.TABLES)
-            main.train(experiment, path.stem, provenance.project_root(path), digest=provenance.file_digest(path))
+            main.train(
+                experiment,
+                path.stem,
+                provenance.project_root(path),
+                digest=hashlib.sha256(path.read_bytes()).hexdigest(),
+            )
             code = 0
         except (UsageError, TrainingError) as error:
             code = failures.exit_code(error)

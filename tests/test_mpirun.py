@@ -128,7 +128,6 @@ def test_a_plain_mpirun_that_is_asked_to_end_shows_what_was_saved(tmp_path):
 
 # When the first of the ranks that come gives up, the second has not waited as long by more than it is given to answer.
 @pytest.mark.e2e
-@pytest.mark.slow  # waits for time limits
 def test_a_rank_that_came_late_but_waits_is_not_called_absent(tmp_path):
     (tmp_path / "job.py").write_text(
         f"{HEAD}{LATE}time.sleep((0, 4, 100)[int(comm.rank)])\njaxmpi.exchange(np.ones(7, np.float32))\n"

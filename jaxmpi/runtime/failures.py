@@ -242,17 +242,6 @@ def wait_for_ending_thread() -> None:
         _ending.release()
 
 
-def leave_with(code: object) -> None:
-    """End the job unless this rank's `sys.exit` was given 0 or None."""
-    if code in (0, None):
-        return
-    if not isinstance(code, int):
-        sys.stderr.write(f"{code}\n")
-    number = code if isinstance(code, int) else 1
-    sys.stderr.write(f"jaxmpi: {describe_rank()} has left with exit code {number}; ending the job\n")
-    end_job(number)
-
-
 def leave() -> None:
     """Wait for the other ranks at exit, or end the whole job."""
     if job.size == 1:

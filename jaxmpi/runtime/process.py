@@ -87,7 +87,11 @@ def prepare() -> None:
         # Ranks compile at the same time: what one finds half written by another it compiles for itself.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry", UserWarning)
         _tune_mpi(launch)
-        lines.append(_idle_cores(len(core_mask()), os.cpu_count() or 1, launch.local_size))
+        if len(core_mask()) == 1 and (os.cpu_count() or 1) > launch.local_size:  # as Open MPI binds one rank or two
+            lines.append(
+                f"each rank may use 1 of the {os.cpu_count()} cores of its host, which has {launch.local_size} of the "
+                "ranks; if the launcher has bound them: mpirun --bind-to none, or srun --cpus-per-task"
+            )
         pin_cores(launch.local_rank, launch.local_size)
         pin_gpu(launch.local_rank, launch.local_size)
     lines.append(use_compilation_cache())
@@ -245,18 +249,12 @@ def core_mask() -> list[int]:
 
 
 def cores() -> int:
-    """Number of cores that affinity and a container's quota allow this process."""
+    """Whole cores, at least 1, that affinity and a container's quota allow this process."""
     allowed = len(core_mask()) or os.cpu_count() or 1
-    return min(allowed, quota_cores(QUOTA, allowed))
-
-
-def quota_cores(file: Path, default: int) -> int:
-    """Whole cores, at least 1, of a control group's quota; else `default`."""
-    try:
-        quota, period = file.read_text().split()
-        return default if quota == "max" else max(1, int(quota) // int(period))
-    except (OSError, ValueError):  # no such control group, or not its format: no quota
-        return default
+    with suppress(OSError, ValueError):  # there is no control group, or its quota is "max"
+        quota, period = map(int, QUOTA.read_text().split())
+        return min(allowed, max(1, quota // period))
+    return allowed
 
 
 def pin_cores(local_rank: int, local_size: int) -> None:
@@ -295,16 +293,6 @@ def unbind() -> None:
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):  # it has ended
             os.sched_setaffinity(int(thread), _before_sharing)
-
-
-def _idle_cores(allowed: int, all_cores: int, local_size: int) -> str:
-    """Advice if ranks of one core each leave cores idle, as Open MPI binds one or two ranks of a host; else empty."""
-    if allowed != 1 or all_cores <= local_size:
-        return ""
-    return (
-        f"each rank may use 1 of the {all_cores} cores of its host, which has {local_size} of the ranks; if the "
-        "launcher has bound them: mpirun --bind-to none, or srun --cpus-per-task"
-    )
 
 
 # ---------------------------------------------------------------- devices

@@ -11,6 +11,7 @@ on all ranks.
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import socket
 import sys
@@ -86,7 +87,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     with failures.at_work():
         code = 0
         try:
-            train(experiment, path.stem, provenance.project_root(path), digest=provenance.file_digest(path))
+            train(
+                experiment,
+                path.stem,
+                provenance.project_root(path),
+                digest=hashlib.sha256(path.read_bytes()).hexdigest(),
+            )
         except decisions.Preempted as preempted:
             code = preempted.code
         failures.wait_for_ending_thread()
