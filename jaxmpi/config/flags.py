@@ -4,15 +4,14 @@ Every setting needs a flag with help text, without a second list that repeats th
 the dataclass fields, their types from the annotations, and the help texts from the comments at them.
 """
 
-import ast
 import dataclasses
 import functools
 import inspect
-import io
 import itertools
+import re
 import textwrap
-import tokenize
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import NoneType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -83,23 +82,13 @@ def comments(part: type) -> dict[str, str]:
     """The comment of each field: behind it, or else above it."""
     found: dict[str, str] = {}
     for cls in reversed(part.__mro__):
-        try:
-            source = textwrap.dedent(inspect.getsource(cls))
-            tokens = [*tokenize.generate_tokens(io.StringIO(source).readline)]
-            [definition] = ast.parse(source).body
-        except (OSError, TypeError):  # made without a file, or in C
-            continue
-        except (SyntaxError, tokenize.TokenError):  # in a function, with lines of a text that are not indented
-            continue
-        said = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
-        alone = {line for line in said if source.splitlines()[line - 1].lstrip().startswith("#")}
-        for node in getattr(definition, "body", []):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                first = node.lineno
-                while first - 1 in alone:
-                    first -= 1
-                lines = [node.end_lineno] if node.end_lineno in said else range(first, node.lineno)
-                found[node.target.id] = " ".join(said[line] for line in lines)
+        above: list[str] = []
+        with suppress(OSError, TypeError):  # made without a file, or in C
+            for line in inspect.getsource(cls).splitlines():
+                code, _, comment = line.strip().rpartition("# ")
+                if field := re.match(r"(\w+): ", code or comment):
+                    found[field[1]] = comment if code else " ".join(above)
+                above = [*above, comment] if line.strip().startswith("#") else []
     return found
 
 
