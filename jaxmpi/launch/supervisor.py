@@ -28,7 +28,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
 from jaxmpi.launch.options import Options
-from jaxmpi.launch.postmortem import HOST_GONE, KILLED, TAIL_BYTES, culprit
+from jaxmpi.launch.postmortem import HOST_GONE, KILLED, TAIL_BYTES, culprit, ranks_under
 from jaxmpi.runtime import failures, job_folder, process
 
 # Exit codes after which a restart is pointless: done, error of usage, to be resumed later, interrupted.
@@ -159,7 +159,7 @@ def wait_for_end(job: subprocess.Popen, marks: Path, *, outlives_ranks: bool, lo
         look_s = FIRST_LOOK_S if looks < FIRST_LOOKS else LOOK_S
         with contextlib.suppress(subprocess.TimeoutExpired):
             return job.wait(look_s)
-        alive = process.ranks_under(job.pid)
+        alive = ranks_under(job.pid)
         seen |= alive
         looks += bool(seen)
         may_leave = (marks / job_folder.FINISHED).exists()

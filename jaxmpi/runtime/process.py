@@ -403,35 +403,6 @@ def stat_of(process: int) -> list[str]:
         return file.read().rpartition(b")")[2].decode().split()  # a name may hold blanks and brackets of its own
 
 
-def ranks_under(pid: int) -> dict[int, int]:
-    """A launcher's processes on this host by rank, except spawned ones."""
-    variables = tuple(f"{names[0]}=".encode() for names in LAUNCHERS.values())
-    jobs = b"PMIX_NAMESPACE="  # Open MPI's job: the launcher's own ends with @1, of spawned processes with @2, ...
-    found: dict[int, int] = {}
-    waiting = [pid]
-    while waiting:
-        for child in children_of(waiting.pop()):
-            with suppress(OSError):  # it has ended
-                environ = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-                ranks = [int(line.partition(b"=")[2]) for line in environ if line.startswith(variables)]
-                is_spawned = any(line.startswith(jobs) and not line.endswith(b"@1") for line in environ)
-                if not ranks:
-                    waiting.append(child)
-                elif not is_spawned:
-                    found[ranks[0]] = child
-    return found
-
-
-def children_of(pid: int) -> list[int]:
-    """Processes that any thread of a process has started."""
-    found: list[int] = []
-    with suppress(OSError):  # the process has ended
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError):  # the thread has
-                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return found
-
-
 def end_with_parent(parent: int) -> None:
     """Have Linux send this process SIGTERM when its parent ends."""
     pr_set_pdeathsig = 1

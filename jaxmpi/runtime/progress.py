@@ -1,19 +1,16 @@
-"""What a process is doing: phases without a step, spans of time, and the terminal that shows them.
+"""What a process is doing: phases without a step, and spans of time.
 
 A job imports, waits for other ranks, traces and compiles before its first step. Whoever does such a thing opens a
 `phase`, and rank 0 prints its name whenever it has been silent for SILENCE_S. A `span` is time that recorder, trace and
 watchdog read later. This module imports next to nothing, so that phases can begin before JAX is imported.
 """
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, TextIO
-
-from jaxmpi.runtime.process import launched, stat_of
+from typing import NamedTuple, TextIO
 
 SILENCE_S = 4.0
 
@@ -162,29 +159,3 @@ def drain() -> list[Span]:
     """Return and forget all spans since the last call."""
     _read()
     return [_spans.popleft() for _ in range(len(_spans))]
-
-
-# ---------------------------------------------------------------- the terminal
-
-
-def terminal_columns(out: Any) -> int:
-    """Columns of the terminal that a stream leads to; else 0.
-
-    Open MPI gives every rank a terminal of its own and passes on what is written there to mpirun's own output. So under
-    a launcher the width is that of the first process above whose output goes elsewhere.
-    """
-    if not out.isatty() or os.environ.get("TERM", "dumb") == "dumb":
-        return 0
-    if launched() is None:
-        return os.get_terminal_size(out.fileno()).columns or 80
-    try:
-        pid, stdout = os.getppid(), os.readlink("/proc/self/fd/1")
-        above = stdout
-        while pid > 1 and above == stdout:
-            above, pid = os.readlink(f"/proc/{pid}/fd/1"), int(stat_of(pid)[1])
-        if above == stdout or not above.startswith(("/dev/pts/", "/dev/tty")):
-            return 0
-        with open(above, "rb") as terminal:
-            return os.get_terminal_size(terminal.fileno()).columns or 80
-    except (OSError, ValueError, IndexError):  # another user's process, or one that has ended
-        return 0

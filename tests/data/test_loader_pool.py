@@ -35,8 +35,8 @@ from jaxmpi.data.loader_worker import (
     answer_from_bytes,
     answer_to_bytes,
 )
+from jaxmpi.launch.postmortem import children_of
 from jaxmpi.model.contract import Model
-from jaxmpi.runtime.process import children_of
 from launching import ROOT, mpirun, mpirun_line, run, train, wait_until
 from loader_sources import PX, Numbered, TwoArguments, Unpicklable
 
