@@ -229,8 +229,8 @@ def help_text(experiment: Experiment, tables: Mapping[str, Mapping[str, Any]], c
             words = literal_words(flag.type) or tuple(tables.get(name, ()))
             no = f"or --{'.no-'.join(name.rsplit('.', 1)) if '.' in name else f'no-{name}'}"
             kind = f"{{{', '.join(words)}}}" if words else no if flag.type is bool else type_name(flag.type)
-            shown = to_json(flag.value)
-            text = f"{flag.help} (now {' '.join(map(str, shown)) if isinstance(shown, list) else shown!r})"
+            shown = " ".join(map(str, flag.value)) if isinstance(flag.value, tuple) else str(to_json(flag.value))
+            text = f"{flag.help} (now {shown})" if shown else flag.help
             for line, indent in ((f"--{name} {kind}", 2), (text, 6)):
                 lines += textwrap.wrap(
                     line, columns, initial_indent=" " * indent, subsequent_indent=" " * 6, break_on_hyphens=False
