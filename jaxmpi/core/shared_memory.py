@@ -32,11 +32,15 @@ class Segment:
     The bytes go once nobody maps them: the arrays over them, here and there, and not this object, keep them alive. The
     address holds while this object lives.
 
+    Args:
+        size: in bytes.
+        what: it is for, and the way out if there is no room.
+
     Raises:
         UsageError: there is no room; pickled, that the system has no such memory.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, what: str = "batches; lower data.prefetch or the local batch") -> None:
         size = max(size, 1)
         if not hasattr(os, "memfd_create"):  # not Linux: threads only
             self.bytes, self.address = mmap.mmap(-1, size), None
@@ -46,9 +50,8 @@ class Segment:
             weakref.finalize(self, os.close, fd)
             reserve(fd, size)
         except OSError as error:
-            raise UsageError(
-                f"no shared memory for {size >> 20} MiB of batches: {error}; lower data.prefetch or the local batch"
-            ) from error
+            purpose, _, way_out = what.partition("; ")
+            raise UsageError(f"no shared memory for {size >> 20} MiB of {purpose}: {error}; {way_out}") from error
         self.bytes = mmap.mmap(fd, size)
         self.address = os.getpid(), fd, os.fstat(fd).st_ino, size
 

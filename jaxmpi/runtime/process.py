@@ -249,12 +249,16 @@ def core_mask() -> list[int]:
 
 
 def cores() -> int:
-    """Whole cores, at least 1, that affinity and a container's quota allow this process."""
-    allowed = len(core_mask()) or os.cpu_count() or 1
+    """Number of cores that affinity and a container's quota allow this process."""
+    return min(len(core_mask()) or os.cpu_count() or 1, quota_cores())
+
+
+def quota_cores() -> int:
+    """Whole cores, at least 1, of a control group's quota; without one the host's."""
     with suppress(OSError, ValueError):  # there is no control group, or its quota is "max"
         quota, period = map(int, QUOTA.read_text().split())
-        return min(allowed, max(1, quota // period))
-    return allowed
+        return max(1, quota // period)
+    return os.cpu_count() or 1
 
 
 def pin_cores(local_rank: int, local_size: int) -> None:

@@ -20,9 +20,8 @@ from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import exchange_handlers
 from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.zero import make_zero
-from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import RankComm
-from jaxmpi.comm.shared_compile import compiled_for, loaded_jit
+from jaxmpi.comm.shared_compile import compiled_for
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, mean_of_floats, size_bytes
 from jaxmpi.core.train_state import Batch, TrainState
@@ -72,7 +71,7 @@ def build_functions(plan: Plan) -> Functions:
     experiment, workers = plan.experiment, plan.workers
     form, order, flops = choose_form(plan), Order(), StepFlops()
     # One rank of a host compiles for all.
-    jit = partial(mesh_jit, plan=plan) if workers.mesh else workers.comm.jit
+    jit = partial(steps.over_devices, mesh=workers.mesh) if workers.mesh else workers.comm.jit
     exchanges = exchange_for(plan, order, form.overlaps)
     forward = forward_of(plan)
     gradients = steps.local_gradients(forward, plan.micro_batch)
@@ -152,7 +151,7 @@ def split_step(
     if form.is_early:
         assert isinstance(workers.comm, RankComm)
         assert exchanges.zero
-        gradients = exchanges.zero.scatter_early(gradients, workers.comm.sum_name)
+        gradients = exchanges.zero.scatter_early(gradients, workers.comm.shared_sum.name)
     # Synchronised batch statistics put a communicator into the gradients, so each rank compiles its own.
     jitted = jax.jit(gradients) if experiment.batch_statistics == "synchronised" else jit(gradients)
     step = partial(
@@ -168,16 +167,6 @@ def split_step(
     jits = "gradients with their sum, and update" if form.is_early else "gradients, exchange and update"
     devices = f", of {workers.devices} devices of each process" if workers.devices > 1 else ""
     return rule, step, compile_step, f"split form: {jits} are jits of their own{devices}"
-
-
-def mesh_jit(function: Callable, donate_argnums: tuple[int, ...] = (), *, plan: Plan) -> Callable:
-    """A jit over all devices; if ranks share a host's cores, one compiles for all."""
-    mesh, control = plan.workers.mesh, plan.workers.processes
-    assert mesh is not None
-    jitted = steps.over_devices(function, mesh, donate_argnums)
-    if isinstance(control, MpiProcesses) and control.local_size > 1 and jax.default_backend() == "cpu":
-        return loaded_jit(jitted, list(mesh.devices.flat), control)
-    return jitted
 
 
 def forward_of(plan: Plan) -> steps.Forward:

@@ -283,6 +283,7 @@ def test_a_process_whose_thread_ends_the_job_does_not_end_well_meanwhile():
 @pytest.mark.parametrize(("text", "cores"), [("max 100000", 7), ("250000 100000", 2), ("50000 100000", 1), ("", 7)])
 def test_cores_of_a_quota(text, cores, tmp_path, monkeypatch):
     monkeypatch.setattr(process, "core_mask", lambda: [*range(7)])
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
     monkeypatch.setattr(process, "QUOTA", tmp_path / "cpu.max")
     if text:
         process.QUOTA.write_text(text)
