@@ -144,7 +144,9 @@ def parse_flags(argv: Sequence[str], known: Mapping[str, Flag]) -> dict[str, Any
             value = name == given if flag.type is bool and not words else convert(words, flag.type)
         except (ValueError, TypeError):  # also of a type of the user's own
             expected = "no value" if flag.type is bool else type_name(flag.type)
-            raise UsageError(f"--{given}: got {' '.join(words) or 'nothing'!r}; expected {expected}") from None
+            raise UsageError(
+                f"--{given}: got {repr(' '.join(words)) if words else 'nothing'}; expected {expected}"
+            ) from None
         if isinstance(value, tuple):  # functions of an experiment file, which no flag can name, stay
             before = values.get(name, ()) if flag.is_repeatable else ()
             value = (*before, *value, *filter(callable, flag.value))

@@ -239,7 +239,7 @@ def test_flags_become_values_of_their_types(words, expected):
     ("words", "message"),
     [
         (["--seed", "x"], "--seed: got 'x'; expected int"),
-        (["--seed"], "--seed: got 'nothing'; expected int"),
+        (["--seed"], "--seed: got nothing; expected int"),
         (["--seed", "1", "2"], "--seed: got '1 2'"),
         (["--data.crop-aspect", "1"], r"expected tuple\[float, float\]"),
         (["--resume", "yes"], "--resume: got 'yes'; expected no value"),
