@@ -37,7 +37,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.experiments.digits import experiment as DIGITS
 from jaxmpi.runtime import compile_cache
 from jaxmpi.tools import cli
-from jaxmpi.trainer import step_form
+from jaxmpi.trainer import build
 from jaxmpi.trainer.plan import make_plan
 from launching import ROOT, train
 
@@ -386,7 +386,7 @@ def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
 )
 def test_a_choice_that_these_ranks_cannot_have_is_made_anew(strategy, hosts, overlap, goes_on):
     plan = plan_of(ExchangeConfig(overlap=overlap), AxisComm("w", len(hosts), hosts))
-    assert step_form.can_keep(plan, strategy) == goes_on
+    assert build.can_keep(plan, strategy) == goes_on
 
 
 def plan_of(exchange: ExchangeConfig, comm: AxisComm) -> Any:
@@ -406,9 +406,9 @@ def plan_of(exchange: ExchangeConfig, comm: AxisComm) -> Any:
 def test_a_choice_for_sharded_updates_goes_on_if_its_halves_travel_where_they_must(
     strategy, more: Any, goes_on, monkeypatch
 ):
-    monkeypatch.setattr(step_form, "shards_obstacle", lambda plan, name: "it has no halves" if name == "ar" else "")
+    monkeypatch.setattr(build, "shards_obstacle", lambda plan, name: "it has no halves" if name == "ar" else "")
     plan = plan_of(ExchangeConfig(shard_update="on", **more), AxisComm("w", 4, (0, 0, 1, 1)))
-    assert step_form.can_keep(plan, strategy) == goes_on
+    assert build.can_keep(plan, strategy) == goes_on
 
 
 @pytest.mark.parametrize(
@@ -461,12 +461,12 @@ def test_auto_overlaps_where_the_probe_says_that_it_pays(asked, pays, overlap, s
     def choose(comm, sizes, asked, bucket_bytes, among=()):
         return autotune.AutotuneResult("ring:32" if among == ("ring",) else "shm:32", 4, pays, "why")
 
-    monkeypatch.setattr(step_form, "choose", choose)
-    monkeypatch.setattr(step_form, "algorithms_in_c", lambda hosts: ("ring",))
-    monkeypatch.setattr(step_form, "overlap_obstacle", lambda plan: "")
-    monkeypatch.setattr(step_form.overlap, "chosen", lambda *args: (True, ""))
+    monkeypatch.setattr(build, "choose", choose)
+    monkeypatch.setattr(build, "algorithms_in_c", lambda hosts: ("ring",))
+    monkeypatch.setattr(build, "overlap_obstacle", lambda plan: "")
+    monkeypatch.setattr(build.overlap, "chosen", lambda *args: (True, ""))
     workers = Workers(AxisComm("w", 2, (0, 1)), SoloProcesses(), (0,), None)
     plan = make_plan(dataclasses.replace(DIGITS, exchange=ExchangeConfig("auto", overlap=asked)), workers)
-    settled = step_form.choose_exchange(plan, None)
+    settled = build.choose_exchange(plan, None)
     assert (settled.experiment.exchange.overlap, settled.strategy) == (overlap, strategy)
     assert ("overlap off" in settled.notes[-1]) == (overlap == "off")

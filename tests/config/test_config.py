@@ -188,6 +188,16 @@ def test_settings_of_ones_own_may_be_nested_and_their_text_indented_as_it_likes(
     assert rule.inner.pace == 0.25
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("import no_such_package", "No module named 'no_such_package'"), ("import sys; sys.exit(0)", "ends the program")],
+)
+def test_an_experiment_that_cannot_be_imported_is_one_sentence(line, said, tmp_path):
+    (tmp_path / "mine.py").write_text(line)
+    with pytest.raises(UsageError, match=said):
+        experiment_file.load(tmp_path / "mine.py")
+
+
 def test_an_experiment_imports_what_lies_beside_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "beside_it.py").write_text("WORKERS = 3\n")
