@@ -35,7 +35,7 @@ from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.experiments.digits import experiment as DIGITS
-from jaxmpi.runtime import caches
+from jaxmpi.runtime import compile_cache
 from jaxmpi.tools import cli
 from jaxmpi.trainer import build
 from jaxmpi.trainer.plan import make_plan
@@ -232,13 +232,13 @@ def test_a_probe_is_kept_for_its_hosts(cache):
     assert probes.read(KEY) == SAVED
     assert probes.read({**KEY, "cores": 4.0}) is None
     assert probes.newest() == (KEY, SAVED)
-    assert [path.suffix for path in caches.json_file("probes", KEY).parent.iterdir()] == [".json"]
+    assert [path.suffix for path in compile_cache.json_file("probes", KEY).parent.iterdir()] == [".json"]
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"format": 1, "key": {}}'])
 def test_a_damaged_file_counts_as_none(text, cache, capsys):
     probes.save(KEY, SAVED)
-    caches.json_file("probes", KEY).write_text(text)
+    compile_cache.json_file("probes", KEY).write_text(text)
     assert probes.read(KEY) is None
     assert "the saved probe cannot be used (" in capsys.readouterr().err
     assert probes.newest() is None
@@ -329,7 +329,7 @@ NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")  # of a launcher's variable
 # ---------------------------------------------------------------- in the trainer
 
 
-COMPILED = str(caches.cache_folder("xla"))  # the user's: programs need not be compiled anew for these tests
+COMPILED = str(compile_cache.cache_folder("xla"))  # the user's: programs need not be compiled anew for these tests
 
 
 def trained(ranks: int, folder: Path, *more: str) -> str:
