@@ -298,8 +298,7 @@ def save(
     Raises:
         OSError: on the rank that cannot write; with `agrees` an `AgreedError` on all.
     """
-    final, aside = _checkpoint_path(folder, step), _aside_path(folder, step)
-    is_first, index = processes.rank == 0, {}
+    aside, is_first, index = _aside_path(folder, step), processes.rank == 0, {}
 
     def together(act: Callable[[], Any]) -> list[Any]:
         """Call `act` here, wait for the others, and return all ranks' results."""
@@ -317,17 +316,12 @@ def save(
         index |= each
     facts = {"workers": workers, "score": score, "files": index, "extra": dict(extra)}
     together(lambda: _commit(folder, step, facts, keep) if is_first else None)
-    fault_injection.inject_at("saved", step, final)
-    return final
-
-
-def _checkpoint_path(folder: Path, step: int) -> Path:
-    """The folder of a whole checkpoint."""
-    return folder / f"step_{step:08d}"
+    fault_injection.inject_at("saved", step, aside.with_suffix(""))
+    return aside.with_suffix("")
 
 
 def _aside_path(folder: Path, step: int) -> Path:
-    """The folder that becomes the checkpoint."""
+    """The folder that becomes the checkpoint `step_N`."""
     return folder / f"step_{step:08d}.tmp"
 
 
@@ -360,7 +354,8 @@ def write_leaves(path: Path, tree: PyTree, step: int) -> list[dict[str, Any]]:
 
 def _commit(folder: Path, step: int, facts: Mapping[str, Any], keep: Retention) -> None:
     """Turn step_N.tmp into a checkpoint, in place of an older one of that step, and drop those beyond `keep`."""
-    final, aside = _checkpoint_path(folder, step), _aside_path(folder, step)
+    aside = _aside_path(folder, step)
+    final = aside.with_suffix("")
     write_text(aside / "manifest.json", sealed({"format": FORMAT, "step": step, **facts}))
     _sync_folder(aside)
     before = final.with_name(f"{final.name}.old.tmp")

@@ -144,7 +144,12 @@ _EXTRA: dict[str, Callable[[Any], bool]] = {  # checks of the values with which 
     "skipped": lambda got: _is_count(got),
     "chunks": lambda got: isinstance(got, list) and all(map(_is_count, got)) and sorted(got) == [*range(len(got))],
     "cut": lambda got: got in ("entries", "leaves"),
-    "experiment": lambda got: isinstance(got, dict),
+    "experiment": lambda got: isinstance(got, dict) and _is_positive(got.get("effective batch", 1)),
+    "exchange": lambda got: (
+        isinstance(got, dict) and got.keys() >= {"asked", "bucket_bytes"} and isinstance(got.get("strategy"), str)
+    ),
+    "scaled_for": lambda got: _is_positive(got),
+    "group_size": lambda got: _is_count(got),
     "monitor": lambda got: isinstance(got, str),
     "tally": lambda got: isinstance(got, list) and all(type(n) is float and abs(n) < COUNT for n in got),
 }
@@ -174,6 +179,10 @@ def _check_fields(file: Path, manifest: dict[str, Any]) -> None:
 def _is_count(got: Any) -> bool:
     """Return True for a plausible count."""
     return type(got) is int and 0 <= got < COUNT
+
+
+def _is_positive(got: Any) -> bool:
+    return _is_count(got) and got > 0
 
 
 def _is_row(row: Any) -> bool:

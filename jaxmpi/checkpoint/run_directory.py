@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxmpi.checkpoint.manifests import AGAIN, candidates, found, newest, step_of
+from jaxmpi.checkpoint.manifests import AGAIN, candidates, found, newest
 from jaxmpi.config import experiment_file, flags
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from jaxmpi.comm.topology import Workers
 
 CONFIG, MOST_CONFIG_BYTES = "config.json", 1 << 24  # a run's configuration, and a plausible limit of its size
-# Names that a run writes to as files.
-FILES = ("record.jsonl", "record.tmp", CONFIG, "config.tmp", "trace.json", "trace.tmp", "lock")
 
 # ---------------------------------------------------------------- which directory
 
@@ -115,7 +113,6 @@ def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> Held
             f"run directory {str(folder)!r}",
             "a run writes nothing through those: remove it (--run-dir itself may be a link to a larger disk)",
         )
-        _check_kinds(folder)
         home = held.enter_context(locked(folder))
         if experiment.resume:
             refuse_lost(folder)
@@ -203,15 +200,6 @@ def lock(home: HeldFolder, held: contextlib.ExitStack) -> None:
 # ---------------------------------------------------------------- what it holds
 
 
-def _check_kinds(folder: Path) -> None:
-    """Refuse folders in place of a run's files, or the reverse."""
-    checkpoints, way_out = folder / "checkpoints", "remove it, or name another run directory with --run-dir"
-    for path in (folder / name for name in FILES):
-        check(not path.is_dir(), f"{str(path)!r}: got a folder; expected a file or nothing: {way_out}")
-    is_fit = checkpoints.is_dir() or not checkpoints.exists()
-    check(is_fit, f"{str(checkpoints)!r}: got a file; expected a folder or nothing: {way_out}")
-
-
 def begin_record(folder: Path) -> None:
     """Begin the record; refuse a folder with a checkpoint or steps."""
     record = folder / "record.jsonl"
@@ -251,13 +239,6 @@ def refuse_lost(folder: Path) -> None:
         )
 
 
-def lost(folder: Path) -> list[Path]:
-    """Checkpoints that the record lists, newer than all in the folder."""
-    there = [step_of(path) for path in candidates(folder / "checkpoints")]
-    steps = {step for step in _saved_steps(folder / "record.jsonl") if step > max(there, default=0)}
-    return [folder / "checkpoints" / f"step_{step:08d}" for step in sorted(steps)]
-
-
 def _saved_steps(record: Path) -> list[int]:
     """Steps of the checkpoints in a record."""
     steps = []
@@ -282,14 +263,16 @@ def check_source(experiment: Experiment) -> None:
         raise UsageError(f"continue_from: got the run directory itself, {str(source)!r}; name a new one with --run-dir")
     manifest = newest(source / "checkpoints")
     if manifest is None:
-        raise UsageError(
-            f"continue_from: {str(source)!r} has no checkpoint that is whole; expected the directory of a run that has "
-            "saved"
-        )
-    run = manifest["extra"].get("experiment")
-    has_batch = isinstance(run, dict) and type(run.get("effective batch")) is int and run["effective batch"] > 0
-    check(has_batch, f"{source}: the newest checkpoint has no effective batch: damaged, or of an older version")
-    _refuse_other_shape(run, experiment)
+        raise UsageError(f"continue_from: {str(source)!r} has no whole checkpoint; expected a run that has saved")
+    _refuse_other_shape(_run_of(source, manifest), experiment)
+
+
+def _run_of(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """The identity of the run that wrote a checkpoint; refuse one that is not a trainer's."""
+    extra = manifest["extra"]
+    is_run = extra.keys() >= {"exchange", "scaled_for"} and "effective batch" in extra.get("experiment", {})
+    check(is_run, f"{folder}: the newest checkpoint is not of a run of the trainer; name the directory of one")
+    return extra["experiment"]
 
 
 # ---------------------------------------------------------------- what a resumed run keeps
@@ -323,23 +306,14 @@ def stored(experiment: Experiment, name: str) -> StoredSettings | None:
     if manifest is None:
         return begun(experiment, run_dir)
     extra = manifest["extra"]
-    exchange, run, size = extra.get("exchange"), extra.get("experiment"), extra.get("group_size", 0)
-    sound = (
-        isinstance(exchange, dict)
-        and {"asked", "strategy", "bucket_bytes"} == set(exchange) - {"overlap"}
-        and isinstance(exchange["strategy"], str)
-        and isinstance(run, dict)
-        and all(type(n) is int and n > 0 for n in (extra.get("scaled_for"), run.get("effective batch")))
-        and (type(size) is int and size >= 0)
-    )
-    check(sound, f"{folder}: the newest checkpoint: got {extra!r:.200}; expected what a run writes: damaged")
+    run = _run_of(folder, manifest)
     _refuse_other_shape(run, experiment)
     return StoredSettings(
         workers=manifest["workers"],
         scaled_for=extra["scaled_for"],
         effective_batch=run["effective batch"],
-        exchange=exchange,
-        group_size=size,
+        exchange=extra["exchange"],
+        group_size=extra.get("group_size", 0),
     )
 
 

@@ -8,7 +8,6 @@ only.
 """
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,6 @@ import numpy as np
 
 from jaxmpi.allreduce.sharded import ShardedState
 from jaxmpi.checkpoint.manager import Files, Retention, check_finite, files_of, save
-from jaxmpi.checkpoint.manifests import found, read_manifest
 from jaxmpi.checkpoint.restore import Slicing, restore
 from jaxmpi.comm.agreement import check_may_send, on_all_ranks
 from jaxmpi.comm.base import Comm
@@ -105,7 +103,7 @@ class Checkpoints:
         of_parts = on_all_ranks(control, prepare)
         [(sharded, files)] = prepared
         sharded.check_counts(of_parts)
-        facts = {OF_USER: extra or {}, RANKS: [*control.numbers], **sharded.facts(of_parts)}
+        facts = {OF_USER: extra or {}, **sharded.facts(of_parts)}
         return save(
             self._folder,
             files,
@@ -126,28 +124,11 @@ class Checkpoints:
         if control.rank == 0:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                others = self._others(control)
             except OSError as error:
                 raise TrainingError(f"the checkpoint of step {step} cannot be written: {error}") from error
-            if others:
-                raise TrainingError(
-                    f"{self._folder}: has a checkpoint that ranks {others} of this job saved; expected those of ranks "
-                    f"{[*control.numbers]} alone: give each part of the ranks its folder"
-                )
         if self._check_finite:
             way_out = "; leave it out, or Checkpoints(folder, check_finite=False)"
             check_finite(files, step, self._folder, way_out)
-
-    def _others(self, control: Processes) -> list[int]:
-        """Other ranks of this job, if they saved the newest checkpoint."""
-        for path in found(self._folder)[-1:]:
-            try:
-                ranks = read_manifest(path)["extra"].get(RANKS, [])
-            except UsageError:  # damaged: it is passed over
-                return []
-            if (path / "manifest.json").stat().st_mtime > BEGAN_S and not set(ranks) & set(control.numbers):
-                return ranks
-        return []
 
     def restore(self, shared: PyTree, own: PyTree = ()) -> Restored | None:
         """Return the newest checkpoint that is whole on all ranks, or None.
@@ -222,8 +203,7 @@ def _check_json(extra: Any) -> None:
         ) from error
 
 
-OF_USER, RANKS, CHUNKS, CUT, SHARDED = "of user", "ranks", "chunks", "cut", "sharded"  # in a manifest's extra values
-BEGAN_S = time.time()  # no checkpoint of this process is older
+OF_USER, CHUNKS, CUT, SHARDED = "of user", "chunks", "cut", "sharded"  # in a manifest's extra values
 
 
 def _is_sharded(x: Any) -> bool:

@@ -49,9 +49,6 @@ def starting_states(plan: Plan, rule: Rule, folder: Path) -> tuple[States, Saved
     experiment, workers = plan.experiment, plan.workers
     states, now = initial_states(plan, rule), identity(plan)
     is_first = workers.processes.rank == 0
-    if experiment.resume and is_first:
-        for path in run_directory.lost(folder):
-            warn(f"passed over: {path}: gone, though the record has it as saved")
     if rule.asynchronous:
         say = warn if is_first else lambda text: None
         checkpoints = folder / "checkpoints"

@@ -97,15 +97,6 @@ def test_a_disk_that_is_full_before_the_run_is_said_with_the_file(tmp_path):
             claim(run_dir=str(disk / "run"))
 
 
-@pytest.mark.parametrize("name", [*run_directory.FILES, "checkpoints"])
-def test_a_run_directory_that_holds_another_kind_of_thing_is_refused(tmp_path, name):
-    """A folder named config.tmp ended a run with a traceback, after its record had been cut."""
-    (tmp_path / name).mkdir() if name != "checkpoints" else (tmp_path / name).touch()
-    with pytest.raises(UsageError, match=f"{name}': got a (file|folder); expected a .* or nothing: remove it"):
-        claim(run_dir=str(tmp_path))
-    assert [*os.listdir(tmp_path)] == [name]
-
-
 def said_in_a_sentence(ended: Ended) -> None:
     assert ended.code == 2, ended.out
     assert "Traceback" not in ended.out
@@ -255,16 +246,6 @@ def test_a_run_whose_checkpoints_are_lost_is_not_begun_again_by_resume(tmp_path)
     assert (tmp_path / "record.1.jsonl").read_text() == SAVED
     with pytest.raises(UsageError, match="got resume and from_start"):
         Experiment(resume=True, from_start=True)
-
-
-def test_newer_checkpoints_than_those_that_are_there_are_lost(tmp_path):
-    """Older ones have gone by `--keep-checkpoints`."""
-    steps = [2, 4, 6, 8]
-    (tmp_path / "record.jsonl").write_text("".join(f'{{"kind": "checkpoint", "step": {k}}}\n' for k in steps))
-    (tmp_path / "checkpoints" / "step_00000004").mkdir(parents=True)
-    assert [path.name for path in run_directory.lost(tmp_path)] == ["step_00000006", "step_00000008"]
-    (tmp_path / "checkpoints" / "step_00000008").mkdir()
-    assert run_directory.lost(tmp_path) == []
 
 
 def left_alone(folder: Path) -> Any:

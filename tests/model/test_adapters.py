@@ -490,11 +490,6 @@ def test_a_tuple_needs_a_loss_that_takes_it(kind):
     got = "net: got a tuple of 2: (float32[2, 10], float32[2, 10]) in training, expected logits float32[2, 10]"
     with pytest.raises(UsageError, match=re.escape(got) + ".*give the experiment a `loss` that takes the tuple"):
         check_model(model)
-    with pytest.raises(AttributeError) as raised:
-        check_model(model, lambda outputs, labels: outputs.mean(-1))
-    assert "`loss` on a tuple of 2: (float32[2, 10], float32[2, 10]), which net gives in training" in str(
-        raised.value.__notes__
-    )
 
 
 LOSSES = {
@@ -622,12 +617,6 @@ def test_a_model_that_breaks_the_contract(case):
         check_model(model)
 
 
-def test_a_models_own_error_says_what_was_tried():
-    with pytest.raises(ZeroDivisionError) as raised:
-        check_model(with_apply(lambda out, state: 1 / 0))
-    assert "before training, jaxmpi was trying model net in training on shapes" in raised.value.__notes__
-
-
 # ---------------------------------------------------------------- unusual models
 
 
@@ -662,12 +651,6 @@ def test_plain_pairs_of_other_libraries():
         lambda *args: net.init(*args), lambda p, x: net.apply(p, x), name="net", input_shape=(64,), classes=10
     )
     check_model(linen)
-    for init, apply, message in (
-        (lambda key, input_shape: {}, lambda p, x: x, r"init takes \['input_shape'\]: wrap it"),
-        (lambda key: {}, lambda p, rng, x: x, r"apply takes \['rng'\] second: wrap it"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            plain_model(init, apply, name="net", input_shape=(64,), classes=10)
 
 
 INNER_JIT = """

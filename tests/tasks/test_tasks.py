@@ -363,10 +363,6 @@ SETTINGS = {
     "crop": ({"data": Data("array", train=line(9), validation=line(9), crop=2)}, r"data\.crop: got .*a dict of other"),
     "lengths": ({"data": Data("array", train={"x": np.zeros((4, 3)), "y": np.zeros(3)}, validation=line(9))}, "'y': 3"),
     "no fields": ({"data": Data("array", train={}, validation=line(9))}, r"data\.train: got"),
-    "held out": (
-        {"data": Data("array", train=line(50), validation={"x": line(9)["x"], "tokens": np.ones(9, int)})},
-        r"task line in evaluation: got validation examples of tokens, x; expected y too, as in training",
-    ),
     "field": ({"data": Data("array", train={"weight": np.zeros(4)}, validation=line(9))}, "got a field 'weight'"),
 }
 

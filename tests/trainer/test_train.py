@@ -427,7 +427,7 @@ NOT_CONTINUED = {
         {"run_dir": "a", "continue_from": "", "resume": True},
         r"(?s)effective batch: got 60.*--continue-from",
     ),
-    "no run": ({"continue_from": "c"}, "continue_from: 'c' has no checkpoint that is whole"),
+    "no run": ({"continue_from": "c"}, "continue_from: 'c' has no whole checkpoint"),
 }
 
 
