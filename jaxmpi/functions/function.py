@@ -51,7 +51,7 @@ class Form(NamedTuple):
 
     structure: Any  # tree structure of all arguments, in a tuple
     keywords: tuple[str, ...]  # names of the last arguments, which are passed by name
-    outputs: tuple[int, ...]  # numbers of the outputs that are computed
+    computed: tuple[int, ...]  # numbers of the outputs that are computed, then of all updates
 
     def call(self, function: Callable, flat: Sequence[Any]) -> PyTree:
         """The user's function of its leaves."""
@@ -114,9 +114,10 @@ class Function:
         is_pair = isinstance(updates, (tuple, list)) and len(updates) == 2 and isinstance(updates[1], (Output, str))
         is_one_update = is_pair or not isinstance(updates, (tuple, list))
         self.updates = [_parse_update(update) for update in ([updates] if is_one_update else updates)]
+        self.reductions = [*self.outputs.flat, *self.updates]
         # The function returns its one output or update in no tuple.
         self.is_bare = (is_one_update and not self.outputs.trees) or (self.outputs.is_single and not self.updates)
-        self.targets = [x.into for x in (*self.outputs.flat, *self.updates) if x.into is not None]
+        self.targets = [x.into for x in self.reductions if x.into is not None]
         if len({id(variable) for variable in self.targets}) < len(self.targets):
             raise UsageError(f"{self.name}: one variable is to take two results; expected a variable for each")
         self.strategy = strategy
@@ -216,7 +217,8 @@ class Function:
             if variable.group is not group:
                 raise UsageError(f"{self.name}: a variable that takes a result {CLOSED}")
         inputs, structure, keywords = self._inputs(group, args, named)
-        form = Form(structure, keywords, computed)
+        updates = range(len(self.outputs.flat), len(self.reductions))
+        form = Form(structure, keywords, (*computed, *updates))
         if form not in self.forms:
             self.forms.append(form)
         lengths = {x.name: len(x.value) for x in inputs if x.kind == "rows"}
@@ -329,11 +331,17 @@ class Function:
 
     def _trace(self, form: int, shapes: tuple) -> WorkerProgram:
         me = weakref.proxy(self)  # a weak reference: dropping the function lets go at once of what workers hold of it
-        jitted = self.jitted.setdefault(form, jax.jit(lambda *flat: me._choose(form, me._all_outputs(form, flat))))
+        computed = self.forms[form].computed
+
+        def compute(*flat: jax.Array) -> list[PyTree]:
+            parts = me._all_outputs(form, flat)
+            return [parts[i] for i in computed]
+
+        jitted = self.jitted.setdefault(form, jax.jit(compute))
         parts = jitted.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).out_info
         leaves, agreed = [], {}
-        for (leaf, name), part in zip(self._destinations(form), parts, strict=True):
-            where = f"{self.name}: output {name}"
+        for number, part in zip(computed, parts, strict=True):
+            leaf, where = self._destination(number)
             are_keys = key_leaves(jax.tree.structure(part))
             for index, (aval, is_key) in enumerate(zip(jax.tree.leaves(part), are_keys, strict=True)):
                 leaves.append(leaf._replace(index=index))
@@ -349,26 +357,17 @@ class Function:
             lambda *flat: jax.tree.leaves(jitted(*flat)), tuple(leaves), json.dumps(agreed), structures
         )
 
-    def _destinations(self, form: int) -> list[tuple[Leaf, str]]:
-        """Destination of each part that a program returns, and name for messages."""
-        found = []
-        for i in self.forms[form].outputs:
-            output, name = self.outputs.flat[i], self.outputs.names[i]
-            if output.into is not None:
-                number = output.into.number
-                found.append((Leaf(output.op, "into", number, name=f"into {number}"), name))
-            else:
-                place = "local" if output.stays else "result"
-                found.append((Leaf(output.op, place, i, name=f"{place} {name}"), name))
-        for i, update in enumerate(self.updates):
-            number = update.into.number
-            leaf = Leaf(update.op, "update", number, name=f"update {number}")
-            found.append((leaf, str(len(self.outputs.trees) + i)))
-        return found
-
-    def _choose(self, form: int, parts: Sequence[PyTree]) -> list[PyTree]:
-        """The computed ones of all outputs, and all updates."""
-        return [*(parts[i] for i in self.forms[form].outputs), *parts[len(self.outputs.flat) :]]
+    def _destination(self, number: int) -> tuple[Leaf, str]:
+        """What becomes of an output or update, and its name for messages."""
+        reduction, first_update = self.reductions[number], len(self.outputs.flat)
+        is_update = number >= first_update
+        name = str(len(self.outputs.trees) + number - first_update) if is_update else self.outputs.names[number]
+        where = f"{self.name}: output {name}"
+        if reduction.into is not None:
+            place, target = "update" if is_update else "into", reduction.into.number
+            return Leaf(reduction.op, place, target, name=f"{place} {target}"), where
+        place = "local" if reduction.stays else "result"
+        return Leaf(reduction.op, place, number, name=f"{place} {name}"), where
 
     def _all_outputs(self, form: int, flat: Sequence[jax.Array]) -> list[PyTree]:
         """Call the user's function; return all outputs, then all updates."""
@@ -406,7 +405,8 @@ class Function:
         if not body:
             parts = jax.eval_shape(lambda *flat: self._all_outputs(form, flat), *avals)
             numbers = jax.tree.unflatten(jax.tree.structure(parts), range(len(jax.tree.leaves(parts))))
-            pickled = self._pickled, self.forms[form], jax.tree.leaves(self._choose(form, numbers))
+            chosen = jax.tree.leaves([numbers[i] for i in self.forms[form].computed])
+            pickled = self._pickled, self.forms[form], chosen
         return self.name, program.leaves, program.agreed, body, pickled
 
     @functools.cached_property

@@ -152,7 +152,7 @@ class FailingTransport:
 
 
 def failing_group(transport: FailingTransport) -> RankGroup:
-    return RankGroup(cast(Any, transport), cast(Any, SoloComm()), "shm", is_serial=True)
+    return RankGroup(cast(Any, transport), cast(Any, SoloComm()), is_serial=True)
 
 
 class NoRoom:
@@ -238,7 +238,7 @@ def test_optimizers_that_want_the_value_get_it_and_line_searches_are_refused():
             alone = optax.apply_updates(alone, updates)
             assert abs(float(step(x)) - float(value)) <= 1e-5 * float(value)
         assert abs(float(step.params.get(1)) - float(alone)) <= 1e-4 * abs(float(alone))
-    with pytest.raises(jaxmpi.UsageError, match=r"evaluates the loss anew \(value_fn\)"):
+    with pytest.raises(TypeError, match="value_fn"):
         jm.optimizer(quadratic, params, optax.lbfgs(), (jm.scatter,))(x)
 
 
