@@ -34,10 +34,7 @@ def perform(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> An
     """
     # A nested command would wait for ever.
     if not group.busy.acquire(blocking=False):
-        raise UsageError(
-            f"{what}: called while another call is under way, from inside of a function or from another thread; "
-            "calls go one after another"
-        )
+        raise UsageError(f"{what}: called while another call is under way; calls go one after another")
     try:
         with profiling.call(what, group.worker.rank == 0):
             group.check_usable()

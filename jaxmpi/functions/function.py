@@ -104,10 +104,7 @@ class Function:
         self.markers: list[Marker] = [*every]
         for marker in self.markers:
             if marker is not broadcast and not isinstance(marker, (Scatter, Variable)):
-                raise UsageError(
-                    f"inputs: got {marker!r}; expected jaxmpi.functions.scatter, broadcast, a variable or "
-                    "scatter(variable)"
-                )
+                raise UsageError(f"inputs: got {marker!r}; expected scatter, broadcast, a variable, scatter(variable)")
         self.takes_any = is_one_word and takes_argument(inputs)  # one word for any number of arguments
         self.signature = _call_signature(f, self.markers, self.keywords)
         self.outputs = Outputs(outputs)
@@ -377,10 +374,8 @@ class Function:
         parts = (result,) if self.is_bare else result
         if not isinstance(parts, (tuple, list)) or len(parts) != first + len(self.updates):
             got = f"a tuple of {len(parts)}" if isinstance(parts, (tuple, list)) else type(result).__name__
-            raise UsageError(
-                f"{self.name} returned {got}; expected a tuple of {first + len(self.updates)}: {first} outputs, then "
-                f"{len(self.updates)} updates"
-            )
+            expected = f"a tuple of {first + len(self.updates)}: {first} outputs, then {len(self.updates)} updates"
+            raise UsageError(f"{self.name} returned {got}; expected {expected}")
         parts = packed(list(parts))
         for update, part in zip(self.updates, parts[first:], strict=True):
             if (got := jax.tree.structure(part)) != update.into.structure:
@@ -392,9 +387,8 @@ class Function:
         if self.group is None or self.group.size == 1 or self.group.is_the_world:
             return nullcontext()
         return refusing_world(
-            f"{self.name}: exchange inside a function is over its workers only where every rank runs the script; these "
-            f"{self.group.size} are devices of one process, or wait for this script's commands. Return what is to be "
-            "exchanged, with mean or sum as its output, and go on in a second function or in the script"
+            f"{self.name}: exchange inside a function is over its workers only where every rank runs the script; "
+            "return what is to be exchanged, with mean or sum as its output"
         )
 
     def serialize_program(self, form: int, shapes: tuple) -> tuple[str, tuple[Leaf, ...], str, bytes, Any]:
@@ -461,8 +455,7 @@ def _parse_update(update: Any) -> Output:
     is_op = isinstance(op, Output) and bool(op.op) and not op.stays and op.into is None
     if not isinstance(variable, Variable) or not is_op:
         raise UsageError(
-            f"updates: got {update!r}; expected a jaxmpi.variable, or a pair of it and mean, sum, add, prod, min, max "
-            "or gather"
+            f"updates: got {update!r}; expected a jaxmpi.variable, or a pair of it and mean, sum, add, ..."
         )
     return Output(op.op, stays=True, into=variable)
 

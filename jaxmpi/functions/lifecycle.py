@@ -147,7 +147,7 @@ os.register_at_fork(after_in_child=forget_in_child)
 
 
 def group_of_ranks(is_serial: bool) -> RankGroup:
-    """All ranks of the job, which call it together; rank 0 leads them, at a second fork again, or each runs the script."""
+    """All ranks of the job, which call it together; rank 0 leads, again at a second fork, or each runs the script."""
     global _led
     comm, control = world(), processes()
     assert isinstance(comm, MpiComm)

@@ -206,8 +206,7 @@ class MpiTransport:
         if not _wait_politely(request, self.timeout_s):
             late = self.control.in_job(self.control.late())
             raise OutOfStep(
-                f"rank {late} did not come to this call within {TIMEOUT_S:.0f} s; all ranks must make "
-                "it (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
+                f"rank {late} did not come to this call within {TIMEOUT_S:.0f} s (JAXMPI_EXCHANGE_TIMEOUT_S sets it)"
             )
 
 
@@ -298,10 +297,7 @@ class SocketTransport:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         if rank in self.stopped:
             how += f", having {STOPPED}"
-        return WorkerDied(
-            f"{self.names[rank]} has ended: {how}. What the workers held is gone: jaxmpi.close(), then jaxmpi.fork() "
-            "again"
-        )
+        return WorkerDied(f"{self.names[rank]} has ended: {how}; jaxmpi.close(), then jaxmpi.fork() again")
 
     def check_alive(self) -> None:
         """Raise `WorkerDied` if a worker has gone."""

@@ -214,10 +214,7 @@ def make_variable(group: WorkerGroup, tree: PyTree) -> Variable:
 def check_numbers(what: str, leaf: Any) -> Any:
     """The leaf as an array, NumPy's or JAX's, refused if it holds no numbers that JAX takes."""
     if isinstance(leaf, Tracer):
-        raise UsageError(
-            f"{what}: got a traced value; call functions and variables outside of jax.jit, grad and vmap: use these "
-            "inside the function that jaxmpi.function wraps"
-        )
+        raise UsageError(f"{what}: got a traced value; call functions and variables outside of jit, grad and vmap")
     if isinstance(leaf, Variable):
         raise UsageError(f"{what}: got a jaxmpi.variable; name it in `inputs`, or take its .value")
     check_unmasked(what, leaf)
