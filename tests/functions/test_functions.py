@@ -21,7 +21,7 @@ import jaxmpi
 from jaxmpi import functions as jm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.core import shared_memory
-from jaxmpi.functions import reductions, shared_array
+from jaxmpi.functions import shared_array
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.groups import RankGroup
 from jaxmpi.functions.lifecycle import current_group
@@ -87,13 +87,6 @@ def test_chosen_rows_are_numpys(length, batch, data):
 
 
 # ---------------------------------------------------------------- fork and close
-
-
-def test_all_devices_are_the_default():
-    assert current_group().size == 8
-    jm.close()
-    assert jm.fork() == 8
-    assert float(sum_function()(np.ones(9, np.float32))) == 9
 
 
 def test_use_after_close():
@@ -242,15 +235,6 @@ def test_optimizers_that_want_the_value_get_it_and_line_searches_are_refused():
         jm.optimizer(quadratic, params, optax.lbfgs(), (jm.scatter,))(x)
 
 
-@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float8_e5m2", "bfloat16"])
-def test_partial_results_of_small_floats_are_kept_in_32_bits(dtype):
-    reductions.check_reducible("mean", dtype, [], "y")
-    assert reductions.accumulation_dtype(dtype) == np.float32
-    kind = jnp.dtype(dtype)
-    half_step = np.asarray(jnp.finfo(kind).eps, kind)  # of 2, and lost where it is added to that alone
-    assert reductions.combine("sum", [np.asarray(2, kind), *[half_step] * 4]) == 2 + 4 * np.float32(half_step)
-
-
 # ---------------------------------------------------------------- profiles
 
 
@@ -346,45 +330,8 @@ def test_shared_refuses(make, message):
         make()
 
 
-@pytest.mark.parametrize(
-    ("values", "force"),
-    [
-        (np.array([1.5]), True),
-        (np.ones(1, np.float16), False),
-        (np.ones(1, ">f4"), False),
-        (np.ones(1, np.longdouble), True),
-    ],
-)
-def test_shared_casts_what_loses_nothing_or_is_forced(values, force):
-    x = jm.shared(values, dtype=np.float32, force=force)
-    assert (x.dtype, x[:].tolist()) == (np.float32, values.tolist())
-
-
 def shared_files(name):
     return [file for file in os.listdir(shared_memory.folder()) if name in file]
-
-
-def test_a_named_array_is_seen_when_it_is_whole_and_has_one_maker(monkeypatch):
-    """Another makes the same name while the first still reserves its memory."""
-    name, extend, rivals = f"test-race-{os.getpid()}", shared_array._extend_file, []
-
-    def extend_slowly(handle, size_bytes):
-        monkeypatch.setattr(shared_array, "_extend_file", extend)
-        with pytest.raises(jaxmpi.UsageError, match="no array named"):
-            jm.shared(name=name)
-        rivals.append(jm.shared(function_checks.f32([2]), name=name))
-        extend(handle, size_bytes)
-
-    monkeypatch.setattr(shared_array, "_extend_file", extend_slowly)
-    with pytest.raises(jaxmpi.UsageError, match=f"the name '{name}' is taken"):
-        jm.shared(function_checks.f32([1]), name=name)
-    assert shared_files(name) == [f"jaxmpi-array-{name}"]
-    assert jm.shared(name=name)[:].tolist() == rivals[0][:].tolist() == [2]
-    rivals[0].free()
-    monkeypatch.setattr(shared_array, "reserve", lambda handle, n: os.posix_fallocate(handle, 0, 1 << 60))
-    with pytest.raises(jaxmpi.UsageError, match="bytes of shared memory"):
-        jm.shared(np.ones(3, np.float32), name=name)
-    assert shared_files(name) == []
 
 
 @pytest.fixture

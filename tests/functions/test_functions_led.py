@@ -324,22 +324,6 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_past_its_report_ends_the_job(tmp_path):
-    calls = """
-    jm.fork()
-    x = np.arange(4, dtype=np.float32)
-    big = jm.function(lambda x: jnp.zeros(1 << 25) + x.sum(), jm.scatter, jm.local)(x)
-    jm.function(starves, jm.scatter, jm.max)(x)
-    print("got", big.get(1), flush=True)
-"""
-    script = FAULTS[: FAULTS.index("if __name__ ==")] + f'if __name__ == "__main__":{calls}'
-    out = lead(tmp_path, script, ranks=2, env=NO_RESERVE, code=None, timeout_s=60)
-    assert "rank 1/2" in out
-    assert "MemoryError" in out
-    assert "got" not in out
-
-
-@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     script = """
 from jaxmpi.comm.job import processes
