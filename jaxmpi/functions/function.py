@@ -159,7 +159,7 @@ class Function:
             outputs, None stands for one that is kept in a variable.
 
         Communicates: arguments that this process has and others need, but no broadcast argument that has not changed;
-        48 bytes a worker; then each output as it is reduced.
+        a short report of each worker; then each output as it is reduced.
 
         Raises:
             UsageError: arguments, rows or outputs that cannot be. WorkerFailed (a TrainingError): a worker failed; its

@@ -211,7 +211,7 @@ class ProcessGroup(WorkerGroup):
     def gather_reports(self, mine: list[CallReport]) -> list[CallReport]:
         """Every worker's report; OutOfStep, whatever fails."""
         try:
-            return self.transport.reports(mine[0])
+            return self.transport.gather(mine[0], True) or []
         except OutOfStep:
             raise
         except Exception as error:

@@ -70,7 +70,7 @@ class Variable:
     def lengths(self) -> list[int]:
         """The number of rows that each worker holds, by rank.
 
-        Communicates: 48 bytes a worker, no rows.
+        Communicates: short reports, no rows.
 
         Raises:
             UsageError: leaves of different lengths, or without rows.
