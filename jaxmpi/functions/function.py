@@ -34,7 +34,7 @@ from jaxmpi.functions.groups import WorkerGroup
 from jaxmpi.functions.reductions import Output, Outputs, Scatter, check_reducible, from_word, mean, scatter
 from jaxmpi.functions.rows import check_choices, check_lengths, choices_by_worker, digest_rows, shard_bounds
 from jaxmpi.functions.shared_array import is_shared
-from jaxmpi.functions.variable import Variable, check_numbers
+from jaxmpi.functions.variable import Variable, check_numbers, rows_of
 from jaxmpi.functions.worker import Command, Input, Leaf, WorkerProgram
 
 Marker = Any  # scatter, scatter(variable), broadcast, or a variable
@@ -300,19 +300,13 @@ class Function:
             raise UsageError(f"{name}: got {tree!r:.80}; scatter needs arrays, rows of examples")
         for (path, leaf), is_key in zip(leaves, key_leaves(jax.tree.structure(tree)), strict=True):
             where = f"{name}{f' leaf {path!r}' if path else ''}"
-            value = leaf if is_shared(leaf) else check_numbers(where, leaf)
-            if marker is broadcast and is_shared(leaf) and group.is_serial and group.is_on_one_host:
-                inputs.append(Input("whole", where, value))
-            elif marker is broadcast:
-                value = in_jax_dtype(where, value.array if is_shared(leaf) else value)
-                inputs.append(Input("broadcast", where, value, number=len(inputs)))
+            if marker is not broadcast:
+                inputs.append(rows_of(group, where, leaf, is_key))
+            elif is_shared(leaf) and group.is_serial and group.is_on_one_host:
+                inputs.append(Input("whole", where, leaf))
             else:
-                if is_key:
-                    check_rows(value.shape, where)
-                if not value.ndim:
-                    raise UsageError(f"{where}: got a number; scatter needs an array with a first axis of examples")
-                group.check_sees(leaf)
-                inputs.append(Input("rows", where, value))
+                value = in_jax_dtype(where, leaf.array if is_shared(leaf) else check_numbers(where, leaf))
+                inputs.append(Input("broadcast", where, value, number=len(inputs)))
 
     # ------------------------------------------------------------ programs
 

@@ -127,11 +127,6 @@ class WorkerGroup:
         if self.unusable:
             raise UsageError(self.unusable)
 
-    def check_sees(self, array: Any) -> None:
-        """Refuse shared memory that waiting workers on other hosts cannot see."""
-        if shared_array.is_shared(array) and self.is_serial and not self.is_on_one_host:
-            raise UsageError("a shared array is seen on one host, and this script leads workers on several")
-
     def program(self, worker: Worker, key: ProgramKey) -> WorkerProgram:
         """The program for arguments of some structure, shapes and dtypes; MissingPrograms: a master has it."""
         if key[0] in self.functions:
