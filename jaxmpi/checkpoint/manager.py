@@ -133,11 +133,7 @@ class Saver:
         self.poll()
 
     def poll(self) -> None:
-        """Raise the error of a write since the last call.
-
-        Raises:
-            TrainingError: a checkpoint cannot be written, or its state is not finite; those before it stay.
-        """
+        """Raise the error of a write since the last call."""
         if self._error:
             error, self._error = self._error, None
             raise error
@@ -184,11 +180,7 @@ class Saver:
 
 @contextlib.contextmanager
 def written(step: int, home: HeldFolder) -> Iterator[None]:
-    """Turn OSError into an error that names the last good checkpoint.
-
-    Raises:
-        TrainingError: in place of OSError.
-    """
+    """Turn OSError into an error that names the last good checkpoint."""
     try:
         yield
     except OSError as error:
@@ -222,11 +214,7 @@ def refuge(home: HeldFolder, copy: Callable[[Path], None]) -> Path:
 
 
 def check_finite(files: Files, step: int, folder: Path, way_out: str = "") -> None:
-    """Refuse to write a state from which no run could resume.
-
-    Raises:
-        TrainingError: the first leaf with NaN or infinite numbers, which complex ones may have as well.
-    """
+    """Refuse to write a state from which no run could resume."""
     for file, tree in files.items():
         for path, leaf in named_leaves(tree):
             if jnp.issubdtype(leaf.dtype, jnp.inexact) and not np.isfinite(leaf).all():
@@ -252,11 +240,7 @@ def total_bytes(states: Mapping[int, TrainState], replicated: bool, workers: int
 
 
 def check_disk(folder: Path, needed_bytes: int, free_bytes: int) -> None:
-    """Refuse to start if the disk cannot hold two checkpoints.
-
-    Raises:
-        UsageError: bytes needed and free.
-    """
+    """Refuse to start if the disk cannot hold two checkpoints."""
     if free_bytes < 2 * needed_bytes:
         raise UsageError(
             f"{folder}: {free_bytes / 1e6:.0f} MB are free, two checkpoints take {2 * needed_bytes / 1e6:.0f} MB: "

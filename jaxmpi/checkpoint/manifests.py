@@ -112,12 +112,7 @@ def checksum(manifest: dict[str, Any]) -> int:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest and check its checksum and every field's type.
-
-    Raises:
-        Damaged: it differs from what was written.
-        UsageError: another format.
-    """
+    """Read the manifest and check its checksum and every field's type."""
     file = path / "manifest.json"
     with open_regular(file) as opened:
         size = os.fstat(opened.fileno()).st_size
@@ -192,11 +187,7 @@ def _is_row(row: Any) -> bool:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file to read; refuse links and devices.
-
-    Raises:
-        Damaged: it is not a regular file, or there is none.
-    """
+    """Open a regular file to read; refuse links and devices."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

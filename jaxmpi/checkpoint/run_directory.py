@@ -80,12 +80,7 @@ def resumed(experiment: Experiment, name: str) -> Path:
 
 @contextlib.contextmanager
 def agreed_run_dir(experiment: Experiment, name: str, processes: "Processes") -> Iterator[HeldFolder]:
-    """Hold rank 0's run directory on all ranks, locked against other jobs.
-
-    Raises:
-        UsageError: it holds a run already and the run is not to be resumed, or the reverse; another job has it; or a
-            rank does not see it.
-    """
+    """Hold rank 0's run directory on all ranks, locked against other jobs."""
     with contextlib.ExitStack() as held:
         home = claim(experiment, name, held) if processes.rank == 0 else None
         folder = Path(processes.bcast_object(str(home.path) if home else ""))
@@ -125,11 +120,7 @@ def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> Held
 
 @contextlib.contextmanager
 def usable() -> Iterator[None]:
-    """Turn an OSError into a `UsageError` that names the way out.
-
-    Raises:
-        UsageError: in place of OSError.
-    """
+    """Turn an OSError into a `UsageError` that names the way out."""
     try:
         yield
     except OSError as error:
@@ -140,11 +131,7 @@ def usable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def still_usable() -> Iterator[None]:
-    """Turn errors of the run directory during training into `TrainingError`.
-
-    Raises:
-        TrainingError: in place of OSError and UsageError.
-    """
+    """Turn errors of the run directory during training into `TrainingError`."""
     try:
         yield
     except (OSError, UsageError) as error:
@@ -226,11 +213,7 @@ def _set_aside(folder: Path) -> None:
 
 
 def refuse_lost(folder: Path) -> None:
-    """Refuse to resume at step 0, where its record would be cut, a run that had saved checkpoints.
-
-    Raises:
-        UsageError: the record has a line of a checkpoint, and there is none.
-    """
+    """Refuse to resume at step 0, where its record would be cut, a run that had saved checkpoints."""
     steps = _saved_steps(folder / "record.jsonl")
     if steps and not candidates(folder / "checkpoints"):
         raise UsageError(
@@ -252,12 +235,7 @@ def _saved_steps(record: Path) -> list[int]:
 
 
 def check_source(experiment: Experiment) -> None:
-    """Refuse a `continue_from` from which no new run can start.
-
-    Raises:
-        UsageError: it is the run directory itself, or has no checkpoint; or its checkpoint is of another rule or
-            optimizer, whose state has other leaves.
-    """
+    """Refuse a `continue_from` from which no new run can start."""
     source, run_dir = Path(experiment.continue_from), experiment.run_dir
     if run_dir and source.exists() and os.path.realpath(source) == os.path.realpath(run_dir):
         raise UsageError(f"continue_from: got the run directory itself, {str(source)!r}; name a new one with --run-dir")

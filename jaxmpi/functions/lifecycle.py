@@ -132,17 +132,6 @@ def close() -> None:
             execute(closing, Command("close", "close", {}))
 
 
-def forget_in_child() -> None:
-    """Forget the workers after `os.fork`: they belong to the parent process."""
-    global _group
-    if _group is not None:
-        _group.unusable = "this process was made by os.fork, and the workers are its parent's; call functions there"
-    _group = None
-
-
-os.register_at_fork(after_in_child=forget_in_child)
-
-
 # ---------------------------------------------------------------- ranks of MPI
 
 

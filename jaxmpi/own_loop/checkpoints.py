@@ -306,11 +306,7 @@ class ShardedStates:
         return Slicing(whole, self.indices, shards)
 
     def check(self, folder: Path, extra: dict[str, Any], workers: int) -> None:
-        """Refuse a checkpoint whose states do not fit this run.
-
-        Raises:
-            UsageError: they are of other trees or optimizers; or of parts of the ranks, and other ones than here.
-        """
+        """Refuse a checkpoint whose states do not fit this run."""
         there = extra.get(SHARDED) or {} if OF_USER in extra else {}
         rows = there.get("leaves", []), self.leaves
         saved_by = f"{folder}: got states of jaxmpi.sharded, saved by {workers} ranks"
