@@ -5,19 +5,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from jaxmpi.checkpoint import run_directory
-from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
-from jaxmpi.core.files import HeldFolder, write_whole
-from jaxmpi.observe.recorder import Recorder
+from jaxmpi.core.files import write_whole
 from jaxmpi.observe.sinks.base import read_state, write_state
-from jaxmpi.trainer import lock_step
 from launching import PATH, Ended, mpirun_line, run, train_here
 
 HOLD = """
@@ -213,29 +208,6 @@ def test_a_run_whose_checkpoints_are_lost_is_not_begun_again_by_resume(tmp_path)
     assert (tmp_path / "record.1.jsonl").read_text() == SAVED
     with pytest.raises(UsageError, match="got resume and from_start"):
         Experiment(resume=True, from_start=True)
-
-
-def left_alone(folder: Path) -> Any:
-    """The run of a rank that is the first of those that are left, as `take_over_record` sees it."""
-    shrinking, feed = SimpleNamespace(recorder=None), SimpleNamespace(model=None, example=dict)
-    return SimpleNamespace(
-        shrinking=shrinking,
-        folder=folder,
-        recorder=Recorder(None),
-        plan=SimpleNamespace(experiment=Experiment(), feed=feed),
-        saver=SimpleNamespace(home=HeldFolder(folder)),
-    )
-
-
-def test_a_rank_that_gets_the_run_directory_keeps_its_lock_where_folders_have_none(tmp_path, monkeypatch):
-    (tmp_path / "record.jsonl").write_text("")
-    monkeypatch.setattr(HeldFolder, "try_lock", lambda home: False)  # as on NFS
-    run = left_alone(tmp_path)
-    with contextlib.ExitStack() as ends:
-        assert lock_step.take_over_record(run, SoloProcesses(), 0, ends) is run.shrinking.recorder
-        assert run.saver.home.fate() == ""
-        (tmp_path / "lock").unlink()
-        assert run.saver.home.fate() == "has lost its file `lock`, so another job may be in it"
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
