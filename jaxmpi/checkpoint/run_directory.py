@@ -214,24 +214,18 @@ def _set_aside(folder: Path) -> None:
 
 def refuse_lost(folder: Path) -> None:
     """Refuse to resume at step 0, where its record would be cut, a run that had saved checkpoints."""
-    steps = _saved_steps(folder / "record.jsonl")
-    if steps and not candidates(folder / "checkpoints"):
-        raise UsageError(
-            f"--resume: the record of {str(folder)!r} has checkpoints up to step {max(steps)}, and "
-            f"{str(folder / 'checkpoints')!r} has none: {AGAIN}"
-        )
-
-
-def _saved_steps(record: Path) -> list[int]:
-    """Steps of the checkpoints in a record."""
     steps = []
-    for line in record.read_bytes().splitlines():
+    for line in (folder / "record.jsonl").read_bytes().splitlines():
         if b'"checkpoint"' in line:
             with contextlib.suppress(*MALFORMED):  # a torn line
                 row = json.loads(line)
                 if isinstance(row, dict) and row.get("kind") == "checkpoint" and type(row.get("step")) is int:
                     steps.append(row["step"])
-    return steps
+    if steps and not candidates(folder / "checkpoints"):
+        raise UsageError(
+            f"--resume: the record of {str(folder)!r} has checkpoints up to step {max(steps)}, and "
+            f"{str(folder / 'checkpoints')!r} has none: {AGAIN}"
+        )
 
 
 def check_source(experiment: Experiment) -> None:

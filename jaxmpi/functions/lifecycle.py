@@ -193,10 +193,7 @@ def start_forked_group(n: int) -> WorkerGroup:
 
 
 def start_worker(setup: dict[str, Any], ours: Connection, theirs: Connection) -> subprocess.Popen:
-    """Start a worker, a fresh process with one end of a socket.
-
-    The socket carries import path, arguments and JAX settings, for which a command line may be too short.
-    """
+    """Start a worker; the socket carries import path, arguments and JAX settings, too long for a command line."""
     setup |= {"path": sys.path, "argv": sys.argv, "x64": bool(jax.config.jax_enable_x64)}  # pyright: ignore[reportAttributeAccessIssue]
     env = {name: value for name, value in os.environ.items() if name not in process.VARIABLES}
     code = f"from jaxmpi.functions.lifecycle import forked_main; forked_main({theirs.fileno()})"

@@ -1,7 +1,4 @@
-"""Reports of workers on their parts of a call, from which all decide whether to go on.
-
-One worker may fail while the others succeed, but all must raise an error.
-"""
+"""Reports of workers on their parts of a call: one may fail while others succeed, but all must raise an error."""
 
 import traceback
 from collections.abc import Sequence
@@ -12,10 +9,7 @@ from jaxmpi.core.json_tree import differences
 
 
 class WorkerFailed(TrainingError):
-    """A worker's part failed; the message has its traceback.
-
-    The workers are as before the call.
-    """
+    """A worker's part failed, with its traceback; the workers are as before the call."""
 
 
 class MissingPrograms(Exception):

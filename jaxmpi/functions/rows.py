@@ -52,13 +52,7 @@ class RowSelection(NamedTuple):
 
 
 def select_rows(batch: Any, length: int, what: str = "batch") -> RowSelection:
-    """The rows that `batch` names, out of `length`.
-
-    None names all, an int n the first n; a slice, indices or a mask name their own.
-
-    Raises:
-        UsageError: rows that are not there, or no such thing.
-    """
+    """The rows that `batch` names, out of `length`: None all, an int n the first n; a slice, indices or a mask."""
     if batch is None:
         return RowSelection(length)
     if isinstance(batch, slice):
@@ -120,11 +114,7 @@ def digest_rows(rows: RowSelection | None, choices: list[Any]) -> dict[str, Any]
 
 
 def check_lengths(lengths: dict[str, int], workers: int, batch: Any) -> RowSelection:
-    """The rows that a batch names of scattered arrays, given by name with their lengths.
-
-    Raises:
-        UsageError: other lengths than the first's; fewer rows than workers.
-    """
+    """The rows that a batch names of scattered arrays, given by name with their lengths, which must be the same."""
     (first, length), *others = lengths.items()
     for name, other in others:
         if other != length:

@@ -189,12 +189,7 @@ class MpiTransport:
         return None if out is None else [_decode_vector(vector) for vector in out]
 
     def _wait_for_all(self, request: Any) -> None:
-        """Wait for what all ranks take part in.
-
-        Raises:
-            OutOfStep: a rank has not come to it within the time limit; it is named. If rank 0 leads all come, and
-                computing is not late.
-        """
+        """Wait for what all ranks take part in; name one that has not come within the time limit, if none leads."""
         if not _wait_politely(request, self.timeout_s):
             late = self.control.in_job(self.control.late())
             raise OutOfStep(
