@@ -370,7 +370,7 @@ def params_from_orbax(folder: Path, params: PyTree, model_state: PyTree) -> Load
 
     def structured(tree: PyTree) -> Loaded:
         names, bare = ({name for name, _ in named_leaves(part)} for part in (tree, params))
-        if names == bare or not isinstance(tree, dict) or not tree.keys() <= {"params", "model_state"}:
+        if names == bare or not {name.split(SEPARATOR)[0] for name in names} <= {"params", "model_state"}:
             return Loaded(_structured(folder, tree, params), model_state, False)
         got = _structured(folder, tree, {"params": params, "model_state": model_state})
         return Loaded(got["params"], got["model_state"], True)
