@@ -63,6 +63,7 @@ class WorkerGroup:
         """Take this process's devices, by rank."""
         self.size = len(devices)
         self.workers = [Worker(rank, device) for rank, device in enumerate(devices)]  # of this process
+        self.mesh = Mesh(np.array(devices), (AXIS,))
         self.default_strategy = "shm" if devices[0].platform == "cpu" else "ar"
         self.variable_count = 0  # variables so far, which are numbered alike in all processes
         self.functions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # that are in Python here
@@ -78,13 +79,12 @@ class WorkerGroup:
 
     def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
         """`exchange` of every worker's list of floats, none of them empty: under shard_map, rank r on device r."""
-        mesh = Mesh(np.array([worker.device for worker in self.workers]), (AXIS,))
-        sharding = NamedSharding(mesh, P(AXIS))
+        sharding = NamedSharding(self.mesh, P(AXIS))
         stacked = [
             jax.make_array_from_single_device_arrays((self.size, *parts[0].shape), sharding, [x[None] for x in parts])
             for parts in zip(*mine.values(), strict=True)
         ]
-        totals = _exchange_over_devices(mesh, self.size, op, strategy)(stacked)  # pyright: ignore[reportArgumentType]
+        totals = _exchange_over_devices(self.mesh, self.size, op, strategy)(stacked)  # pyright: ignore[reportArgumentType]
         shards = [{shard.index[0].start or 0: shard.data[0] for shard in x.addressable_shards} for x in totals]
         return {rank: [shard[rank] for shard in shards] for rank in mine}
 
