@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jaxmpi.allreduce.algorithms import find, parse
 from jaxmpi.allreduce.algorithms.table import PACKAGED_STRATEGIES, STRATEGIES
-from jaxmpi.allreduce.buckets import assign_buckets, fuse, split_all
+from jaxmpi.allreduce.buckets import Programs, assign_buckets, fuse, in_buckets, split
 from jaxmpi.allreduce.dispatch import sums
 from jaxmpi.allreduce.measuring import BUDGET_S, from_rank_0, identity, slowest
 from jaxmpi.allreduce.wires import WIRES
@@ -178,8 +178,9 @@ class Trials:
     def _exchange(self, leaves: list[jax.Array], name: str) -> list[jax.Array]:
         bucket_bytes = 0 if parse(name).spec.means else self.bucket_bytes
         buckets = assign_buckets([leaf.size for leaf in leaves], bucket_bytes)
-        vectors = [fuse([leaves[i] for i in bucket]) for bucket in buckets]
-        return split_all(sums(vectors, name, self.comm, self.comm.size), leaves, buckets)
+        means = lambda vectors: sums(vectors, name, self.comm, self.comm.size)  # noqa: E731
+        parts = lambda vector, bucket: split(vector, [leaves[i] for i in bucket])  # noqa: E731
+        return in_buckets(buckets, fuse, means, parts, Programs())(leaves)
 
     def changed(self, name: str, cached_s: float, growth: float) -> str:
         """How the time of a cached strategy has changed; empty if it has not.

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.spec import ALL, Net, StrategySpec, add, code, ring_crossing, turn, wire_format
+from jaxmpi.allreduce.algorithms.spec import ALL, Net, StrategySpec, add, code, turn, wire_format
 from jaxmpi.allreduce.buckets import round_up
 from jaxmpi.allreduce.building_blocks import pad, place_of, put, take
 from jaxmpi.allreduce.schedules import MESSAGE_BYTES, Group, Part, Schedule, Span, columns
@@ -33,11 +33,9 @@ MAX_COLOURS = 16
 def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Array:
     """Sum k parts, each in packets up and down its own tree.
 
-    Trees as of `Forest`: a worker adds and forwards in one of them at most and is a leaf of all others. So each sends
-    e/k n floats at most, for the `most_edges` e. A packet takes 2 height messages one after another. Rounds once per
-    edge on the way up and once at the root. All edges are busy at once: while a packet climbs, the next follows and
-    earlier ones come down. Kumar et al. 2018 (IBM), section 4.2; their pipelined ring is the case of one colour, whose
-    tree is a chain.
+    A packet takes 2 height messages one after another; while it climbs, the next follows and earlier ones come down.
+    Rounds once per edge on the way up and once at the root. Kumar et al. 2018 (IBM), section 4.2; their pipelined ring
+    is the case of one colour, whose tree is a chain.
     """
     forest, place = plant(comm.size, colours), place_of(comm)
     k, height = len(forest.depth), forest.height
@@ -75,10 +73,7 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
 
 
 def coloured_parts(n: int, group: Group, wire: Wire, colours: int) -> Iterator[Part]:
-    """Cut the packets of all trees into messages, each one part.
-
-    Each goes up and down its tree when it can. Packets and additions are those of `coloured_trees`.
-    """
+    """Cut the packets of `coloured_trees` into messages, each one part that goes up and down its tree when it can."""
     forest = plant(group.size, colours)
     padded = group.size * -(-n // group.size)
     k, part = coloured_cut(padded, group.size, colours)
@@ -133,10 +128,7 @@ def coloured_cut(n: int, workers: int, colours: int) -> tuple[int, int]:
 
 
 def packets_of(n: float, k: int, height: int) -> int:
-    """The cheapest number of packets for each tree.
-
-    m packets take m + 2 height turns of PRICE + n / (k m) each.
-    """
+    """The cheapest number of packets for each tree: m take m + 2 height turns of PRICE + n / (k m) each."""
     return max(1, round(math.sqrt(2 * height * n / (k * PRICE))))
 
 
@@ -249,7 +241,7 @@ def coloured_trees_seconds(net: Net, n: float, wire: str, colours: int) -> float
     k, arity, height = forest(net.workers, colours)
     packets = packets_of(n, k, height)
     if net.hosts > 1:
-        crossing = ring_crossing(net) if k == 1 else net.slots
+        crossing = 1 if k == 1 else net.slots
         message = min(n / (k * packets), MESSAGE_BYTES / wire_format(wire)[1])
         sent, added = most_edges(net.workers, k, arity) * n / k, arity * n / k
         volume = turn(net, sent, wire, crossing) - turn(net, 0, wire, crossing)
@@ -285,13 +277,4 @@ COLOR = StrategySpec(
     cut=coloured_cut,
     pieces=coloured_pieces,
     spelled=("color2", "color4"),
-)
-PIPERING = StrategySpec(
-    functools.partial(coloured_trees, colours=1),
-    ALL,
-    crosses=True,
-    parts=functools.partial(coloured_parts, colours=1),
-    seconds=functools.partial(coloured_trees_seconds, colours=1),
-    cut=functools.partial(coloured_cut, colours=1),
-    pieces=functools.partial(coloured_pieces, colours=1),
 )
