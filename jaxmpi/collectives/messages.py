@@ -44,7 +44,7 @@ from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import failures, host_callbacks
 from jaxmpi.runtime.failures import call_after_all_scripts, call_before_finalize
 
-MESSAGE, STATUS = "jaxmpi: a message between two ranks", "jaxmpi: the status of a message"
+MESSAGE = "jaxmpi: a message between two ranks"
 TYPE_BYTES, PLACE_BYTES = 24, 20
 # Bytes of the array, sender's rank, tag, number of the array, its dtype and shape, the sender's file and line.
 HEADER = struct.Struct(f"qiii{TYPE_BYTES}s{PLACE_BYTES}s")
@@ -76,7 +76,7 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     what, dtype, sent = call.describe(*operands), operands[-1].dtype, tuple(map(at_least_8_bits, operands))
     given = [operands[-1]] if call.operation == "sendrecv" and not call.receives else []
     if given:
-        fill_in_program(call.status, NOBODY, None, 0, call.comm.effect)
+        fill_status(call.status, NOBODY, -1, 0)
     if not call.sends and not call.receives:
         return given
     number = open_message(call, what, *(jax.typeof(x) for x in sent))
@@ -147,14 +147,14 @@ def on_one_rank(call: MpiCall, x: jax.Array, place: Any = None) -> jax.Array:
     if call.operation != "sendrecv":
         raise UsageError(f"{call.operation}: got one worker, which has nobody to exchange messages with; start several")
     if call.source == NOBODY:
-        fill_in_program(call.status, NOBODY, None, 0)
+        fill_status(call.status, NOBODY, -1, 0)
         return place
     if call.dest == NOBODY or type_of(x) != type_of(place) or call.recvtag not in (None, call.sendtag):
         raise UsageError(
             f"sendrecv: one worker expects {type_of(place)} and tag {call.recvtag} from itself, but got {type_of(x)} "
             f"and tag {call.sendtag} for {'nobody' if call.dest == NOBODY else 'itself'}; give both alike, and dest=0"
         )
-    fill_in_program(call.status, 0, call.sendtag, place.nbytes)
+    fill_status(call.status, 0, call.sendtag, place.nbytes)
     return x
 
 
@@ -171,18 +171,8 @@ def status_number(status: Any) -> int:
     return id(status)
 
 
-def fill_in_program(
-    status: int, source: int, tag: int | None, size_bytes: int, effect: Any = host_callbacks.ORDERED
-) -> None:
-    """Have the program fill a status, if any, without a message."""
-    if status:
-        _register_status_handler()
-        facts = {"status": status, "source": source, "tag": -1 if tag is None else tag, "size_bytes": size_bytes}
-        host_callbacks.call(STATUS, [], [], effect=effect, **facts)
-
-
 def fill_status(status: int, source: int, tag: int, size_bytes: int) -> None:
-    """Fill a status, if any, as MPI does, also when nobody sends."""
+    """Fill a status, if any, as MPI does; C does it for what comes, this for messages that are known when traced."""
     from mpi4py import MPI
 
     if status:
@@ -190,11 +180,6 @@ def fill_status(status: int, source: int, tag: int, size_bytes: int) -> None:
         given.Set_source(MPI.PROC_NULL if source == NOBODY else source)
         given.Set_tag(MPI.ANY_TAG if tag == -1 else tag)
         given.Set_elements(MPI.BYTE, size_bytes)
-
-
-@functools.cache
-def _register_status_handler() -> None:
-    host_callbacks.register(STATUS, lambda _operands, _results, **options: fill_status(**options))
 
 
 # ---------------------------------------------------------------- calls that C knows
@@ -340,10 +325,10 @@ def _notes(comm: MpiComm, known: set[int]) -> list[Note]:
     now, before = set(found) - {0}, set(known)
     known.clear()
     known.update(now)
-    waiting = [(note in before, note & 0xFFFFFFFF) for note in now]
+    waiting = [(note & 0xFFFFFFFF, note in before) for note in now]
     return [
-        Note(number=number, is_known=is_known, what=_opened[number].what, partners=_opened[number].partners)
-        for is_known, number in waiting
+        (number, is_known, _opened[number].what, _opened[number].partners)
+        for number, is_known in waiting
         if _opened[number].call.comm is comm
     ]
 

@@ -384,13 +384,9 @@ class CallId(NamedTuple):
     count: int  # how many of its way this process has begun
 
 
-class Note(NamedTuple):
-    """A message that a program exchanges, as found in a look."""
-
-    number: int  # number of its call in this process
-    is_known: bool  # from an earlier look
-    what: str
-    partners: tuple[int, ...]
+# A message that a program exchanges: its call's number in this process, whether an earlier look has found it, what it
+# is, and the ranks that it waits for.
+Note = tuple[int, bool, str, tuple[int, ...]]
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -547,10 +543,10 @@ class WaitRegistry:
             self._exchange_wait = Wait(way=COMPARED, call=call, what=what, partners=self.others, is_in_program=True)
         before, self._message_waits = self._message_waits, {}
         notes = self.notes() if self.notes else []
-        for note in sorted(notes, key=lambda note: note.is_known):  # if two threads are in one call the older counts
-            known = before.get(note.number) if note.is_known else None
-            facts: dict[str, Any] = {"way": PARTNER, "call": CallId(0, 0), "what": note.what, "partners": note.partners}
-            self._message_waits[note.number] = known or Wait(**facts, is_in_program=True)
+        for number, is_known, what, partners in sorted(notes, key=lambda note: note[1]):  # of two in a call the older
+            known = before.get(number) if is_known else None
+            facts: dict[str, Any] = {"way": PARTNER, "call": CallId(0, 0), "what": what, "partners": partners}
+            self._message_waits[number] = known or Wait(**facts, is_in_program=True)
 
     def _judge(self, wait: Wait, waited_s: float) -> None:
         if not wait.is_sent:
