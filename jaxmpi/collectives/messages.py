@@ -9,9 +9,8 @@ header's message. A larger one is sent separately, on a communicator of its own,
 announces. So several receives of one source and tag may wait at once, as started ones do: MPI gives them headers in the
 order in which they began, and each takes the array of its own header.
 
-A `send` learns when its header was received (`MPI_Issend`), if it is short of the first message, the 17th, and so on.
-It does not wait for that: two ranks may both send first. A `sendrecv` sends as MPI's own does and may never learn of
-it. So when all scripts have ended, each rank looks for messages that nobody has received.
+A `send` waits as MPI's own does: a short one for nobody, so two ranks may both send first. So when all scripts have
+ended, each rank looks for messages that nobody has received.
 
 `messages.c` does all of this. Programs on CPUs call it directly, which takes a tenth of the time of a message through
 Python. Programs on GPUs, and started messages, call it from Python. Where it cannot be compiled, and while mpi4jax
@@ -36,13 +35,13 @@ import numpy as np
 
 from jaxmpi.collectives.call import NOBODY, MpiCall, at_least_8_bits, from_mpi_dtype, is_logged, to_mpi_dtype, type_of
 from jaxmpi.comm import c_handlers
-from jaxmpi.comm.diagnosis import PARTNER, PROBES, Note, message_lost
+from jaxmpi.comm.diagnosis import PROBES, Note, message_lost
 from jaxmpi.comm.mpi import MpiComm, made
 from jaxmpi.comm.polling import survives_losses, wait
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import failures, host_callbacks
-from jaxmpi.runtime.failures import call_after_all_scripts, call_before_finalize
+from jaxmpi.runtime.failures import call_after_all_scripts
 
 MESSAGE = "jaxmpi: a message between two ranks"
 TYPE_BYTES, PLACE_BYTES = 24, 20
@@ -50,7 +49,6 @@ TYPE_BYTES, PLACE_BYTES = 24, 20
 HEADER = struct.Struct(f"qiii{TYPE_BYTES}s{PLACE_BYTES}s")
 INLINE, INLINE_BYTES = -1, 32768  # in place of a number: the array, of so many bytes at most, is behind its header
 SENDRECV_INLINE_BYTES = 4096  # above, two messages take less time than two copies
-MOST_AHEAD = 1024  # such messages that nobody has received: they are copies, and their sender goes on
 EAGER_BYTES = 2048  # bytes of messages that any MPI copies, so that their sender waits for no receiver
 MOST_CALLS, NOTES = 1 << 20, 64  # that the source has room for
 ALMOST_S = 1.0  # for what is left at the end to be received
@@ -58,11 +56,11 @@ SOURCE = c_handlers.CSource(
     Path(__file__).with_suffix(".c"),
     HEADER_BYTES=HEADER.size,
     **dict[str, Any](SIZE_AT=0, SENDER_AT=8, NUMBER_AT=16, TYPE_AT=20),  # in a header
-    **dict[str, Any](TYPE_BYTES=TYPE_BYTES, INLINE=INLINE, INLINE_BYTES=INLINE_BYTES, EAGER_BYTES=EAGER_BYTES),
+    **dict[str, Any](TYPE_BYTES=TYPE_BYTES, INLINE=INLINE, INLINE_BYTES=INLINE_BYTES),
     **dict[str, Any](MOST_CALLS=MOST_CALLS, NOTES=NOTES),
 )
 _message_p = SOURCE.primitive()
-FUNCTIONS = "Isend", "Issend", "Irecv", "Wait", "Test", "Status_set_elements"  # in the order of the source
+FUNCTIONS = "Isend", "Irecv", "Wait", "Test", "Status_set_elements"  # in the order of the source
 Unexpected = ctypes.CFUNCTYPE(None, c_int32, c_void_p)
 
 
@@ -120,7 +118,6 @@ def _compile_error() -> str:
     library.jaxmpi_advance.argtypes = (c_void_p,)
     library.jaxmpi_set_up((c_void_p * len(functions))(*functions), MPI._handleof(MPI.BYTE))
     host_callbacks.register(MESSAGE, _exchange, ends_job=True)
-    call_before_finalize(_check_all_received)
     return ""
 
 
@@ -220,11 +217,10 @@ def open_message(call: MpiCall, what: str, x: Any, place: Any = None) -> int:
         raise UsageError(f"{what}: got {most:,} bytes; expected fewer than 2^31, to which MPI counts: cut it up")
     source = MPI.ANY_SOURCE if call.source is None else call.source
     recvtag = MPI.ANY_TAG if call.recvtag is None else call.recvtag
-    is_send = call.operation == "send"
+    most_inline_bytes = INLINE_BYTES if call.operation == "send" else SENDRECV_INLINE_BYTES
     numbers = (  # in the order of `struct call`
-        *(number, sent is not None, received is not None, source, call.dest, call.sendtag, recvtag, is_send),
-        *(INLINE_BYTES if is_send else SENDRECV_INLINE_BYTES, MOST_AHEAD),
-        min(comm.processes.tags, np.iinfo(np.int32).max),
+        *(number, sent is not None, received is not None, source, call.dest, call.sendtag, recvtag),
+        *(most_inline_bytes, min(comm.processes.tags, np.iinfo(np.int32).max)),
     )
     size_bytes, sent_type = (0, "") if sent is None else (sent.size * sent.dtype.itemsize, type_of(sent))
     # Of a long name the end: file and line of the call.
@@ -331,21 +327,6 @@ def _notes(comm: MpiComm, known: set[int]) -> list[Note]:
         for number, is_known in waiting
         if _opened[number].call.comm is comm
     ]
-
-
-def _check_all_received() -> None:
-    """Wait until this process's messages are received, or end the job."""
-    jax.effects_barrier()
-    unreceived, limit_s = SOURCE.library().jaxmpi_unreceived, min(TIMEOUT_S, failures.EXIT_TIMEOUT_S)
-    while (number := unreceived(-1)) >= 0:
-        call, what, *_ = _opened[number]
-        processes = call.comm.processes
-        with processes.waits.waiting(PARTNER, what, limit_s, call.dest):
-            if wait(lambda number=number: unreceived(number) != number, limit_s):
-                continue
-        rank, partner = processes.in_job([call.comm.rank, call.dest])
-        expected = "nobody has received it; expected a recv of that rank, source and tag"
-        failures.fail(TrainingError(f"rank {rank}: {what}: {expected}{processes.waits.where([partner])}"), None)
 
 
 def _check_no_message_left() -> None:

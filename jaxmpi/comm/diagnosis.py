@@ -450,19 +450,18 @@ class WaitRegistry:
             watch().add(self)
 
     @contextmanager
-    def waiting(self, way: int, what: str, limit_s: float = TIMEOUT_S, partner: int | None = None) -> Iterator[Wait]:
-        """Note that this rank waits until the block ends.
+    def waiting(self, way: int, what: str, limit_s: float = TIMEOUT_S) -> Iterator[Wait]:
+        """Note that this rank waits for all others until the block ends.
 
         Args:
-            way: CONTROL, BESIDE or PARTNER.
+            way: CONTROL or BESIDE.
             what: it waits in, for messages.
             limit_s: after which the caller gives up.
-            partner: the rank that a message is from or to; None for any, and for what all take part in.
         """
         self._counts[way] += 1
-        call, partners = CallId(0, self._counts[way]), self.others if partner is None else (partner,)
         thread = threading.get_ident() if way == CONTROL else None
-        wait = Wait(way=way, call=call, what=what, limit_s=limit_s, partners=partners, thread=thread)
+        call = CallId(0, self._counts[way])
+        wait = Wait(way=way, call=call, what=what, limit_s=limit_s, partners=self.others, thread=thread)
         self._waits.add(wait)
         try:
             yield wait
