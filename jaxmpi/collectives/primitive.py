@@ -37,32 +37,19 @@ _call_p.multiple_results = True
 
 class _Interceptor(threading.local):
     make: Callable[..., list[jax.Array]] | None = None
-    agreed: list[Any] | None = None
 
 
 _interceptor = _Interceptor()
 
 
 @contextmanager
-def intercept_calls(make: Callable[..., list[jax.Array]], agreed: list[Any]) -> Iterator[None]:
-    """Have another function make this thread's calls: (call, *operands) -> results.
-
-    `agreed` keeps what ranks exchange while the operation is traced, which is traced twice.
-    """
-    _interceptor.make, _interceptor.agreed = make, agreed
+def intercept_calls(make: Callable[..., list[jax.Array]]) -> Iterator[None]:
+    """Have another function make this thread's calls: (call, *operands) -> results."""
+    _interceptor.make = make
     try:
         yield
     finally:
-        _interceptor.make = _interceptor.agreed = None
-
-
-def agree_once(exchange: Callable[[], list[Any]]) -> list[Any]:
-    """Return what ranks tell each other; for a started operation, which `wait` traces again, they do so once."""
-    if _interceptor.agreed is None:
-        return exchange()
-    if not _interceptor.agreed:
-        _interceptor.agreed.append(exchange())
-    return _interceptor.agreed[0]
+        _interceptor.make = None
 
 
 def bind(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
