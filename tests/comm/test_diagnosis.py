@@ -24,6 +24,14 @@ print("numbers", float(second(x).sum()), flush=True)
 """
 OF_OTHER_SIZES = IN_ANOTHER_ORDER.replace("exchange(2 * x,", "exchange(x[:2, :3],")
 STUCK = IN_ANOTHER_ORDER.replace("exchange(2 * x, strategy", "exchange(2 * x, 'tree:16'")
+COMPRESSED = """
+tx = jaxmpi.exchange_gradients(strategy)
+state = tx.init(x)
+f, g = jax.jit(lambda x: tx.update(x, state)[0]), jax.jit(lambda x: 2 * tx.update(x, state)[0])
+f(x).block_until_ready(), g(x).block_until_ready()
+print("both have run", flush=True)
+print("numbers", (f, g)[rank](x), flush=True)
+"""
 BESIDE = """
 from jaxmpi.allreduce.overlap import exchange as beside
 exchanged = lambda x: beside({"w": x}, strategy)["w"]
@@ -58,6 +66,7 @@ print("numbers", h(x, rank == 0), flush=True)
     [
         ("asa32", OF_OTHER_SIZES),
         ("shm", IN_A_BRANCH),
+        pytest.param("topk5/ring32", COMPRESSED, marks=pytest.mark.slow),
         ("ring32", BESIDE),
         ("asa32", AS_ON_A_GPU + STUCK),
     ],
