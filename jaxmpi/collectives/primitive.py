@@ -22,7 +22,6 @@ from jaxmpi.allreduce.dispatch import MPI_COUNTS
 from jaxmpi.collectives.call import NOBODY, MpiCall, is_logged, shape_of
 from jaxmpi.collectives.table import OPERATIONS, Operation, has_slots_for, run_by_mpi, run_in_c
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
-from jaxmpi.comm.diagnosis import comparison_of
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 
@@ -145,7 +144,6 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequ
                 _ = call.comm.reversed_mpi  # which its ranks make together
             number = None if is_nested else number_of(call.comm, describe_call(call, ctx.avals_in))
             if number is not None and row.run is run_by_mpi and not call.is_reversed and not is_logged():
-                comparison_of(call.comm).share_slots()
                 if has_slots_for(call, ctx.avals_in[0]):
                     return mlir.lower_fun(functools.partial(run_in_c, call, number))(ctx, *operands)
 

@@ -124,7 +124,7 @@ class CallComparison:
     """The exchanges and collectives that a communicator's ranks have come to, compared in C."""
 
     def __init__(self, comm: Any) -> None:
-        self._comm, self._library, self._slots = comm, None, None
+        self._comm, self._library, self._slot_bytes = comm, None, 0
         is_world = comm.processes.numbers == tuple(range(launched_workers()))
         self._where = "the job" if is_world else f"a communicator of {comm.size} ranks"
         self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks
@@ -150,19 +150,23 @@ class CallComparison:
 
         comm, self._library = self._comm, SOURCE.library()
         self._library.jaxmpi_held.restype = c_int64
-        self._may_share = self._in_c and self._index < MOST_SHARED
-        words = PLACE_WORDS if self._may_share else NUMBERS_WORDS
+        has_slots, page = self._in_c and self._index < MOST_SHARED, mmap.PAGESIZE
+        words = PLACE_WORDS if has_slots else NUMBERS_WORDS
         row_words = 2 * words + ROUNDS_WORDS
-        is_one_host = len(set(comm.hosts)) == 1
-        self._board = _shared_by_all(comm, comm.size * row_words * 8) if is_one_host else None
+        board_bytes = -(-comm.size * row_words * 8 // page) * page
+        slot_bytes = -(-max(LEAST_BYTES, min(SLOT_BYTES, SLOTS_BYTES // (2 * comm.size))) // page) * page * has_slots
+        part_bytes = -(-slot_bytes // (comm.size * page)) * page
+        is_one_host, size_bytes = len(set(comm.hosts)) == 1, board_bytes + comm.size * (2 * slot_bytes + part_bytes)
+        self._memory = _shared_by_all(comm, size_bytes) if is_one_host else None
         self._numbers: np.ndarray | None = None  # [rank, place]
-        if self._board:
-            rows = np.frombuffer(self._board, np.int64, comm.size * row_words).reshape(comm.size, row_words)
-            self._numbers = rows[:, : 2 * words : words]
         setup = _setup_type()()
         setup.functions[:] = c_handlers.addresses(FUNCTIONS)
         setup.differs, setup.failed = Differs(self._differs), c_handlers.Failed(self._failed)
-        setup.board = ctypes.addressof(ctypes.c_char.from_buffer(self._board)) if self._board else None
+        if self._memory:
+            rows = np.frombuffer(self._memory, np.int64, comm.size * row_words).reshape(comm.size, row_words)
+            self._numbers, self._slot_bytes = rows[:, : 2 * words : words], slot_bytes
+            setup.board = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+            setup.slots, setup.slot_bytes, setup.part_bytes = setup.board + board_bytes, slot_bytes, part_bytes
         setup.messages, setup.int32 = map(MPI._handleof, (self._messages, MPI.INT32_T))
         for number, dtype in host_callbacks.DTYPES.items():
             setup.item_bytes[number] = dtype.itemsize
@@ -187,29 +191,17 @@ class CallComparison:
             kind: the operation.
             row_bytes: of an array of one rank for one rank, or for all.
         """
-        if self._slots is None or kind not in OPERATIONS:
+        if not self._slot_bytes or kind not in OPERATIONS:
             return False
         part_bytes = self._slot_bytes // self._comm.size
         is_row_short = kind not in ("alltoall", "scatter") or row_bytes <= part_bytes or part_bytes >= LEAST_ROW_BYTES
         return is_row_short and (kind != "scan" or row_bytes <= LONG_SCAN_BYTES)
 
-    def share_slots(self) -> None:
-        """Map memory for the arrays of operations, once; all ranks come here together."""
-        if self._library is None or self._board is None or not self._may_share:
-            return
-        self._may_share, size, page = False, self._comm.size, mmap.PAGESIZE
-        slot_bytes = -(-max(LEAST_BYTES, min(SLOT_BYTES, SLOTS_BYTES // (2 * size))) // page) * page
-        part_bytes = -(-slot_bytes // (size * page)) * page
-        self._slots, self._slot_bytes = _shared_by_all(self._comm, size * (2 * slot_bytes + part_bytes)), slot_bytes
-        if self._slots:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(self._slots))
-            self._library.jaxmpi_share(self._index, c_void_p(address), c_int64(slot_bytes), c_int64(part_bytes))
-
     def close(self) -> None:
         """Let go of the memory; a program that still calls it gets an error."""
         if self._library is not None:
             self._library.jaxmpi_close(self._index)
-            self._numbers = self._board = self._slots = self._kept = None
+            self._numbers = self._memory = self._kept = None
             for name in self._names:
                 host_callbacks.forget(name)
             _comparisons.remove(self)
