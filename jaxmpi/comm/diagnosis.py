@@ -154,7 +154,8 @@ class CallComparison:
         words = PLACE_WORDS if has_slots else NUMBERS_WORDS
         row_words = 2 * words + ROUNDS_WORDS
         board_bytes = -(-comm.size * row_words * 8 // page) * page
-        slot_bytes = -(-max(LEAST_BYTES, min(SLOT_BYTES, SLOTS_BYTES // (2 * comm.size))) // page) * page * has_slots
+        slot_bytes = max(LEAST_BYTES, min(SLOT_BYTES, SLOTS_BYTES // (2 * comm.size))) if has_slots else 0
+        slot_bytes = -(-slot_bytes // page) * page
         part_bytes = -(-slot_bytes // (comm.size * page)) * page
         is_one_host, size_bytes = len(set(comm.hosts)) == 1, board_bytes + comm.size * (2 * slot_bytes + part_bytes)
         self._memory = _shared_by_all(comm, size_bytes) if is_one_host else None
