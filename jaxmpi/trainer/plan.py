@@ -45,7 +45,7 @@ class Plan:
     has_lr: bool  # False: the user's own optimizer was made with its rates
     headline: str
     data: dict[str, Any]  # facts that distinguish the data from other data, wherever it lies
-    scaled_for: int  # number of workers with which the run began, by which lr is scaled
+    scaled_for: int  # number of workers with which the run began
     micro_batch: int  # examples of an accumulation slice; 0: no accumulation
     requested: str = ""  # the strategy as the experiment has it, perhaps `auto`
     notes: tuple[str, ...] = ()  # reasons for what was left open, for the log
@@ -144,16 +144,13 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, bef
     epoch_steps = feed.samplers[0].steps_per_epoch
     total_steps = max(durations.duration_steps(experiment.train_for, epoch_steps, effective_batch), 1)
     clock = schedules.Clock(epoch_steps, effective_batch, total_steps)
-    factor, scaling = registry.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, scaled_for)
-    factor *= rate_for_batch(experiment.optim, effective_batch / scaled_for)
-    if experiment.optim.lr_for_batch:
-        scaling += f", local batch / {experiment.optim.lr_for_batch}"
+    factor = rate_factor(experiment.optim, effective_batch)
     if is_other and registry.RULES[experiment.rule.name].sums_updates:
         factor *= scaled_for / workers.size  # fewer updates are summed, each of more examples
     name = experiment.model.name if experiment.model else experiment.task.name
     headline = (
         f"{name}: {describe_workers(workers)} x local batch {local_batch} = effective batch {effective_batch}; "
-        f"{describe_data(feed)}, {total_steps} steps\n{describe_rate(experiment, factor, scaling)}"
+        f"{describe_data(feed)}, {total_steps} steps\n{describe_rate(experiment, factor, effective_batch)}"
     )
     if experiment.model and experiment.model.classes != wanted_classes:
         headline = (
@@ -188,9 +185,10 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, bef
     )
 
 
-def rate_for_batch(optim: Optim, local_batch: float) -> float:
-    """The factor on lr for the local batch with which the run began."""
-    return local_batch / optim.lr_for_batch if optim.lr_for_batch else 1.0
+def rate_factor(optim: Optim, effective_batch: int) -> float:
+    """The factor on lr: 1, or effective batch / `lr_for_batch`, or its square root."""
+    ratio = effective_batch / optim.lr_for_batch if optim.lr_for_batch else 1.0
+    return ratio**0.5 if optim.lr_scaling == "sqrt" else ratio
 
 
 def slice_size(local_batch: int, most: int) -> int:
@@ -234,11 +232,15 @@ def describe_data(feed: DeviceFeed) -> str:
     return f"{len(feed.source)} examples, {feed.samplers[0].steps_per_epoch} steps an epoch"
 
 
-def describe_rate(experiment: Experiment, factor: float, scaling: str) -> str:
-    """How the learning rate of each worker comes about."""
-    lr = experiment.optim.lr
+def describe_rate(experiment: Experiment, factor: float, effective_batch: int) -> str:
+    """How the learning rate comes about."""
+    lr, for_batch = experiment.optim.lr, experiment.optim.lr_for_batch
     if optimizers.has_own_rate(experiment.optim):
         return f"learning rates are those of optimizer {experiment.optim.name}"
+    scaling = f" x {factor:g}" if factor != 1 else ""
+    if for_batch:
+        root = "square root of " if experiment.optim.lr_scaling == "sqrt" else ""
+        scaling += f" ({root}batch {effective_batch} / {for_batch})"
     if experiment.schedule.rate:
-        return f"lr as schedule.rate says, x {factor:g} ({scaling})"
-    return f"lr {lr:g} x {factor:g} ({scaling}) = {lr * factor:g}"
+        return f"lr as schedule.rate says{scaling}"
+    return f"lr {lr:g}{scaling} = {lr * factor:g}" if scaling else f"lr {lr:g}"
