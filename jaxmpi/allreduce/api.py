@@ -37,7 +37,6 @@ from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.core.pytrees import PyTree, signature
 from jaxmpi.core.to_jax import check_not_float0, check_on_one_device, to_jax
-from jaxmpi.runtime import host_callbacks
 
 Op = Literal["mean", "sum"]
 BUCKET_BYTES = 4 << 20  # small leaves are fused up to this; a leaf at least as big travels as it is
@@ -192,11 +191,7 @@ class Choice(NamedTuple):
         options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": ready}
         # Else two programs of equal shapes that ranks trace in another order would be one exchange for good.
         if what == TRACED and isinstance(self.comm, MpiComm):
-            options |= {
-                "at": callers(),
-                "columns": columns(),
-                "compares its calls": not host_callbacks.unavailable_reason(),
-            }
+            options |= {"at": callers(), "columns": columns()}
         return fingerprint(what, {**options, "leaf": signature(tree)})
 
     def what(self, leaves: Sequence[Any]) -> str:

@@ -26,7 +26,6 @@ from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.frames import LIBRARIES, is_users, line_of, module_of
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.runtime import host_callbacks
 
 # ---------------------------------------------------------------- in a program
 
@@ -34,14 +33,14 @@ from jaxmpi.runtime import host_callbacks
 def number_of(comm: Comm, what: str) -> int | None:
     """Number by which programs compare an exchange; None without a comparison.
 
-    There is nothing to compare if there is one worker, or one program for all of them; nothing can be where programs do
-    not call Python. All ranks call it together, after they have agreed on what is exchanged.
+    There is nothing to compare if there is one worker, or one program for all of them. All ranks call it together,
+    after they have agreed on what is exchanged.
 
     Args:
         comm: who exchanges.
         what: is exchanged, for messages.
     """
-    if not isinstance(comm, MpiComm) or comm.size == 1 or host_callbacks.unavailable_reason():
+    if not isinstance(comm, MpiComm) or comm.size == 1:
         return None
     return comparison_of(comm).number(what)
 

@@ -1,12 +1,11 @@
-"""Sums of a program's buckets by the communication thread: the calls in the program, and the functions that they call.
+"""Sums of a program's buckets by the communication thread: the calls in the program, and the thread.
 
 In a program an exchange is three kinds of calls. `open` numbers it, in the order of programs, so that all ranks give a
 bucket the same number. `start` hands a bucket to the thread and returns at once. It waits for nothing but its own
 gradients. So XLA runs it when they are there, on each rank in an order of its own. `done`, after the last start, waits
 until a bucket holds the sum. The bucket passes through both in one buffer, which the thread changes in between: nothing
 is copied, and XLA, for which only these calls use the buffer, leaves it alone. All of it is C (`host_engine.c`); Python
-is called when a plan is new and when something is wrong. The buffers of a GPU go through Python, which sees them as
-copies: there `start` leaves a copy with the thread, and `done` takes the sum from the thread.
+is called when a plan is new and when something is wrong.
 
 Messages have no names. So ranks that run two programs of equal shapes in different orders would add up gradients of
 different programs. `open` therefore has the thread compare over ranks which exchange each has come to, and buckets wait
@@ -19,7 +18,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from ctypes import c_int64, c_uint32, c_void_p
+from ctypes import c_int32, c_int64
 from enum import StrEnum
 from typing import Any, NoReturn
 
@@ -40,7 +39,6 @@ from jaxmpi.core.errors import UsageError, check
 from jaxmpi.runtime import failures, host_callbacks
 
 THREAD = "jaxmpi exchange"
-COPYING = {OPEN: f"{THREAD}: open", START: f"{THREAD}: start", DONE: f"{THREAD}: done"}
 RANK = f"{THREAD}: rank"
 TEXT_BYTES = 256  # bytes of a call's text, for messages; ranks compare a digest
 TICKET = jax.ShapeDtypeStruct((), jnp.uint32)
@@ -78,13 +76,7 @@ def unavailable_reason(strategy: str, comm: Comm) -> str | None:
         return UnfitForThread.RANKS.format(strategy=strategy)
     if not comm.processes.may_overlap:
         return UnfitForThread.ONE_THREAD
-    return _unavailable_handlers(comm) or host_engine.unavailable_reason(comm) or None
-
-
-@functools.cache
-def _unavailable_handlers(comm: MpiComm) -> str:
-    """Why a rank cannot call the thread from a program; empty if all can. All come here together at first."""
-    return next(filter(None, comm.processes.allgather_object(host_callbacks.unavailable_reason() or "")), "")
+    return host_engine.unavailable_reason(comm) or None
 
 
 def all_reduce_on_comm_thread(
@@ -101,7 +93,7 @@ def all_reduce_on_comm_thread(
     """f32[n] each -> their sums over workers, by the communication thread.
 
     Each starts when it is ready; when all have, they are waited for in turn. No wait may be left out, though nobody
-    uses its sum: until then the thread writes into the program's buffer. On a GPU it has a buffer of its own.
+    uses its sum: until then the thread writes into the program's buffer.
 
     Args:
         strategy: its full name.
@@ -113,49 +105,32 @@ def all_reduce_on_comm_thread(
             while the last are under way. Else the calls are ordered among mpi4jax's, so that none of these waits for
             one behind it.
     """
-    handlers, sums = exchange_handlers(), [(strategy, half, x.size) for x in vectors]
-    parts, most = handlers.engine.parts(sums), handlers.engine.tags // 2  # a resumed exchange has the other half
+    engine, sums = exchange_handlers().engine, [(strategy, half, x.size) for x in vectors]
+    parts, most = engine.parts(sums), engine.tags // 2  # a resumed exchange has the other half
     check(parts <= most, f"got {parts} segments of gradients, expected {most} or fewer; use overlap off")
     text = json.dumps({"plan": plan, "what": what, "sums": sums, "labels": [*labels]})
     key = host_engine.key_of(text)
-    call_words = host_engine.words_of(host_engine.name_plan(key, what, labels))
+    words = *host_engine.words_of(key), *host_engine.words_of(host_engine.name_plan(key, what, labels))
     effect = host_callbacks.ORDERED if portable or not isinstance(comm, MpiComm) else comm.effect
-    is_copied = bool(host_callbacks.why_copies())
-    call = _call_with_copies if is_copied else _call
-    [ticket] = call(OPEN, (*host_engine.words_of(key), *call_words), [], [TICKET], effect, text)
-    started = []  # results of each bucket's start: on a CPU the buffer into which the sum comes, and a ticket
+    [ticket] = _call((OPEN, *words), [], [TICKET], effect, text=text)
+    started = []  # by bucket: the buffer into which its sum comes, and a ticket
     for i, vector in enumerate(vectors):
-        started.append(call(START, (i,), [vector, ticket], [*[like(vector)][is_copied:], TICKET], None))
-    before, totals = [last for *_, last in started], []  # tickets of all starts: no wait may hold up a computation
-    is_free = effect is host_callbacks.ORDERED and not is_copied  # a GPU's calls run one after another anyway
-    for i, (vector, buffer_and_ticket) in enumerate(zip(vectors, started, strict=True)):
-        order = host_callbacks.KEPT if is_free else effect
-        total, last = call(DONE, (i,), [*buffer_and_ticket, *before], [like(vector), TICKET], order)
+        started.append(_call((START, i), [vector, ticket], [vector, TICKET], None))
+    before, totals = [last for _, last in started], []  # tickets of all starts: no wait may hold up a computation
+    order = host_callbacks.KEPT if effect is host_callbacks.ORDERED else effect
+    for i, vector in enumerate(vectors):
+        total, last = _call((DONE, i), [*started[i], *before], [vector, TICKET], order)
         totals, before = [*totals, total], [last]
     return totals
 
 
-def like(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """Shape and dtype."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _call(
-    kind: int, words: tuple[int, ...], operands: list, results: list, effect: Any, text: str = ""
-) -> list[jax.Array]:
-    """Call the handler in C; a bucket passes through in one buffer."""
-    options = {"in_place": ((0, 0),) if kind != OPEN else (), "text": text}
+def _call(words: tuple[int, ...], operands: list, results: list, effect: Any, text: str = "") -> list[jax.Array]:
+    """Call the handler; a bucket passes through in one buffer."""
+    in_place = ((0, 0),) if operands else ()
     shapes = c_handlers.shaped(*results)
-    return host_engine.beside_p.bind(*operands, results=shapes, effect=effect, words=(kind, *words), **options)
-
-
-def _call_with_copies(
-    kind: int, words: tuple[int, ...], operands: list, results: list, effect: Any, text: str = ""
-) -> list[jax.Array]:
-    """The same through Python, which sees a GPU's arrays as copies."""
-    attributes: dict[str, Any] = {f"word{i}": word for i, word in enumerate(words)}
-    attributes |= {"text": text} if text else {}
-    return host_callbacks.call(COPYING[kind], operands, results, effect=effect, **attributes)
+    return host_engine.beside_p.bind(
+        *operands, results=shapes, effect=effect, words=words, in_place=in_place, text=text
+    )
 
 
 # ---------------------------------------------------------------- in the process
@@ -171,14 +146,11 @@ class ExchangeHandlers:
         self.control, self._comparisons = self.engine.control, self.engine.control.clone()
         waits: Any = self.control.waits
         waits.comparison = self  # from which the monitor knows which comparison is under way
-        host_engine.beside.append(self)
+        host_engine.listeners.append(self)
         host_callbacks.register(RANK, self._rank, ends_job=True)
-        for name, function in zip(COPYING.values(), (self._open, self._start, self._done), strict=True):
-            host_callbacks.register(name, function, ends_job=True)
-        self._copies = dict[tuple[int, int], np.ndarray]()  # by ticket and number, of a GPU's buckets under way
-        host_engine.load()
-        self.library = host_engine.SOURCE.library()
-        self.library.jaxmpi_beside_setup(self.engine.number, comm.size, host_engine.handle(self._comparisons))
+        self.library = host_engine.library()
+        size = c_int32(comm.size)
+        self.library.jaxmpi_beside_setup(c_int32(self.engine.number), size, host_engine.handle(self._comparisons))
         self.thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self.thread.start()
         failures.call_before_finalize(self.stop)
@@ -195,6 +167,10 @@ class ExchangeHandlers:
         finally:  # a program that failed fails here once more
             self.library.jaxmpi_beside_stop()
             self.thread.join()
+
+    def _rank(self, operands: list, results: list) -> None:
+        """i32[]: the rank that runs a program; another may have traced it."""
+        results[0][...] = self.control.rank
 
     # ------------------------------------------------------------ called by C
 
@@ -236,32 +212,6 @@ class ExchangeHandlers:
     def waits(self) -> int:
         """No exchange beside a program waits for another's turn."""
         return 0
-
-    # ------------------------------------------------------------ called by programs
-
-    def _rank(self, operands: list, results: list) -> None:
-        """i32[]: the rank that runs a program; another may have traced it."""
-        results[0][...] = self.control.rank
-
-    def _open(self, operands: list, results: list, text: str, **words: int) -> None:
-        key, call = np.array([words[f"word{i}"] for i in range(4)], np.int32).view(np.int64).tolist()
-        encoded, ticket = text.encode(), c_uint32()
-        args = c_int64(key), c_int64(call), encoded, c_int64(len(encoded)), ctypes.byref(ticket)
-        check(not self.library.jaxmpi_beside_open(*args), "an exchange beside a program is not known here")
-        results[0][...] = ticket.value
-
-    def _start(self, operands: list, results: list, word0: int) -> None:
-        x, ticket = operands
-        copy = self._copies[int(ticket), word0] = x.copy()
-        args = c_uint32(int(ticket)), c_int64(word0), c_void_p(copy.ctypes.data)
-        check(not self.library.jaxmpi_beside_start(*args), "an exchange beside a program is not known here")
-        results[0][...] = ticket
-
-    def _done(self, operands: list, results: list, word0: int) -> None:
-        ticket = int(operands[0])
-        self.library.jaxmpi_beside_done(c_uint32(ticket), c_int64(word0))
-        np.copyto(results[0], self._copies.pop((ticket, word0)))
-        results[1][...] = ticket
 
 
 def call_row(text: str, about: Any = None) -> np.ndarray:

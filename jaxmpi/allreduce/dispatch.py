@@ -12,7 +12,6 @@ from jaxmpi.allreduce.host_engine import is_far, summed
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import check
-from jaxmpi.runtime import host_callbacks
 
 SHORT_BYTES = 1 << 20  # 8 ms at 1 Gbit/s; two changes of threads take up to 2 ms, and are hidden by longer ones
 MPI_COUNTS = 2**31  # number below which MPI's counts stay
@@ -48,7 +47,7 @@ def try_host_all_reduce(
     there. If that thread cannot make them, they are C's whatever their length. None if neither can.
     """
     has_thread = is_far(comm) and comm is world() and not comm_thread.unavailable_reason(name, comm)
-    has_thread = has_thread and not host_callbacks.why_copies()  # nobody has measured sums from GPUs by the thread
+
     if not has_thread or 4 * sum(x.size for x in vectors) <= SHORT_BYTES:
         if totals := summed(vectors, name, comm, half):
             return totals

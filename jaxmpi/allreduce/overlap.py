@@ -33,7 +33,6 @@ from jaxmpi.comm.mpi import MpiComm, workers_of
 from jaxmpi.config.exchange_config import check_bucket_bytes
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, named_leaves
-from jaxmpi.runtime import host_callbacks
 
 # ---------------------------------------------------------------- whether
 
@@ -61,7 +60,7 @@ def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool
 
     Args:
         asked: auto, on or off. auto is on if ranks are on several hosts: inside one, an exchange is work for
-            memory and cores, of which the backward pass leaves none. On GPUs it is off: nobody has measured it there.
+            memory and cores, of which the backward pass leaves none.
         unfit: why the step cannot hide an exchange; empty if it can.
 
     Raises:
@@ -74,8 +73,6 @@ def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool
         return False, "overlap off: all ranks are on one host"  # the reason that no option changes
     reason = unfit or unavailable_reason(strategy, comm)
     check(not (asked == "on" and comm.size > 1 and reason), UNFIT.format(asked=asked, reason=reason))
-    if asked == "auto" and not reason and host_callbacks.why_copies():
-        reason = "on GPUs it is on only if it is asked for"
     on = "as asked" if asked == "on" else f"ranks are on {len(set(comm.hosts))} hosts"
     return not reason, f"overlap off: {reason}" if reason else f"overlap on: {on}"
 
@@ -101,7 +98,7 @@ def exchange(
         strategy: asa, ring, tree, color<k>, pipering or hier-<cross> of one of these, with any wire; or auto, which
             then takes one of these.
         op: mean or sum.
-        comm: all MPI ranks, on CPUs or CUDA GPUs; default: the world.
+        comm: all MPI ranks, on CPUs; default: the world.
         bucket_bytes: as of `jaxmpi.exchange`; what waits for the last gradient of a bucket is less if this is less.
         order: of the function that computed the tree; default: from the last leaf to the first.
         portable: the program can be exported. Other MPI calls in it are not ordered with this one: they must be such

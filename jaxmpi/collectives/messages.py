@@ -97,7 +97,7 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
 def unavailable_reason() -> str:
     """Why messages are mpi4jax's own; empty if they have headers."""
     with _loading:
-        return host_callbacks.unavailable_reason() or _compile_error()
+        return _compile_error()
 
 
 _loading = threading.Lock()  # several threads may lower programs

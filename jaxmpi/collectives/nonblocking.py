@@ -4,21 +4,18 @@
     ...                       # is computed meanwhile
     y = wait(h)
 
-`start` hands the arrays to the communication thread of the process and returns at once; `wait` returns the results.
-Collectives start in the order of the program, the same on all ranks. The thread compares over ranks which operation
-each has come to, one comparison after another, and only then has MPI begin it: so all ranks begin operations in one
-order, and none with another's numbers. A message between two ranks begins at once, in the program's order, and is
-compared by its header; other ranks take no part.
+`start` hands the arrays to the thread of `operation_thread` and returns at once; `wait` returns the results.
+Collectives start in the order of the program, the same on all ranks. A message between two ranks begins at once, in the
+program's order, and is compared by its header; other ranks take no part.
 """
 
 import dataclasses
 import functools
 import itertools
-import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core
@@ -34,11 +31,17 @@ from jaxmpi.allreduce.call_order import caller, one_thread
 from jaxmpi.allreduce.comm_thread import TICKET
 from jaxmpi.collectives import api, messages
 from jaxmpi.collectives.call import NOBODY, MpiCall, at_least_8_bits, from_mpi_dtype, shape_of, to_mpi_dtype
-from jaxmpi.collectives.operation_thread import PendingOperation, Requests, operation_thread, same_calls
+from jaxmpi.collectives.operation_thread import (
+    TIMEOUT_S,
+    Operation,
+    StartQueue,
+    operation_thread,
+    queue_for,
+    until_complete,
+)
 from jaxmpi.collectives.primitive import assert_same, describe_call, intercept_calls, operation_of
-from jaxmpi.collectives.table import OPERATIONS, mpi_op, neutral
-from jaxmpi.comm.mpi import MpiComm
-from jaxmpi.core.errors import UsageError
+from jaxmpi.collectives.table import OPERATIONS
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.runtime import host_callbacks
 
@@ -63,11 +66,6 @@ class Handle:
 
     def __str__(self) -> str:
         return f"the {self.operation.__name__} that started at {self.line}"
-
-    def check_waited(self, what: str) -> None:
-        """Refuse a handle that the program does not wait for."""
-        if not self.is_waited:
-            raise UsageError(f"start: {what} is never waited for; expected y = wait(h) in the function that starts it")
 
 
 def _traced_function() -> Any:
@@ -104,8 +102,6 @@ def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle
 
     with intercept_calls(begin, handle.agreed):
         operation(*args, **kwargs)
-    if not handle.tickets:  # nothing is sent
-        _nothing_p.bind(handle=handle)
     return handle
 
 
@@ -152,7 +148,7 @@ def _as_sent(call: MpiCall, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]
 
 def _one_entry(x: jax.Array) -> jax.Array:
     """Return x or, to copy less, one entry that waits for x."""
-    if not (host_callbacks.why_copies() and jnp.size(x)):
+    if not (host_callbacks.sees_copies() and jnp.size(x)):
         return x
     x = jnp.asarray(x)
     return jax.lax.slice(jax.lax.optimization_barrier(x), [0] * x.ndim, [1] * x.ndim)
@@ -169,16 +165,16 @@ def _abstract(*operands: Any, call: MpiCall, handle: Handle) -> tuple[list, set]
 
 def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall, handle: Handle) -> Sequence[Any]:
     what, is_message = describe_call(call, ctx.avals_in), operation_of(call).is_message
-    handle.check_waited(what)
-    reason = messages.unavailable_reason() if is_message else host_callbacks.unavailable_reason()
-    if not call.comm.processes.may_overlap:
-        reason = "MPI has no MPI_THREAD_MULTIPLE"
+    if not handle.is_waited:
+        raise UsageError(f"start: {what} is never waited for; expected y = wait(h) in the function that starts it")
+    may_overlap = call.comm.processes.may_overlap
+    reason = "MPI has no MPI_THREAD_MULTIPLE" if not may_overlap else is_message and messages.unavailable_reason()
     if reason:
         raise UsageError(f"start: {what} cannot run beside a program: {reason}; call {call.operation} itself")
     _register_handlers()
     with one_thread(call.comm, call.operation):
         assert_same(call, ctx.avals_in, is_traced=True)
-        queue = None if is_message else _queue_of(call.comm)
+        queue = None if is_message else queue_for(call.comm)
     results = _as_sent(call, operation_of(call).results(call, *ctx.avals_in))
     opened = messages.open_message(call, what, *_as_sent(call, ctx.avals_in)) if is_message else -1
     with _lock:
@@ -199,50 +195,10 @@ def _refuse(*_: Any, call: MpiCall, **__: Any) -> tuple:
 mlir.register_lowering(_start_p, _lower, cacheable=False)
 ad.primitive_jvps[_start_p] = batching.primitive_batchers[_start_p] = _refuse
 
-_nothing_p = jax.extend.core.Primitive("jaxmpi_start_nothing")
-_nothing_p.multiple_results = True
-_nothing_p.def_effectful_abstract_eval(lambda *, handle: ([], {host_callbacks.CHECKED}))
-
-
-def _lower_nothing(ctx: mlir.LoweringRuleContext, *, handle: Handle) -> Sequence[Any]:
-    handle.check_waited(str(handle))
-    return []
-
-
-mlir.register_lowering(_nothing_p, _lower_nothing, cacheable=False)
-
-
 # ---------------------------------------------------------------- in the process
 
 
-class StartQueue:
-    """Operations started on one communicator, each begun once ranks have compared it."""
-
-    def __init__(self, comm: MpiComm) -> None:
-        """Make two communicators; all ranks of `comm`, and no others, take part."""
-        self.control = comm.processes.on_own_communicator()
-        self.mpi = self.control.clone()
-        self._lock = threading.Lock()
-        self._last: PendingOperation | None = None  # comparison
-
-    def add(self, pending: PendingOperation) -> None:
-        """Take the next operation: it follows its comparison, which follows the one before."""
-        steps = same_calls(self.control.world, self.control, pending.label)
-        label = f"the comparison of {pending.label}"
-        with self._lock:
-            comparison = PendingOperation(label, np.empty(0), steps, after=self._last, control=self.control)
-            self._last = pending.after = comparison
-            operation_thread().hand_over(comparison)
-            operation_thread().hand_over(pending)
-
-
-def _queue_of(comm: MpiComm) -> StartQueue:
-    """This communicator's; all its ranks call it together for its first operation."""
-    return comm.cached("started operations", lambda: StartQueue(comm))
-
-
-@dataclass(frozen=True)
-class Started:
+class Started(NamedTuple):
     """A start in a program, which knows it by number."""
 
     call: MpiCall
@@ -255,6 +211,7 @@ class Started:
 _started: list[Started] = []
 _lock = threading.Lock()  # of this list: several threads may compile
 _tickets = itertools.count()
+_unclaimed: dict[int, Operation] = {}  # by ticket, that nobody has waited for yet
 
 
 @functools.cache
@@ -267,57 +224,31 @@ def _register_handlers() -> None:
 
 def _start(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> None:
     """(arrays) -> ticket u32[]; copies are sent."""
-    started, ticket, thread = _started[call], next(_tickets) % 2**32, operation_thread()
+    started, ticket = _started[call], next(_tickets) % 2**32
     xs, ys = [x.copy() for x in operands], [np.empty(shape.shape, shape.dtype) for shape in started.results]
-    results[0][...], bucket = ticket, ys[0] if ys else np.empty(0)
+    results[0][...] = ticket
     if started.queue:
-        steps = _start_mpi(started.call, started.queue.mpi, xs, ys)
-        pending = PendingOperation(started.what, bucket, steps, control=started.queue.control)
-        thread.unclaimed[(ticket,)] = pending
-        started.queue.add(pending)
-        return
+        _unclaimed[ticket] = started.queue.start(started.call, started.what, xs, ys)
+    else:
+        _unclaimed[ticket] = _start_message(started, xs, ys)
+
+
+def _start_message(started: Started, xs: list[np.ndarray], ys: list[np.ndarray]) -> Operation:
+    """Begin a message at once: the program's next one to or from that rank comes behind it."""
     if started.call.source == NOBODY and ys:
         np.copyto(ys[0], xs[-1])
         messages.fill_status(started.call.status, NOBODY, -1, 0)
-    # It begins here: the program's next message to or from that rank comes behind it.
-    request = messages.MessageRequest(started.message, next(iter(xs), None), next(iter(ys), None))
-    lost = functools.partial(messages.lost_message, started.message)
-    pending = thread.unclaimed[(ticket,)] = PendingOperation(started.what, bucket, iter([[request]]), lost=lost)
-    thread.hand_over(pending)
+    x, y = next(iter(xs), None), next(iter(ys), None)
+    steps = until_complete([messages.MessageRequest(started.message, x, y)])
+
+    def late(waited_s: float) -> TrainingError | None:
+        return messages.lost_message(started.message) if waited_s > TIMEOUT_S else None
+
+    return operation_thread().add(Operation(started.what, steps, np.empty(0) if y is None else y, late))
 
 
 def _wait(operands: list[np.ndarray], results: list[np.ndarray]) -> None:
     """(ticket, what must be there before) -> (results); waits."""
-    pending = operation_thread().wait((int(operands[0]),))
+    came = operation_thread().wait(_unclaimed.pop(int(operands[0])))
     for result in results:
-        np.copyto(result, pending.bucket)
-
-
-def _start_mpi(call: MpiCall, mpi: Any, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[Requests]:
-    """Begin an operation by mpi4py, and wait until y is filled."""
-    if call.operation == "barrier":
-        yield [mpi.Ibarrier()]
-        return
-    [x], [y], root, is_root = xs, ys, call.root, call.is_root
-    begin = getattr(mpi, "Ireduce_scatter_block" if call.operation == "reduce_scatter" else f"I{call.operation}")
-    if call.operation in ("bcast", "reduce") or (call.operation == "gather" and not is_root):
-        y[...] = x
-    if call.operation == "reduce":
-        yield [begin(x, y if is_root else None, mpi_op(call.op), root)]
-    elif call.op:
-        yield [begin(x, y, mpi_op(call.op))]
-    elif call.operation == "bcast":
-        yield [begin(y, root)]
-    elif call.operation == "gather":
-        yield [begin(x, y if is_root else None, root)]
-    elif call.operation == "scatter":
-        yield [begin(x if is_root else None, y, root)]
-    elif call.counts:
-        width, rank = math.prod(x.shape[1:]), mpi.rank
-        counts = [rows[rank] * width for rows in call.counts]
-        sent = x if call.operation == "allgatherv" else [x, [n * width for n in call.counts[rank]]]
-        yield [begin(sent, [y, counts])]
-    else:
-        yield [begin(x, y)]
-    if call.operation == "exscan" and mpi.rank == 0:
-        y[...] = neutral(call.op, y.dtype)
+        np.copyto(result, came)

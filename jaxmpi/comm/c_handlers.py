@@ -17,10 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.extend.core
-import numpy as np
 from jax.core import ShapedArray
-from jax.interpreters import mlir, xla
 
 from jaxmpi.runtime import c_library, failures, host_callbacks
 
@@ -78,8 +75,8 @@ class CSource:
 
         JAXMPI_FFI=python asks for functions in Python.
         """
-        if in_programs and (why := host_callbacks.why_copies()):
-            return why
+        if in_programs and host_callbacks.sees_copies():
+            return "programs of GPUs call Python"
         if os.environ.get("JAXMPI_FFI") == "python":
             return "JAXMPI_FFI is python"
         with self._lock:
@@ -104,33 +101,8 @@ class CSource:
             return self._loaded
 
     def primitive(self, target: str = "") -> Any:
-        """A JAX primitive that calls the handler, or another of its handlers: operands -> results.
-
-        Its parameters are `results`, of `ShapedArray`s; `effect`, which orders calls; `words`, i32 for the handler; and
-        perhaps `in_place`, pairs of operands and results that share a buffer, and `text` for the handler.
-        """
-        target = target or self._target
-        made = jax.extend.core.Primitive(target)
-        made.multiple_results = True
-
-        def lower(
-            ctx: Any,
-            *operands: Any,
-            results: tuple,
-            effect: Any,
-            words: tuple[int, ...],
-            in_place: tuple[tuple[int, int], ...] = (),
-            text: str = "",
-        ) -> list:
-            attributes = {"words": np.array(words, np.int32)} | ({"text": text} if text else {})
-            return host_callbacks.lower_in_order(ctx, target, operands, effect, in_place, **attributes)
-
-        made.def_impl(functools.partial(xla.apply_primitive, made))
-        made.def_effectful_abstract_eval(
-            lambda *_, results, effect, **__: (list(results), {effect} if effect else set())
-        )
-        mlir.register_lowering(made, lower, platform="cpu")
-        return made
+        """A JAX primitive that calls the handler, or another of its handlers, as `host_callbacks.handler_primitive`."""
+        return host_callbacks.handler_primitive(target or self._target)
 
 
 @functools.cache

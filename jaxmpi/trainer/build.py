@@ -266,7 +266,6 @@ def build_rule(plan: Plan, exchanges: base.Exchange) -> Rule:
         whole = trace_mask(optim.decay_mask, params)  # a mask goes by shapes, which shards do not have
         optim = dataclasses.replace(optim, decay_mask=lambda _: whole)
     tx = optimizers.optimizer(optim, plan.lr, clips=not exchanges.zero)
-    optimizers.check_takes_gradients(experiment.optim, tx, params)
     is_averaged = optimizers.is_averaged(tx, params)
     scaling = [type(callback).__name__ for callback in experiment.callbacks if callback.scales_rate]
     if is_averaged and exchanges.zero:
@@ -281,7 +280,7 @@ def build_rule(plan: Plan, exchanges: base.Exchange) -> Rule:
         tx,
         exchanges,
         optimizer=optim.name + " with clip_norm" * bool(optim.clip_norm),
-        linear=optimizers.is_linear(experiment.optim, tx, params),
+        linear=optimizers.is_linear(experiment.optim),
     )
     name = experiment.rule.name
     if is_averaged:

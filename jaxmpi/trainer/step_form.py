@@ -26,7 +26,6 @@ from jaxmpi.core.pytrees import size_bytes
 from jaxmpi.core.sharding import ElementSharding, TensorSharding
 from jaxmpi.optim import optimizers
 from jaxmpi.rules import registry
-from jaxmpi.runtime import host_callbacks
 from jaxmpi.trainer.plan import Plan
 
 # `auto` shards updates if a worker saves this much of the optimizer's state, and sums gradients as they come if it
@@ -128,7 +127,7 @@ def shards_obstacle(plan: Plan, strategy: str) -> str:
             return UnfitForOverlap.SCATTERS
         if isinstance(sharding_of(plan), TensorSharding):
             return UnfitForOverlap.WHOLE.format(optimizer=experiment.optim.name)
-        return host_callbacks.unavailable_reason() or ""
+        return ""
     halves, algorithm = algorithms.parse(name).spec.halves, name.partition(":")[0]
     if not halves:
         return ""  # refused for itself

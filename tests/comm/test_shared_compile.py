@@ -5,7 +5,6 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxmpi.comm.shared_compile import shared_jit
 from jaxmpi.comm.solo import SoloProcesses
@@ -23,9 +22,6 @@ def step(state, x):
     return {"p": doubled + x}, x.sum()
 
 
-@pytest.mark.skipif(
-    bool(host_callbacks.unavailable_reason()), reason=f"no handlers here: {host_callbacks.unavailable_reason()}"
-)
 def test_a_program_with_effects_is_compiled_once_and_called_often(caplog):
     """Its first state comes from elsewhere, the others from itself."""
     host_callbacks.register(NAME, double)

@@ -77,11 +77,6 @@ def test_sums_are_the_oracles_in_every_bit(strategy):
             np.testing.assert_array_equal(np.asarray(total).view(np.uint32), oracle(strategy, row).view(np.uint32))
 
 
-def test_sums_of_copies_as_on_a_gpu_are_the_oracles(monkeypatch):
-    monkeypatch.setattr(host_callbacks, "why_copies", lambda: "as on a GPU")
-    test_sums_are_the_oracles_in_every_bit("ring:16")
-
-
 def test_a_tree_keeps_shapes_and_dtypes_and_a_mean_divides():
     tree = {"a": jnp.full((3, 5), RANK, jnp.bfloat16), "b": [jnp.float32(RANK), jnp.zeros((0, 2), jnp.float16)]}
     mean = jax.jit(lambda t: overlap.exchange(jax.tree.map(lambda x: x * 1, t)))(tree)
@@ -200,15 +195,15 @@ def test_many_exchanges_leave_nothing():
         jax.block_until_ready(step(x))
     objects, *others = (after - start for after, start in zip(kept(), before, strict=True))
     assert objects < 20  # not one an exchange
-    assert others == [0, 0]
+    assert others == [0]
     assert [thread.name for thread in threading.enumerate()].count(THREAD) == 1
 
 
 def kept() -> list[int]:
-    """Python objects, threads, and exchanges that nobody has waited for."""
+    """Python objects and threads."""
     progress.drain()
     gc.collect()
-    return [len(gc.get_objects()), threading.active_count(), exchange_handlers().library.jaxmpi_beside_left()]
+    return [len(gc.get_objects()), threading.active_count()]
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker exchanges nothing")

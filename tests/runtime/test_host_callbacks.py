@@ -39,17 +39,6 @@ def python() -> Iterator[Callable]:
     dispatch.runtime_tokens.clear()  # on a GPU the token of a program that has failed fails those behind it
 
 
-@pytest.fixture(params=["ffi", "io_callback"])
-def form(request, monkeypatch) -> Iterator[str]:
-    """Both ways from a program to Python."""
-    if request.param == "io_callback":
-        monkeypatch.setenv("JAXMPI_FFI", "off")
-    host_callbacks.unavailable_reason.cache_clear()
-    assert host_callbacks.unavailable_reason() == {"ffi": None, "io_callback": "JAXMPI_FFI is off"}[request.param]
-    yield request.param
-    host_callbacks.unavailable_reason.cache_clear()
-
-
 def copy(operands, results):
     for operand, result in zip(operands, results, strict=True):
         assert (operand.shape, operand.dtype) == (result.shape, result.dtype)
@@ -57,7 +46,7 @@ def copy(operands, results):
 
 
 @pytest.mark.parametrize("dtype", host_callbacks.DTYPES.values(), ids=str)
-def test_every_dtype_and_shape_arrives_and_comes_back(dtype, python, form):
+def test_every_dtype_and_shape_arrives_and_comes_back(dtype, python):
     with jax.enable_x64(dtype.itemsize >= 8):
         rng = np.random.default_rng(0)
         bits = [rng.integers(0, 2 if dtype.kind == "b" else 64, (*shape, dtype.itemsize), np.uint8) for shape in SHAPES]
@@ -173,7 +162,7 @@ def test_page_locked_memory_is_kept_and_grows_until_a_call_fails(cuda):
     assert gpu_buffers._kept == []  # memory of a call that fails is not used again
 
 
-def test_attributes_keep_their_values(python, form):
+def test_attributes_keep_their_values(python):
     seen = {}
 
     def note(operands, results, **attributes):
@@ -183,8 +172,7 @@ def test_attributes_keep_their_values(python, form):
     values = {"whole": -(2**40), "real": 0.1, "text": "conv1/kernel \N{SNOWMAN}", "empty": ""}
     jax.jit(lambda: call([], [], **values))()
     jax.effects_barrier()
-    assert {**seen, "real": 0.1} == values
-    assert seen["real"] == pytest.approx(0.1, rel=2**-24)  # an f32 if x64 is off
+    assert seen == values
 
 
 # ---------------------------------------------------------------- order
@@ -208,7 +196,7 @@ def marks(python) -> tuple[list[int], Callable]:
     return seen, lambda x, number: call([x], [x], number=number)[0]
 
 
-def test_independent_calls_run_one_by_one_in_program_order(marks, form):
+def test_independent_calls_run_one_by_one_in_program_order(marks):
     seen, mark = marks
 
     @jax.jit
@@ -222,7 +210,7 @@ def test_independent_calls_run_one_by_one_in_program_order(marks, form):
         assert seen == list(range(12))
 
 
-def test_order_holds_in_loops_branches_and_inner_jits(marks, form):
+def test_order_holds_in_loops_branches_and_inner_jits(marks):
     seen, mark = marks
     inner = jax.jit(lambda x: mark(x, 2))
 
@@ -240,13 +228,6 @@ def test_order_holds_in_loops_branches_and_inner_jits(marks, form):
     assert seen == [1, 2, 1, 2, 3, 5]
 
 
-def test_the_first_name_may_be_registered_while_a_program_is_traced(python):
-    host_callbacks.unavailable_reason.cache_clear()
-    step = jax.jit(lambda x: python(copy)([x + 1], [x])[0])
-    assert step(jnp.arange(3.0)).tolist() == [1, 2, 3]
-    assert host_callbacks.unavailable_reason() is None
-
-
 # ---------------------------------------------------------------- errors
 
 
@@ -254,7 +235,7 @@ def boom(operands, results):
     raise ValueError("leaf conv1/kernel is odd")
 
 
-def test_an_exception_is_an_xla_error_with_type_message_and_rank(python, form):
+def test_an_exception_is_an_xla_error_with_type_message_and_rank(python):
     call, works, x = python(boom), python(copy), jnp.ones(3)
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         jax.block_until_ready(jax.jit(lambda v: call([v], [v]))(x))
@@ -273,11 +254,6 @@ def test_a_function_that_is_not_there_is_named_and_a_name_is_taken_once(python):
     host_callbacks.forget("copy 0")
     with pytest.raises(jax.errors.JaxRuntimeError, match="unknown Python function of a program 'copy 0'"):
         jax.block_until_ready(step(jnp.ones(3)))
-
-
-def test_a_smaller_call_frame_is_refused():
-    with pytest.raises(UsageError, match=r"XLA's call frame has 8 bytes, expected 168 or more"):
-        host_callbacks._handle(host_callbacks.FfiCallFrame(struct_size=8, stage=host_callbacks.EXECUTE), print)
 
 
 SCRIPT = """

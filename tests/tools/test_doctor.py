@@ -13,12 +13,8 @@ from jaxmpi.core.env import getting_mpi
 from jaxmpi.core.errors import UsageError
 from jaxmpi.tools import cli
 from jaxmpi.tools.doctor import (
-    ExchangeTime,
-    format_cores,
     format_pairs,
-    interfaces,
     pair_speeds,
-    self_test_problems,
     slow_pairs,
     suggest_changes,
 )
@@ -69,20 +65,6 @@ def test_every_ill_has_its_advice(name, monkeypatch):
     assert list(suggest_changes(GOOD, MULTIPLE)) == []
 
 
-def test_what_the_self_test_shows():
-    right, wrong = ExchangeTime("asa32", 1024, 1e-3, 1.0, True), ExchangeTime("ring32", 1024, 1e-3, 1.0, False)
-    assert self_test_problems([right], [0.0, 1e-5, 1e-5, 1e-5]) == []
-    told = self_test_problems([right, wrong], [0.0, 1e-5, 1e-5, 5e-3])
-    assert told[0] == "ring32 gave a wrong mean of 1024 floats: do not train here"
-    assert told[1].startswith("rank 3 is 5.0 ms away from rank 0")
-    assert self_test_problems([], [0.0]) == []
-
-
-def test_cores_are_spelled_as_ranges():
-    assert format_cores([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
-    assert format_cores([]) == "unknown"
-
-
 @pytest.mark.parametrize("size", [2, 5, 8])
 def test_every_pair_of_ranks_meets_once(size):
     even = size + size % 2
@@ -108,15 +90,6 @@ def test_a_pair_with_a_slow_link_is_named():
     [line] = slow_pairs(pairs, hosts)
     assert line.startswith(told)
     assert slow_pairs(pair_speeds(np.full((1, 1), np.nan), ["a"]), ["a"]) == []
-
-
-def test_interfaces(tmp_path):
-    for name, files in {"eth0": {"operstate": "up", "speed": "25000"}, "lo": {}, "veth": {"operstate": "down"}}.items():
-        (tmp_path / name).mkdir()
-        for file, text in files.items():
-            (tmp_path / name / file).write_text(text + "\n")
-    assert interfaces(tmp_path) == {"eth0": "up, 25000 Mbit/s", "veth": "down"}
-    assert interfaces(tmp_path / "none") == {}
 
 
 def test_wrong_options(monkeypatch):
