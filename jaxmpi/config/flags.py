@@ -31,9 +31,7 @@ GROUPS = {
     ),
     "step": ("micro-batch", "compute-dtype", "batch-statistics", "comm"),
     "record": ("log-every", "quiet", "sinks", "trace", "profile"),
-    "checkpoint": (
-        *("keep-checkpoints", "keep-best", "monitor", "monitor-mode", "from-start", "continue-from", "params"),
-    ),
+    "checkpoint": (*("keep-checkpoints", "keep-best", "monitor", "monitor-mode", "from-start", "params"),),
     "failure": (
         *("on-nonfinite", "recover-limit", "replica-check-every", "on-rank-loss", "stall-timeout-s", "on-stall"),
         "inject",

@@ -53,7 +53,6 @@ REFUSALS = (
         form="got {field} {got} and {words}; {instead}",
     ),
     *incompatible(lambda x: x.from_start, "from_start", ("resume", "any", GIVE_ONE), form=PAIR),
-    *incompatible(lambda x: x.params, "params", ("continue_from", "any", GIVE_ONE), form=PAIR),
 )
 
 
@@ -95,8 +94,6 @@ class Experiment:
     run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
     resume: bool = False  # go on from the newest checkpoint in run_dir
     from_start: bool = False  # begin again at step 0 in run_dir; the record and checkpoints in it are set aside
-    # run directory whose newest checkpoint a new run goes on from, with another effective batch
-    continue_from: str = ""
     params: str = ""  # Orbax folder or .safetensors file of params and model state that the run begins with
     # at a loss or gradients that are not finite: stop; skip the step, which then changes nothing; or rollback to the
     # newest checkpoint, where a step that fails twice is left out

@@ -299,10 +299,10 @@ class RankGroup(ProcessGroup):
 
     @functools.cached_property
     def _sum_now(self) -> Callable[[Leaves, float], Leaves]:
-        """`sum_on_host_now`, after tracing has mapped its memory; all ranks refuse alike."""
+        """`SharedSum.sum_now`, after tracing has mapped its memory; all ranks refuse alike."""
         check_one_host(self.comm.hosts)
         jax.eval_shape(self.comm.sum_on_host, [jax.ShapeDtypeStruct((), jnp.float32)])
-        return self.comm.sum_on_host_now
+        return self.comm.shared_sum.sum_now
 
     def end(self) -> None:
         """Make waiting workers drop what they hold, and wait for another fork."""

@@ -69,11 +69,6 @@ RULES: dict[str, RuleSpec] = {
     "asgd": RuleSpec(asgd, sums_updates=True, is_asynchronous=True, settings=CENTER),
     "gosgd": RuleSpec(gosgd, is_asynchronous=True, settings=("p",), check=check_gossip),
 }
-# Why a rule has no use for a setting, if there is more to say than that it does not use it.
-NO_USE = {
-    "servers": "which has no center",
-    "staleness": "whose workers report to no center that could hold them back",
-}
 
 
 def check_settings(config: RuleConfig) -> None:
@@ -83,15 +78,12 @@ def check_settings(config: RuleConfig) -> None:
         got, default = getattr(config, field.name), field.default
         if callable(field.default_factory):
             default = field.default_factory()
-        if row.uses(field.name) or got == default:
-            continue
-        why, able = NO_USE.get(field.name, "which does not use it"), [n for n, r in RULES.items() if r.uses(field.name)]
-        ways = [f"rule.{field.name}: got {got} with rule {config.name}, {why}; leave it out"]
-        if able:
-            ways.append(f"or use {' or '.join(able)}")
-        if row.settings is None:
-            ways.append(f"or add {field.name} to `settings` of its RuleSpec if the rule does")
-        raise UsageError(", ".join(ways))
+        if not row.uses(field.name) and got != default:
+            able = " or ".join(name for name, other in RULES.items() if other.uses(field.name))
+            raise UsageError(
+                f"rule.{field.name}: got {got} with rule {config.name}, which does not use it; leave it out, or use "
+                f"{able or 'a rule with it in `settings` of its RuleSpec'}"
+            )
 
 
 def is_asynchronous(config: RuleConfig) -> bool:

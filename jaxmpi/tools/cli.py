@@ -50,7 +50,7 @@ COMMANDS = {
     "data": CommandSpec("pack any source into few files; check them; words of a text", "data.command:main"),
     "export": CommandSpec(
         "a run's model as a program for JAX alone, an Orbax folder or safetensors",
-        "trainer.exported_program:main",
+        "trainer.finished:export",
         "trainer.options:export",
     ),
     "evaluate": CommandSpec(

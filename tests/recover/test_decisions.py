@@ -244,14 +244,9 @@ def test_every_fault_is_parsed():
     [
         ("kil", "unknown fault 'kil'; did you mean 'kill'"),
         ("kill:rank=4", "rank: got '4'; expected all, or"),
-        ("kill:step=-1", "step: got '-1'; expected a whole number"),
         ("kill:at=night", r"unknown place of a fault \(at\) 'night'"),
-        ("kill:step=" + "9" * 5000, "step: got '9{60,}.*expected"),
-        ("kill:rank=1,rank=2", "rank: given twice"),
-        ("slow:seconds=-1", "seconds: got '-1'; expected seconds"),
         ("slow:seconds=nan", "seconds: got 'nan'; expected seconds"),
         ("exit:code=256", "code: got '256'; expected"),
-        ("exit:hard=no", "hard: got 'no'; expected"),
         ("corrupt_checkpoint:file=../../x", "file: got '../../x'; expected manifest.json, common.bin or worker_00003"),
     ],
 )

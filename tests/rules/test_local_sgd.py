@@ -24,7 +24,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.optim.optimizers import optimizer
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.synchronous import LocalState
-from jaxmpi.trainer.step_form import overlap_obstacle
+from jaxmpi.trainer.build import overlap_obstacle
 from launching import train as run
 from tolerances import leaf_bound
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jaxmpi.comm import mpi_info
-from jaxmpi.comm.link_times import met
 from jaxmpi.core.env import getting_mpi
 from jaxmpi.core.errors import UsageError
 from jaxmpi.tools import cli
@@ -63,14 +62,6 @@ def test_every_ill_has_its_advice(name, monkeypatch):
     ranks, mpi, words = ILLS[name]
     assert any(words in line for line in suggest_changes(ranks, mpi))
     assert list(suggest_changes(GOOD, MULTIPLE)) == []
-
-
-@pytest.mark.parametrize("size", [2, 5, 8])
-def test_every_pair_of_ranks_meets_once(size):
-    even = size + size % 2
-    turns = [[met(rank, turn, even) for rank in range(even)] for turn in range(even - 1)]
-    assert all(row[row[rank]] == rank != row[rank] for row in turns for rank in range(even))
-    assert sorted(row[0] for row in turns) == list(range(1, even))
 
 
 def test_a_pair_with_a_slow_link_is_named():

@@ -82,19 +82,6 @@ def test_a_resumed_run_is_that_which_did_not_end(step, whole, tmp_path):
     assert last[0].read_bytes() == last[1].read_bytes()
 
 
-def test_a_run_that_continues_another_goes_on_at_the_rate_that_it_had(tmp_path):
-    source = reduced(tmp_path, devices=2)
-    main.train(source, "lines")
-    twice = {"continue_from": source.run_dir, "effective_batch": 24, "train_for": "13st", "devices": 2}
-    experiment = reduced(tmp_path, **twice)
-    main.train(experiment, "lines")
-    # Step 11 there, at a tenth, is step 6 here. By the evaluation after it a fall is due there. Of those after 8 and 12
-    # the second is no better.
-    assert record(source, "train")[-1]["lr"] == pytest.approx(1e-3)
-    rates = {row["step"]: row["lr"] for row in record(experiment, "train")}
-    assert rates == pytest.approx({step: 1e-4 for step in range(7, 13)} | {13: 1e-5}, rel=1e-5)
-
-
 def test_a_callback_that_is_new_takes_no_other_s_state():
     kept = [["EarlyStop", {"best": 1.0, "count": 1}], ["EarlyStop", {"best": 2.0, "count": 2}]]
     new = [Keeps(), jaxmpi.EarlyStop(), jaxmpi.EarlyStop(), jaxmpi.EarlyStop()]
@@ -217,7 +204,7 @@ class Keeps(jaxmpi.Callback):
 
 def test_a_state_that_is_no_json_is_refused_before_the_first_step(tmp_path):
     experiment = lines(tmp_path, callbacks=(Keeps(np.zeros(2)),))
-    with pytest.raises(UsageError, match=r"callback Keeps: state: got .*array.*; expected JSON values"):
+    with pytest.raises(UsageError, match=r"callback Keeps: state: .*; expected JSON values"):
         main.train(experiment, "lines")
     assert not record(experiment, "train")
 
