@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from jaxmpi.config.data import InPython
-from jaxmpi.config.validate import check_ranges, check_words, use_python_numbers
+from jaxmpi.config.validate import InPython, check_ranges, check_words, use_python_numbers
 from jaxmpi.core.errors import UsageError
 
 

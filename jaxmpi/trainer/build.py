@@ -128,10 +128,11 @@ def split_step(
     """Gradients, exchange and update as jits of their own; only the exchange communicates."""
     experiment, workers = plan.experiment, plan.workers
     skips = experiment.on_nonfinite == "skip"
+    pieces = jit
     if skips or experiment.on_rank_loss == "shrink":
         # The state before a step may still be the outcome, so nothing is donated.
-        exchanges = exchanges._replace(jit=lambda function, donate_argnums=(), **options: jit(function, **options))
-    rule = build_rule(plan, exchanges)
+        pieces = lambda function, donate_argnums=(), **options: jit(function, **options)  # noqa: E731
+    rule = build_rule(plan, exchanges._replace(jit=pieces))
     if form.is_early:
         assert isinstance(workers.comm, RankComm)
         assert exchanges.zero

@@ -2,7 +2,6 @@
 
     jaxmpi evaluate RUN [--best | --step K] [--field value ...]              figures of the validation data, as JSON
     jaxmpi predict RUN OUT.npz [--best | --step K] [--field value ...]       outputs for every validation example
-    jaxmpi predict RUN OUT.npz --data IN.npz                                 for arrays of a file, without labels
     mpirun -n 4 jaxmpi evaluate RUN                                          the same by four workers
     jaxmpi export RUN model.jaxexport [--platforms cpu,cuda] [--batch N]     a program for JAX alone
 
@@ -83,19 +82,10 @@ class Finished:
             metrics = map(partial(evaluate_batch, self.params, self.model_state), self.feed.batches())
             return gather_figures(metrics, self.workers)
 
-    def predict(self, batch: Batch) -> Any:
-        """Return the task's outputs for one batch of this process's own, a dict of arrays [batch, ...]."""
-        try:
-            return self._predict(self.params, self.model_state, batch)
-        except KeyError as error:
-            if (field := error.args[0]) in batch:
-                raise
-            text = f"predict: got the fields {', '.join(batch)}; task {self.forward.task.name} takes {field}"
-            raise UsageError(text) from error
-
     @cached_property
-    def _predict(self) -> Callable[[PyTree, PyTree, Batch], Any]:
-        return jax.jit(partial(steps.predict, self.forward))
+    def predict(self) -> Callable[[Batch], Any]:
+        """(a dict of arrays [batch, ...] of this process's own) -> the task's outputs; compiled once."""
+        return partial(jax.jit(partial(steps.predict, self.forward)), self.params, self.model_state)
 
     def example(self) -> Batch:
         """A validation batch for `predict`, this worker's share; all ranks call it."""
@@ -205,8 +195,6 @@ def open_named(options: argparse.Namespace) -> Finished:
     control = processes()  # before the experiment file, which may touch the device
     experiment = experiment_of(options.run_dir, options.fields, options.experiment)
     control.assert_same("what is asked for", {"options": [*map(str, vars(options).values())]})
-    if getattr(options, "data", None):
-        experiment = with_inputs(experiment, options.data)
     return open_finished(experiment, options.run_dir, step=options.step, best=options.best)
 
 
@@ -260,22 +248,6 @@ def refuse_other_inputs(named: str, saved: Any, now: Any) -> None:
     if lines:
         way_out = "name the file that the run's script or notebook has its experiment from, or give these as flags"
         raise UsageError("\n  ".join([f"--experiment {named} is not the run's:", *lines, way_out]))
-
-
-def with_inputs(experiment: Experiment, file: Path) -> Experiment:
-    """Set a NumPy file's arrays as validation data; images need no labels."""
-    try:
-        with np.load(file, allow_pickle=False) as opened:
-            named = dict(opened)
-    except Exception as error:  # zipfile and NumPy's reader raise of all kinds for another file, or a damaged one
-        raise UsageError(
-            f"{file}: cannot be read: {error}; expected arrays [n, ...] that np.savez has written"
-        ) from error
-    fields = nested(named)
-    if experiment.model is not None and fields.keys() == {"image"}:
-        fields["label"] = np.zeros(len(fields["image"]), np.int32)
-    data = dataclasses.replace(experiment.data, source="array", validation=fields, memory="none", shuffle_by="auto")
-    return dataclasses.replace(experiment, data=data)
 
 
 # ---------------------------------------------------------------- a program for JAX alone

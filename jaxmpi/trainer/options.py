@@ -50,9 +50,6 @@ def predict(argv: Sequence[str]) -> argparse.Namespace:
     does = "Write a model's outputs for the validation data, in its order, to a NumPy file."
     parser = run_parser("predict", does, "runs/first outputs.npz")
     parser.add_argument("out", type=Path, help="new file, .npz")
-    parser.add_argument(
-        "--data", type=Path, metavar="IN.npz", help="arrays [n, ...] by name in place of the run's data"
-    )
     options = parse_run(parser, argv)
     config_file(options.run_dir)
     if options.out.suffix != ".npz":

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from jaxmpi.checkpoint import run_directory
+from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
-from jaxmpi.core.files import HeldFolder, write_whole
+from jaxmpi.core.files import write_whole
 from jaxmpi.data import ArraySource
 from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.observe.recorder import Recorder

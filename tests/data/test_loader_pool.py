@@ -29,8 +29,8 @@ from jaxmpi.data.loader_worker import (
     PID,
     SharedPickle,
 )
+from jaxmpi.launch.postmortem import children_of
 from jaxmpi.model.contract import Model
-from jaxmpi.runtime.process import children_of
 from launching import ROOT, mpirun, mpirun_line, run, train, wait_until
 from loader_sources import PX, Numbered, TwoArguments, Unpicklable
 

@@ -23,7 +23,7 @@ from typing import IO, NamedTuple
 
 import pytest
 
-from jaxmpi.runtime import interrupts, job_folder
+from jaxmpi.runtime import failures, job_folder
 from launching import LAUNCHER_PREFIXES, ROOT, kill_session, leaked, shared_memory
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
@@ -450,7 +450,7 @@ def test_a_second_sigterm_ends_the_job_at_once(model, undisturbed, tmp_path):
     job.when("injecting")
     for _ in range(2):
         os.kill(process_of(job, "jaxmpi.tools.cli"), signal.SIGTERM)
-        time.sleep(2 * interrupts.ONE_REQUEST_S)
+        time.sleep(2 * failures.ONE_REQUEST_S)
     begin = time.monotonic()
     assert job.end() not in (0, 75), job.out
     assert time.monotonic() - begin < DIES_S

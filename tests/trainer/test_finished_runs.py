@@ -125,25 +125,6 @@ def test_the_command_line_by_one_and_by_three_workers(digits_run, tmp_path, caps
     np.testing.assert_allclose(*outputs, atol=1e-5)
 
 
-def test_arrays_of_a_file_are_predicted_without_labels(digits_run, tmp_path, capsys):
-    images = np.random.default_rng(0).integers(0, 256, (7, 8, 8, 1), np.uint8)
-    np.savez(tmp_path / "in.npz", image=images)
-    cli.run(["predict", str(digits_run[0]), str(tmp_path / "out.npz"), "--data", str(tmp_path / "in.npz")])
-    assert "outputs float32[7, 10]" in capsys.readouterr().out
-    experiment = finished.experiment_of(digits_run[0], [])
-    want = finished.open_finished(experiment, digits_run[0]).predict({"image": images})
-    np.testing.assert_array_equal(np.load(tmp_path / "out.npz")["outputs"], want)
-    np.savez(tmp_path / "odd.npz", picture=images)
-    with pytest.raises(UsageError, match=r"got the fields picture, weight; .* takes image"):
-        cli.run(["predict", str(digits_run[0]), str(tmp_path / "x.npz"), "--data", str(tmp_path / "odd.npz")])
-
-
-def test_a_file_without_arrays_of_examples_is_named(tmp_path):
-    np.save(tmp_path / "one.npy", np.ones(3))
-    with pytest.raises(UsageError, match=r"one\.npy: cannot be read: .*; expected arrays \[n, \.\.\.\] that np\.savez"):
-        finished.with_inputs(lines(tmp_path), tmp_path / "one.npy")
-
-
 def test_outputs_that_the_trainer_has_names_for_are_not_lost(trained):
     def predict(params, state, batch):
         return {"": batch["x"], "weight": batch["x"] @ params["w"], "outputs": batch["y"], "file": batch["x"] > 0}

@@ -287,7 +287,9 @@ class CenterServer:
         if kind == PUSH:
             if number == 0 and self.progress:
                 self.progress.count_exchange(worker)
-            self.apply(segment, self.wire.decode(body[: self.wire.size_bytes(end - begin)]), self.wire.decode(before))
+            n = end - begin
+            pushed = self.wire.decode(body[: self.wire.size_bytes(n)], n)
+            self.apply(segment, pushed, self.wire.decode(before, n))
         return before
 
     def _answer_reports(self) -> None:
@@ -330,7 +332,7 @@ class Exchange:
             if self.kind == PUSH:
                 body = self._wire.encode(self._vector[begin:end])
                 if not self._wire.is_exact:
-                    self.pushed[begin:end] = self._wire.decode(body)
+                    self.pushed[begin:end] = self._wire.decode(body, end - begin)
             self.sent_bytes += HEADER_BYTES + body.size
             take = partial(self._take_segment, begin, end)
             yield Request(self.kind, number, body, self._wire.size_bytes(end - begin), take)
@@ -343,7 +345,7 @@ class Exchange:
         return self.report is not None and self.status is None and not self._missing
 
     def _take_segment(self, begin: int, end: int, answer: np.ndarray) -> None:
-        self.seen[begin:end] = self._wire.decode(answer)
+        self.seen[begin:end] = self._wire.decode(answer, end - begin)
         self._missing -= 1
         self._complete_s = time.perf_counter()
 

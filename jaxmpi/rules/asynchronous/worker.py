@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.allreduce.wires import host_wire
+from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.checkpoint.manager import UncoordinatedCheckpoint, written
 from jaxmpi.core.errors import TrainingError
-from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.rules.asynchronous.center import ABANDONED, OVER, CenterClient, Counters, Order, Report, Status
@@ -107,7 +107,7 @@ class AsyncWorker:
             push = thread.arrived.popleft()
             if w is None:
                 begin, w = wait_for_step(state), self.flat.vector(state.params)
-            pushed = self.wire.decode(push.body)
+            pushed = self.wire.decode(push.body, w.size)
             self.count(exchanges=1, distance=float(np.linalg.norm(w - pushed)))
             w = gossip.merge(w, pushed, push.share)
         if w is not None:
