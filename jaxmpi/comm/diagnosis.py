@@ -562,7 +562,7 @@ class WaitRegistry:
             wait.is_asked = True
             self._places |= dict.fromkeys(absent, "does not answer")
             self._tell(wait, absent, asks=True)
-        is_for_watchdog = wait.way == CONTROL and failures.is_at_work()  # the trainer's, which says it itself
+        is_for_watchdog = wait.way == CONTROL and failures.job.working  # the trainer's, which says it itself
         if absent and waited_s > SAID_AFTER_S + ANSWER_S and not is_for_watchdog and not wait.is_printed:
             line = f"waits in {wait.text()} for rank {shown}, for {SAID_AFTER_S:g} s now; {wait.expected()}"
             print(f"jaxmpi: {failures.describe_rank()}: {line}{where}", file=sys.stderr, flush=True)
