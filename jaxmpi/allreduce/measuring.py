@@ -38,7 +38,7 @@ def identity(comm: MpiComm) -> dict[str, Any]:
 def cores_of_a_host(comm: MpiComm) -> float:
     """Cores that a host's ranks may use, on the host with fewest."""
     mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    quota = process.quota_cores(process.QUOTA, os.cpu_count() or 1)
+    quota = process.quota_cores()
     every = comm.processes.allgather_object([mine, quota])
     sets: dict[int, set[int]] = {}
     for host, (cores, _) in zip(comm.hosts, every, strict=True):

@@ -19,13 +19,12 @@ from jaxmpi.allreduce.api import (
     check_leaves,
     check_op,
     check_strategy,
-    count_of,
     guarded,
     is_traced,
     settle,
 )
 from jaxmpi.allreduce.autotune import is_auto
-from jaxmpi.allreduce.buckets import Order, fuse, split_all
+from jaxmpi.allreduce.buckets import Order, Programs, fuse, in_buckets, split
 from jaxmpi.allreduce.call_order import callers
 from jaxmpi.allreduce.comm_thread import all_reduce_on_comm_thread, unavailable_reason
 from jaxmpi.comm.base import Comm
@@ -113,14 +112,24 @@ def exchange(
     choice = chosen_for(tree, strategy, op, comm, bucket_bytes, order)
     if choice.comm.size == 1 or not jax.tree.leaves(tree):
         return tree
-    leaves = jax.tree.leaves(tree)
-    labels = labelled([name for name, _ in named_leaves(tree)], choice.buckets(leaves))
-    amount = f"{choice.strategy}, {choice.op} of {count_of(leaves)}"
-    what = "" if portable else f"exchange beside a program ({amount}, {callers()})"
-    plan, name = choice.fingerprint(tree).value, choice.strategy
-    options = {"what": what, "portable": portable}
-    sums = all_reduce_on_comm_thread(fused(tree, choice), name, choice.comm, plan, labels, **options)
-    return means(sums, tree, choice)
+    leaves, structure = jax.tree.flatten(tree)
+    buckets, alignment = choice.buckets(leaves), choice.alignment
+    labels = labelled([name for name, _ in named_leaves(tree)], buckets)
+    what = "" if portable else f"exchange beside a program ({choice.what(leaves)}, {callers()})"
+    options = {"plan": choice.fingerprint(tree).value, "labels": labels, "what": what, "portable": portable}
+    divisor = choice.comm.size if choice.op == "mean" else 1
+
+    def fused(group: list[jax.Array]) -> jax.Array:
+        return fuse(group, alignment)
+
+    def means(vectors: list[jax.Array]) -> list[jax.Array]:
+        return [x / divisor for x in all_reduce_on_comm_thread(vectors, choice.strategy, choice.comm, **options)]
+
+    def parts(vector: jax.Array, bucket: Sequence[int]) -> list[jax.Array]:
+        return split(vector, [leaves[i] for i in bucket], alignment)
+
+    run = in_buckets(buckets, fused, means, parts, Programs())
+    return jax.tree.unflatten(structure, run([guarded(jnp.asarray(leaf), choice.comm) for leaf in leaves]))
 
 
 def chosen_for(
@@ -139,20 +148,6 @@ def chosen_for(
         sizes = [leaf.size for leaf in jax.tree.leaves(tree)]
         strategy, bucket_bytes, *_ = settle(workers, strategy, bucket_bytes, sizes, algorithms_in_c(workers.hosts))
     return Choice(strategy=parse(strategy).name, op=op, comm=workers, bucket_bytes=bucket_bytes, order=order or Order())
-
-
-def fused(tree: PyTree, choice: Choice) -> list[jax.Array]:
-    """Leaves -> buckets f32[n]."""
-    leaves = [guarded(jnp.asarray(leaf), choice.comm) for leaf in jax.tree.leaves(tree)]
-    return [fuse([leaves[i] for i in bucket], choice.alignment) for bucket in choice.buckets(leaves)]
-
-
-def means(sums: Sequence[jax.Array], tree: PyTree, choice: Choice) -> PyTree:
-    """Sums of buckets -> the tree of sums or means."""
-    leaves, structure = jax.tree.flatten(tree)
-    divisor = choice.comm.size if choice.op == "mean" else 1
-    parts = split_all([x / divisor for x in sums], leaves, choice.buckets(leaves), choice.alignment)
-    return jax.tree.unflatten(structure, parts)
 
 
 def labelled(names: Sequence[str], buckets: Sequence[Sequence[int]]) -> list[str]:

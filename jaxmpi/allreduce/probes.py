@@ -26,7 +26,7 @@ from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError
-from jaxmpi.runtime import caches
+from jaxmpi.runtime import compile_cache
 
 FORMAT = 2
 SHORT = 1 << 12  # floats a worker, of the shorter vector that strategies are timed with
@@ -212,7 +212,7 @@ def read(key: Mapping[str, Any]) -> Probe | None:
     if os.environ.get("JAXMPI_PROBE") == "fresh":
         return None
     try:
-        value = json.loads(caches.json_file("probes", key).read_text())
+        value = json.loads(compile_cache.json_file("probes", key).read_text())
         if value["format"] != FORMAT or value["key"] != key:
             raise ValueError("of another kind")
         return from_json(value)
@@ -225,7 +225,7 @@ def read(key: Mapping[str, Any]) -> Probe | None:
 
 def newest() -> tuple[dict[str, Any], Probe] | None:
     """The last readable saved probe on this machine, with its `identity`."""
-    folder = caches.cache_folder("probes")
+    folder = compile_cache.cache_folder("probes")
     for path in sorted(folder.glob("*.json"), key=lambda path: path.lstat().st_mtime, reverse=True):
         try:
             value = json.loads(path.read_text())
@@ -238,4 +238,4 @@ def newest() -> tuple[dict[str, Any], Probe] | None:
 
 def save(key: Mapping[str, Any], probe: Probe) -> None:
     """Cache a probe."""
-    caches.write_json("probes", key, {"format": FORMAT, "net": probe.net._asdict(), "seconds": probe.seconds})
+    compile_cache.write_json("probes", key, {"format": FORMAT, "net": probe.net._asdict(), "seconds": probe.seconds})

@@ -28,8 +28,8 @@ from jaxmpi.data.loader_pool import python_line
 from jaxmpi.data.loader_worker import (
     SharedPickle,
 )
+from jaxmpi.launch.postmortem import children_of
 from jaxmpi.model.contract import Model
-from jaxmpi.runtime.process import children_of
 from launching import ROOT, mpirun, mpirun_line, run, train, wait_until
 from loader_sources import PX, Numbered, TwoArguments, Unpicklable
 
@@ -335,7 +335,7 @@ def apply(params, model_state, image, key, train):
 experiment = Experiment(
     model=Model("softmax", init, apply, input_shape=({px}, {px}, 3), classes={classes}),
     data={data},
-    optim=Optim("sgd", lr=0.01, lr_scaling="none"),
+    optim=Optim("sgd", lr=0.01),
     exchange=ExchangeConfig("asa32"),
     effective_batch=4,
     train_for="3ep",
