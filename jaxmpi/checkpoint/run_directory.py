@@ -230,7 +230,7 @@ class StoredSettings(NamedTuple):
     """Settings of a resumed run that its newest checkpoint decides."""
 
     workers: int  # that wrote it
-    scaled_for: int  # initial number of workers, by which the learning rate is scaled
+    scaled_for: int  # initial number of workers
     effective_batch: int
     exchange: dict[str, Any]  # asked, strategy, bucket_bytes and, except in old checkpoints, overlap
     group_size: int = 0  # workers that held one copy of the data in memory; 0: not known
