@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import jax
 
-from jaxmpi.allreduce import cost_model, probes
+from jaxmpi.allreduce import cost_model, measuring
 from jaxmpi.allreduce.algorithms.spec import Link, Net, wire_format
-from jaxmpi.allreduce.probes import Probe
+from jaxmpi.allreduce.measuring import Probe
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError
@@ -78,7 +78,7 @@ def read_question(options: argparse.Namespace) -> Question | None:
     if options.alpha_s is not None:
         probe, source = given_prices(options), "given prices"
     elif isinstance(comm, MpiComm):
-        probe, source = probes.probe(comm, wires), "probe of these ranks"
+        probe, source = measuring.probe(comm, wires), "probe of these ranks"
     else:
         probe, source = newest_probe()
     if comm is not None and comm.rank != 0:
@@ -121,7 +121,7 @@ def newest_probe() -> tuple[Probe, str]:
     Raises:
         UsageError: there is none.
     """
-    found = probes.newest()
+    found = measuring.newest()
     if found is None:
         raise UsageError(
             "no probe is kept on this machine; run it under a launcher, as mpirun -n 8 jaxmpi plan, or give --alpha-s "
