@@ -70,7 +70,7 @@ def calls(rounds: int, led: bool) -> Result:
     parts: dict[str, Callable] = {"call": lambda: wrapped(x, y, params), "bare": lambda: bare(*half, params)}
     if not led:
         results = jax.tree.leaves(bare(*half, params))
-        parts["exchange"] = lambda: jaxmpi.world().sum_on_host_now(results, 2)  # type: ignore[attr-defined]
+        parts["exchange"] = lambda: jaxmpi.world().shared_sum.sum_now(results, 2)  # type: ignore[attr-defined]
     runs = {name: lambda call=call: jax.block_until_ready(call()) for name, call in parts.items()}
     seconds = harness.take_turns(runs, rounds, warm_up=rounds // 10 + 3)
     result: Result = {f"{name}_ms": 1e3 * float(np.median(values)) for name, values in seconds.items()}

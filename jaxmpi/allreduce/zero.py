@@ -157,7 +157,7 @@ class Zero(NamedTuple):
 
         Args:
             gradients: a function of any arguments.
-            sum_name: of the sum in shared memory, as of `RankComm.sum_name`.
+            sum_name: of the sum in shared memory, as of `RankComm.shared_sum`.
 
         Communicates: through shared memory, once a bucket. The program is the same on all ranks.
         """

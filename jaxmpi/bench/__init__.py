@@ -1,8 +1,7 @@
 """`jaxmpi bench`: time an exchange beside other libraries and the lower bound.
 
-In reading order: `__main__`, the command; `options`, its command line; `plan`, what is timed and how many ranks fit;
-`jobs` of ranks, which take turns; `rounds` inside a job; `contenders`, each an exchange; `baselines`, those of other
-libraries; `results`, figures.
+In reading order: `__main__`, the command; `options`, its command line; `plan`, what is timed; `rounds` of a job;
+`contenders`, each an exchange; `baselines`, those of other libraries; `results`, figures.
 
 It imports `core`, `runtime`, `config`, `comm`, `allreduce`, `observe` and `launch`.
 """

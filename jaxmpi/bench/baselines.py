@@ -1,4 +1,4 @@
-"""Calls of peers: all-reduces of other libraries, and ours by mpi4py.
+"""Calls of peers: all-reduces of other libraries.
 
 Importing torch takes seconds and jax.distributed must start before the device, so both happen inside functions.
 """
@@ -12,11 +12,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmpi.allreduce.api import exchange
 from jaxmpi.bench.contenders import Arrays, Contender, Inputs, Run, mpi_control
 from jaxmpi.bench.options import PEERS
 from jaxmpi.comm.control import MpiProcesses
-from jaxmpi.comm.mpi import FaultTolerantComm, world
+from jaxmpi.comm.mpi import world
 
 
 class Call(NamedTuple):
@@ -53,17 +52,6 @@ def mpi4jax_flat(inputs: Inputs) -> Run:
     """One mpi4jax.allreduce of one flat array, in jit, without division."""
     run = jax.jit(world().allreduce)
     return lambda: [jax.block_until_ready(run(inputs.flat))]
-
-
-def by_mpi4py(strategy: str) -> Callable[[Inputs], Run]:
-    """`jaxmpi.exchange` of the tree in jit by mpi4py, as under `--on-rank-loss shrink`."""
-
-    def start(inputs: Inputs) -> Run:
-        comm = FaultTolerantComm(mpi_control(inputs))
-        run = jax.jit(lambda leaves: exchange(leaves, strategy, comm=comm))
-        return lambda: jax.block_until_ready(run(inputs.leaves))
-
-    return start
 
 
 def connect_jax(control: MpiProcesses) -> None:
@@ -121,8 +109,6 @@ CALLS = {  # calls of the peers in `options.PEERS`
     "mpi4py": Call(nothing_to_connect, mpi4py_allreduce),
     "mpi4jax": Call(nothing_to_connect, mpi4jax_tree),
     "mpi4jax-flat": Call(nothing_to_connect, mpi4jax_flat),
-    "asa32-by-mpi4py": Call(nothing_to_connect, by_mpi4py("asa32")),
-    "ring32-by-mpi4py": Call(nothing_to_connect, by_mpi4py("ring32")),
     "psum": Call(connect_jax, psum),
     "torch": Call(connect_torch, torch_allreduce),
 }

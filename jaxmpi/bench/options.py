@@ -7,6 +7,7 @@ import argparse
 import importlib.util
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
@@ -23,15 +24,12 @@ class Peer(NamedTuple):
     package: str
     op: Literal["mean", "sum"]  # mean of the tree, or the easier work: sum of one flat array
     receives: bool = False  # into an array of its own, or in place
-    is_other: bool = True  # another library's, and so one of `all`
 
 
 PEERS = {  # `baselines.CALLS` has how each is called
     "mpi4py": Peer("mpi4py", "sum", receives=True),
     "mpi4jax": Peer("mpi4jax", "mean"),
     "mpi4jax-flat": Peer("mpi4jax", "sum"),
-    "asa32-by-mpi4py": Peer("mpi4py", "mean", is_other=False),
-    "ring32-by-mpi4py": Peer("mpi4py", "mean", is_other=False),
     "psum": Peer("jax", "mean"),
     "torch": Peer("torch", "sum", receives=True),
 }
@@ -58,7 +56,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.allow_abbrev = False
     add = parser.add_argument
-    add("-n", type=int, help="ranks (default: 2; under a launcher: its ranks); fewer if memory is short")
+    add("-n", type=int, help="ranks (default: 2; under a launcher: its ranks)")
     add("--launcher", default=default_launcher(os.environ), help="mpirun or srun (default: as jaxmpi train)")
     add("--launcher-args", default="", help='more arguments for it, such as "--hostfile hosts"')
     add(
@@ -94,12 +92,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--rate-mbit", type=float, help="of each host's link, for the bound (default: as measured)")
     add("--out", type=Path, help="JSON file for all figures")
     add("--plot", type=Path, help="file for a plot: .png, .svg or .pdf")
-    add("--job", nargs=2, help=argparse.SUPPRESS)  # plan and result: how `start` starts ranks
     options = parser.parse_args(join_launcher_args(argv), argparse.Namespace(words=[*argv]))
     for name in ("n", "rounds", "warm_up"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UsageError(f"-{'-' * (len(name) > 1)}{name.replace('_', '-')}: got {value}; expected >= 1")
+    try:
+        shlex.split(options.launcher_args)
+    except ValueError as error:
+        raise UsageError(f"--launcher-args: got {options.launcher_args!r}: {error}") from error
     if options.rate_mbit is not None and not options.rate_mbit > 0:
         raise UsageError(f"--rate-mbit: got {options.rate_mbit}; expected > 0")
     return options
@@ -118,7 +119,7 @@ def select_peers(names: Sequence[str]) -> tuple[str, ...]:
         UsageError: an unknown name, or one whose package is not installed.
     """
     if tuple(names) in (("all",), ("none",)):
-        return tuple(name for name, row in PEERS.items() if names[0] == "all" and row.is_other and is_installed(name))
+        return tuple(name for name in PEERS if names[0] == "all" and is_installed(name))
     for name in names:
         package = lookup(PEERS, name, "peer (all and none stand alone)").package
         if not is_installed(name):

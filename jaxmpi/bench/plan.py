@@ -4,6 +4,7 @@ Rank 0 makes the plan and sends it to all ranks as JSON. So they run the same co
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
@@ -27,6 +28,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import check_writable
 from jaxmpi.core.shared_memory import available_bytes as free_bytes
 from jaxmpi.observe import plots
+from jaxmpi.runtime import process
 
 # The lengths of Baidu's test of its ring allreduce, up to 64 Mi floats (Gibiansky 2017).
 BAIDU = (0, 32, 256, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 23, 1 << 26)
@@ -77,23 +79,37 @@ def floats(text: str) -> int:
     return number
 
 
-def make_plan(options: argparse.Namespace) -> BenchPlan:
-    """The plan for the options; for trees it runs `python -m jaxmpi.models`.
+def check_options(options: argparse.Namespace) -> None:
+    """Check what the options name, before ranks start.
 
     Raises:
-        UsageError: unknown strategies, peers or models; a file that cannot be read or written.
+        UsageError: unknown strategies or peers; a file that cannot be read or written.
     """
-    experiment = str(experiment_file.locate(options.experiment).resolve()) if options.experiment else ""
-    add_rows(experiment)
+    add_rows(experiment_of(options))
     for name in options.strategies:
         contenders.find_contender(name)
-    peers = select_peers(options.peers)
-    if not (peers or options.strategies):
+    if not (select_peers(options.peers) or options.strategies):
         raise UsageError("nothing to time: neither strategies nor peers")
+    for size in options.sizes or ():
+        floats(size)
     if options.out:
         check_writable(options.out)
     if options.plot:
         plots.check_file(options.plot)
+
+
+def experiment_of(options: argparse.Namespace) -> str:
+    """The experiment file; empty without one."""
+    return str(experiment_file.locate(options.experiment).resolve()) if options.experiment else ""
+
+
+def make_plan(options: argparse.Namespace, ranks: int) -> BenchPlan:
+    """The plan for the options, without cases that exceed this host's memory; for trees it runs `jaxmpi.models`.
+
+    Raises:
+        UsageError: unknown models, or no case is left.
+    """
+    experiment = experiment_of(options)
     models = options.tree or ([experiment] if experiment and options.sizes is None else [])
     named = options.sizes or (BAIDU if options.sizes is not None or not models else ())
     cases = [Case(f"{n:,} floats", False, [(n,)]) for n in (floats(str(size)) for size in named)]
@@ -101,15 +117,24 @@ def make_plan(options: argparse.Namespace) -> BenchPlan:
     cases += [Case(shown.get(name, name), True, list(tree.values())) for name, tree in trees(models).items()]
     if options.plot and not any(case.floats for case in cases):
         raise UsageError("--plot: no case has any floats to draw")
-    return BenchPlan(
+    plan = BenchPlan(
         strategies=tuple(dict.fromkeys(options.strategies)),
-        peers=peers,
+        peers=select_peers(options.peers),
         cases=tuple(cases),
         rounds=options.rounds,
         warm_up=options.warm_up,
         rate_mbit=options.rate_mbit,
         experiment=experiment,
     )
+    here = process.launched()
+    local, free = here.local_size if here else ranks, free_bytes()
+    for case in cases:
+        if (needed := needed_bytes(case, plan, local)) > free:
+            print(f"{case.name}: left out: {local} ranks need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
+    fitting = tuple(case for case in cases if needed_bytes(case, plan, local) <= free)
+    if not fitting:
+        raise UsageError("no case fits into memory")
+    return dataclasses.replace(plan, cases=fitting)
 
 
 @functools.cache
@@ -134,7 +159,7 @@ def trees(names: Sequence[str]) -> dict[str, dict[str, Shape]]:
     return {model: {path: tuple(shape) for path, shape in tree.items()} for model, tree in shapes.items()}
 
 
-# ---------------------------------------------------------------- as many ranks as memory holds
+# ---------------------------------------------------------------- memory
 
 BASE_BYTES, TORCH_BYTES = 450_000_000, 400_000_000  # bytes of a process without any case, and of torch in it
 AUTO_ARRAYS, COMPRESSOR_ARRAYS = 4, 6  # `auto` before it has chosen
@@ -160,15 +185,3 @@ def needed_bytes(case: Case, plan: BenchPlan, ranks: int) -> int:
     working = max([*map(arrays_at_work, plan.strategies), *(1 for _ in plan.peers)], default=0)
     rank_bytes = BASE_BYTES + TORCH_BYTES * ("torch" in plan.peers) + round((inputs + working) * 4 * case.floats)
     return ranks * rank_bytes + 2 * 4 * case.floats * bool(plan.peers)
-
-
-def fitting_ranks(case: Case, plan: BenchPlan, wanted: int) -> int:
-    """Ranks, at most `wanted`, that fit in free memory."""
-    free = free_bytes()
-    return next((ranks for ranks in range(wanted, 0, -1) if needed_bytes(case, plan, ranks) <= free), 0)
-
-
-def describe_left_out(case: Case, plan: BenchPlan, ranks: int) -> str:
-    """A line on a case that does not fit in free memory."""
-    needed_gb = needed_bytes(case, plan, ranks) / 1e9
-    return f"{case.name}: left out: {ranks} ranks need {needed_gb:.1f} GB, and {free_bytes() / 1e9:.1f} GB are free"

@@ -92,44 +92,43 @@ def bytes_per_s(job: Json, rate_mbit: float | None) -> float | None:
 # ---------------------------------------------------------------- table and plot
 
 
-def table(cases: Sequence[Json]) -> Table:
-    """A section per case, a row per contender."""
-    several_hosts = any(case["hosts"] > 1 for case in cases)
-    has_peers = any(row["to_fastest_peer"] for case in cases for row in case["rows"])
-    out = Table("case, a rank", "by")
-    headings = ["ms (quartiles)", "alg GB/s", "bus GB/s", "of bound", *(["sent MB"] * several_hosts)]
-    for heading in [*headings, *(["/ fastest peer"] * has_peers)]:
+def table(case: Json) -> Table:
+    """A row per contender of a case, below the bound's basis."""
+    has_bound, is_far = case["bound_bytes_per_s"] is not None, case["hosts"] > 1
+    speed = (case["bound_bytes_per_s"] or 0.0) / 1e9
+    far, near = "2 (H-1)/H K a host over a link", "3 K a rank through memory, read and written"
+    basis = f"bound: {far if is_far else near} at {speed:.3g} GB/s" * has_bound
+    out = Table(title=describe(case), caption=basis, title_justify="left", caption_justify="left")
+    out.add_column("by")
+    has_peer = any(row["to_fastest_peer"] for row in case["rows"])
+    headings = ["ms (quartiles)", "alg GB/s", "bus GB/s", "of bound", *["sent MB"] * is_far]
+    for heading in [*headings, *["/ fastest peer"] * has_peer]:
         out.add_column(heading, justify="right")
-    for case in cases:
-        for left, row in zip(with_blanks(describe(case), len(case["rows"])), case["rows"], strict=True):
-            low, high = row["quartiles_s"]
-            ratio, sent = row["to_fastest_peer"], row["sent_bytes"]
-            numbers = [
-                f"{1e3 * row['median_s']:.4g} ({1e3 * low:.4g}-{1e3 * high:.4g})",
-                f"{row['algorithm_bytes_per_s'] / 1e9:.3g}",
-                f"{row['bus_bytes_per_s'] / 1e9:.3g}",
-                "" if row["of_bound"] is None else f"{100 * row['of_bound']:.3g} %",
-                *(["" if sent is None else megabytes(sent)] * several_hosts),
-                *(["{:.2f} ({:.2f}-{:.2f})".format(*ratio["ratio"]) if ratio else ""] * has_peers),
-            ]
-            out.add_row(left, label(row), *numbers)
-        out.add_section()
+    for row in case["rows"]:
+        low, high = row["quartiles_s"]
+        ratio, sent = row["to_fastest_peer"], row["sent_bytes"]
+        out.add_row(
+            label(row),
+            f"{1e3 * row['median_s']:.4g} ({1e3 * low:.4g}-{1e3 * high:.4g})",
+            f"{row['algorithm_bytes_per_s'] / 1e9:.3g}",
+            f"{row['bus_bytes_per_s'] / 1e9:.3g}",
+            "" if row["of_bound"] is None else f"{100 * row['of_bound']:.3g} %",
+            *(["" if sent is None else f"{sent / 1e6:.4g}"] * is_far),
+            *(["{:.2f} ({:.2f}-{:.2f})".format(*ratio["ratio"]) if ratio else ""] * has_peer),
+        )
     return out
 
 
-def describe(case: Json) -> list[str]:
-    """Lines on a case: operand, ranks and hosts."""
+def describe(case: Json) -> str:
+    """A case: its operand, ranks and hosts."""
+    name = f"{case['case']}, {case['leaves']} leaves, " * case["is_tree"]
+    return f"{name}{case['floats']:,} floats, {case['bytes'] / 1e6:.4g} MB, {where(case)}"
+
+
+def where(case: Json) -> str:
+    """Ranks and hosts of a case."""
     ranks, hosts = case["ranks"], case["hosts"]
-    size = f"{case['floats']:,} floats, {megabytes(case['bytes'])} MB"
-    where = f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}"
-    return [*([f"{case['case']}, {case['leaves']} leaves"] if case["is_tree"] else []), size, where]
-
-
-def with_blanks(lines: list[str], rows: int) -> list[str]:
-    """Spread lines over rows, with all surplus lines in the last."""
-    head = lines[: rows - 1] if rows < len(lines) else lines
-    rest = "\n".join(lines[len(head) :])
-    return [*head, *([rest] if rest else []), *[""] * (rows - len(lines))]
+    return f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}"
 
 
 def label(row: Json) -> str:
@@ -137,68 +136,27 @@ def label(row: Json) -> str:
     return f"{row['by']}, {row['picked']['strategy']}" if row["picked"] else row["by"]
 
 
-def megabytes(number: float) -> str:
-    """Bytes in MB, 10^6, four digits."""
-    return f"{number / 1e6:.4g}"
-
-
-def bound_lines(cases: Sequence[Json]) -> list[str]:
-    """Basis of the bound, a line for every number of ranks."""
-    groups: dict[str, list[Json]] = {}
-    for case in cases:
-        if case["bound_bytes_per_s"]:
-            groups.setdefault(describe(case)[-1], []).append(case)
-    lines = []
-    for where, group in groups.items():
-        speeds = [case["bound_bytes_per_s"] for case in group]
-        if group[0]["hosts"] > 1:
-            rest = f"2 (H-1)/H K a host over a link of {8e-6 * max(speeds):.1f} Mbit/s payload"
-        else:
-            rest = (
-                f"3 K a rank through memory, read and written at {min(speeds) / 1e9:.1f}-{max(speeds) / 1e9:.1f} GB/s"
-            )
-        lines.append(f"bound, {where}: {rest}")
-    return lines
-
-
 def draw(cases: Sequence[Json], path: Path) -> None:
     """Plot vectors as time against bytes, trees as bars, with their bounds.
-
-    Vectors have a panel for every number of ranks, trees one each.
 
     Raises:
         OSError: the file cannot be written.
     """
-    vectors = [case for case in cases if not case["is_tree"] and case["bytes"]]
-    groups = sorted({(case["ranks"], case["hosts"]) for case in vectors})
-    panels: list[plots.Panel] = [
-        lines_panel([case for case in vectors if (case["ranks"], case["hosts"]) == group]) for group in groups
-    ]
-    plots.save([*panels, *(bars_panel(case) for case in cases if case["is_tree"])], path)
-
-
-def lines_panel(cases: Sequence[Json]) -> plots.Lines:
-    """A line per contender over vectors of growing size."""
-    cases = sorted(cases, key=lambda case: case["bytes"])
+    panels: list[plots.Panel] = []
     series: dict[str, list[tuple[float, float]]] = {}
-    for case in cases:
+    vectors = sorted((case for case in cases if not case["is_tree"] and case["bytes"]), key=lambda case: case["bytes"])
+    for case in vectors:
         for row in case["rows"]:
             series.setdefault(label(row), []).append((case["bytes"], row["median_s"]))
-    bound = [(case["bytes"], case["bound_s"]) for case in cases if case["bound_s"]]
-    where = describe(cases[0])[-1]
-    return plots.Lines(
-        title=f"One exchange of a vector, {where}",
-        x=plots.Quantity("vector of a rank", "B"),
-        y=TIME,
-        series=series,
-        bound=bound,
-    )
-
-
-def bars_panel(case: Json) -> plots.Bars:
-    """A bar per contender for one tree."""
-    bars = [(label(row), row["median_s"], *row["quartiles_s"]) for row in case["rows"]]
-    return plots.Bars("One exchange of " + "; ".join(describe(case)), TIME, bars, case["bound_s"])
+    if vectors:
+        bound = [(case["bytes"], case["bound_s"]) for case in vectors if case["bound_s"]]
+        size = plots.Quantity("vector of a rank", "B")
+        panels.append(plots.Lines(f"One exchange of a vector, {where(vectors[0])}", size, TIME, series, bound))
+    for case in cases:
+        if case["is_tree"]:
+            bars = [(label(row), row["median_s"], *row["quartiles_s"]) for row in case["rows"]]
+            panels.append(plots.Bars(f"One exchange of {describe(case)}", TIME, bars, case["bound_s"]))
+    plots.save(panels, path)
 
 
 def median_interval(values: np.ndarray) -> tuple[float, float, float]:

@@ -64,7 +64,7 @@ def allreduce(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None
         UsageError: an unknown op; a dtype for which it is not defined, or numbers that JAX's dtype does not hold (by
             path); ranks whose calls differ (rank, got, expected); a derivative of what is not linear.
     """
-    return _reduce_tree("allreduce", x, op, comm, dtype)
+    return _apply("allreduce", x, comm, op=op, dtype=dtype)
 
 
 def reduce(x: PyTree, op: str = "sum", root: int = 0, *, comm: Any = None, dtype: Any = None) -> PyTree:
@@ -72,7 +72,7 @@ def reduce(x: PyTree, op: str = "sum", root: int = 0, *, comm: Any = None, dtype
 
     Arguments, communication, errors: as `allreduce`, `MPI_Reduce`. Transpose: `bcast`.
     """
-    return _reduce_tree("reduce", x, op, comm, dtype, root)
+    return _apply("reduce", x, comm, op=op, dtype=dtype, root=root)
 
 
 def reduce_scatter(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -> PyTree:
@@ -81,7 +81,7 @@ def reduce_scatter(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any =
     Arguments, errors: as `allreduce`. Communicates: an all-to-all; rows are combined in rank order. Started, it is
     `MPI_Ireduce_scatter_block`, which adds in the MPI library's order. Transpose: `allgather`.
     """
-    return _reduce_tree("reduce_scatter", x, op, comm, dtype)
+    return _apply("reduce_scatter", x, comm, op=op, dtype=dtype)
 
 
 def scan(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -> PyTree:
@@ -89,7 +89,7 @@ def scan(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -> 
 
     Arguments, errors: as `allreduce`; no mean. Transpose: from the last rank to this one.
     """
-    return _reduce_tree("scan", x, op, comm, dtype)
+    return _apply("scan", x, comm, op=op, dtype=dtype)
 
 
 def exscan(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -> PyTree:
@@ -99,25 +99,32 @@ def exscan(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -
     for max, the largest for min.
     Arguments, errors: as `allreduce`; no mean. Communicates: `MPI_Scan`, passed on by one rank.
     """
-    return _reduce_tree("exscan", x, op, comm, dtype)
+    return _apply("exscan", x, comm, op=op, dtype=dtype)
 
 
-def _reduce_tree(operation: str, x: PyTree, op: str, comm: Any, dtype: Any, root: int | None = None) -> PyTree:
+def _apply(
+    operation: str, x: PyTree, comm: Any, *, op: str = "", dtype: Any = None, root: Any = None, **options: Any
+) -> PyTree:
+    """An operation on a tree, after all that this rank can check by itself."""
     row, comm = OPERATIONS[operation], communicator_of(operation, comm)
-    if op not in row.ops:
+    if op not in (row.ops or ("",)):
         raise UsageError(f"{operation}: op: got {op!r}; expected one of {', '.join(row.ops)}")
     root, dtype = check_root(operation, root, comm), canonical_dtype(operation, dtype)
-    if operation == "reduce_scatter":
+    is_elsewhere = root is not None and comm.rank != root
+    if operation in ("alltoall", "reduce_scatter") or (operation == "scatter" and not is_elsewhere):
         check_rows(operation, x, comm)
-    leaves = arrays_of(operation, x, comm, op)
-    given = given_leaves(operation, x, comm, root)
-    dtypes = [dtypes_of_reduction(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x)]
-    leaves = [leaf.astype(wide) for leaf, (wide, _) in zip(leaves, dtypes, strict=True)]
+    is_template = operation in ("bcast", "scatter") and is_elsewhere
+    leaves = templates_of(operation, x, comm) if is_template else arrays_of(operation, x, comm, op)
+    given, dtypes = given_leaves(operation, x, comm, root), []
+    if op:
+        dtypes = [dtypes_of_reduction(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x)]
+        leaves = [leaf.astype(wide) for leaf, (wide, _) in zip(leaves, dtypes, strict=True)]
     if op == "mean":
         results = _means(operation, leaves, [narrow for _, narrow in dtypes], comm, given, root)
     else:
-        results = _call_each_leaf(operation, leaves, comm, given, op=op, root=root)
-    results = [y.astype(narrow) for y, (_, narrow) in zip(results, dtypes, strict=True)]
+        results = _call_each_leaf(operation, leaves, comm, given, op=op, root=root, **options)
+    if op:
+        results = [y.astype(narrow) for y, (_, narrow) in zip(results, dtypes, strict=True)]
     if operation == "exscan" and op in ("max", "min") and comm.rank == 0:  # a wider type's would be cut off
         results = [jnp.full_like(y, neutral(op, y.dtype)) for y in results]
     return jax.tree.unflatten(jax.tree.structure(x), results)
@@ -129,8 +136,7 @@ def _means(
     """Sums divided by the number of workers; integers are sent as halves of their bits, whose sums do not wrap."""
     is_integer = [bool(jnp.issubdtype(leaf.dtype, jnp.integer)) for leaf in leaves]
     summands = [halves(leaf) if whole else leaf for leaf, whole in zip(leaves, is_integer, strict=True)]
-    means_of = [leaf.dtype.name for leaf in leaves]
-    totals = _call_each_leaf(operation, summands, comm, given, means_of, op="sum", root=root)
+    totals = _call_each_leaf(operation, summands, comm, given, op="sum", root=root)
     workers = comm.size if root is None or comm.rank == root else 1
     return [
         mean_of_halves(total, workers, leaf.dtype, bool(jnp.issubdtype(dtype, jnp.integer)))
@@ -151,7 +157,7 @@ def bcast(x: PyTree, root: int = 0, *, comm: Any = None) -> PyTree:
 
     Communicates: a comparison of calls between ranks, then `MPI_Bcast`. Transpose: `reduce` of a sum, to root.
     """
-    return _move_tree("bcast", x, comm, root=root)
+    return _apply("bcast", x, comm, root=root)
 
 
 def allgather(x: PyTree, *, comm: Any = None) -> PyTree:
@@ -159,7 +165,7 @@ def allgather(x: PyTree, *, comm: Any = None) -> PyTree:
 
     Communicates: a comparison of calls between ranks, then `MPI_Allgather`. Transpose: `reduce_scatter` of a sum.
     """
-    return _move_tree("allgather", x, comm)
+    return _apply("allgather", x, comm)
 
 
 def gather(x: PyTree, root: int = 0, *, comm: Any = None) -> PyTree:
@@ -167,7 +173,7 @@ def gather(x: PyTree, root: int = 0, *, comm: Any = None) -> PyTree:
 
     Communicates: a comparison of calls between ranks, then `MPI_Gather`. Transpose: `scatter`.
     """
-    return _move_tree("gather", x, comm, root=root)
+    return _apply("gather", x, comm, root=root)
 
 
 def scatter(x: PyTree, root: int = 0, *, comm: Any = None) -> PyTree:
@@ -180,10 +186,7 @@ def scatter(x: PyTree, root: int = 0, *, comm: Any = None) -> PyTree:
     Raises:
         UsageError: root's leaves do not have w rows (by path); ranks whose calls differ.
     """
-    comm = communicator_of("scatter", comm)
-    if comm.rank == root:
-        check_rows("scatter", x, comm)
-    return _move_tree("scatter", x, comm, root=root)
+    return _apply("scatter", x, comm, root=root)
 
 
 def alltoall(x: PyTree, *, comm: Any = None) -> PyTree:
@@ -194,8 +197,7 @@ def alltoall(x: PyTree, *, comm: Any = None) -> PyTree:
     Raises:
         UsageError: leaves that do not have w rows (by path); ranks whose calls differ.
     """
-    check_rows("alltoall", x, communicator_of("alltoall", comm))
-    return _move_tree("alltoall", x, comm)
+    return _apply("alltoall", x, comm)
 
 
 def allgatherv(x: PyTree, *, counts: Sequence[int] | None = None, comm: Any = None) -> PyTree:
@@ -218,7 +220,7 @@ def allgatherv(x: PyTree, *, counts: Sequence[int] | None = None, comm: Any = No
             f"allgatherv: rank {rank_in_job(comm)}: counts: got {counts} with {rows} rows here; expected {comm.size} "
             "numbers, of which this rank's is the number of its rows"
         )
-    return _move_tree("allgatherv", x, comm, counts=tuple((n,) * comm.size for n in counts))
+    return _apply("allgatherv", x, comm, counts=tuple((n,) * comm.size for n in counts))
 
 
 def alltoallv(x: PyTree, send_counts: Sequence[int], *, comm: Any = None) -> PyTree:
@@ -241,17 +243,7 @@ def alltoallv(x: PyTree, send_counts: Sequence[int], *, comm: Any = None) -> PyT
             f"alltoallv: rank {rank_in_job(comm)}: send_counts: got {counts} for {rows} rows; expected {comm.size} "
             "numbers that add up to the rows"
         )
-    return _move_tree("alltoallv", x, comm, counts=tuple(map(tuple, exchange_counts("alltoallv", comm, counts))))
-
-
-def _move_tree(operation: str, x: PyTree, comm: Any, root: Any = None, **options: Any) -> PyTree:
-    comm = communicator_of(operation, comm)
-    root = check_root(operation, root, comm)
-    is_template = operation in ("bcast", "scatter") and comm.rank != root
-    leaves = (templates_of if is_template else arrays_of)(operation, x, comm)
-    given = given_leaves(operation, x, comm, root)
-    results = _call_each_leaf(operation, leaves, comm, given, root=root, **options)
-    return jax.tree.unflatten(jax.tree.structure(x), results)
+    return _apply("alltoallv", x, comm, counts=tuple(map(tuple, exchange_counts("alltoallv", comm, counts))))
 
 
 def barrier(*, comm: Any = None) -> None:
@@ -344,26 +336,19 @@ def sendrecv(
 
 
 def _call_each_leaf(
-    operation: str,
-    leaves: list[jax.Array],
-    comm: Comm,
-    given: Mapping[str, Any],
-    means_of: Sequence[str] = (),
-    **options: Any,
+    operation: str, leaves: list[jax.Array], comm: Comm, given: Mapping[str, Any], **options: Any
 ) -> list[jax.Array]:
     """Call once per leaf; for elementwise operations once per group of small leaves.
 
     Args:
         given: `given_leaves`, which ranks compare at the first call.
-        means_of: dtypes of leaves that are summed for means, of which these may be halves.
     """
-    row, means_of = OPERATIONS[operation], means_of or [""] * len(leaves)
+    row = OPERATIONS[operation]
     is_packed = row.is_elementwise and not row.is_message and comm.size > 1
     results: list[Any] = [None] * len(leaves)
-    for group in _group_small_leaves(leaves, means_of) if is_packed else [[i] for i in range(len(leaves))]:
+    for group in _group_small_leaves(leaves) if is_packed else [[i] for i in range(len(leaves))]:
         packed = leaves[group[0]] if len(group) == 1 else jnp.concatenate([leaves[i].reshape(-1) for i in group])
-        named = {"mean_of": means_of[group[0]], "given": given if group[0] == 0 else {}}
-        found = _call(operation, comm, packed, **named, **options)
+        found = _call(operation, comm, packed, given=given if group[0] == 0 else {}, **options)
         if len(group) == 1:
             results[group[0]] = found[0] if found else None  # a send returns nothing
             continue
@@ -373,17 +358,17 @@ def _call_each_leaf(
     return results
 
 
-def _group_small_leaves(leaves: Sequence[jax.Array], means_of: Sequence[str]) -> list[list[int]]:
-    """Group leaves by dtype and `means_of` within BUCKET_BYTES; larger ones stay alone."""
+def _group_small_leaves(leaves: Sequence[jax.Array]) -> list[list[int]]:
+    """Group leaves by dtype within BUCKET_BYTES; larger ones stay alone."""
     groups: list[list[int]] = []
     open_groups: dict[Any, tuple[list[int], int]] = {}
-    for i, (leaf, mean_of) in enumerate(zip(leaves, means_of, strict=True)):
-        group, group_bytes = open_groups.get((leaf.dtype, mean_of), ([], 0))
+    for i, leaf in enumerate(leaves):
+        group, group_bytes = open_groups.get(leaf.dtype, ([], 0))
         if not group or group_bytes + leaf.nbytes > BUCKET_BYTES:
             group, group_bytes = [], 0
             groups.append(group)
         group.append(i)
-        open_groups[leaf.dtype, mean_of] = group, group_bytes + leaf.nbytes
+        open_groups[leaf.dtype] = group, group_bytes + leaf.nbytes
     return groups
 
 

@@ -1,7 +1,8 @@
 """Arguments of the operations: what one rank can check by itself, and the arrays that enter JAX."""
 
 import operator
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import jax
@@ -36,44 +37,36 @@ def rank_in_job(comm: Comm) -> int | jax.Array:
 # ---------------------------------------------------------------- ranks and tags
 
 
-def _check_index(operation: str, name: str, value: Any) -> int:
-    """An integer of Python, NumPy or JAX as int, which ranks compare."""
+def _check_index(operation: str, name: str, value: Any, most: int, expected: str) -> int:
+    """An integer of Python, NumPy or JAX as int, in [0, most), which ranks compare."""
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError as error:
         raise UsageError(f"{operation}: {name}: got {value!r}; expected a whole number known to Python") from error
+    if not 0 <= number < most:
+        raise UsageError(f"{operation}: {name}: got {number}; expected a {expected} below {most}")
+    return number
 
 
 def check_root(operation: str, root: Any, comm: Comm) -> int | None:
     """A rank of the communicator as int, or None for None."""
-    number = None if root is None else _check_index(operation, "root", root)
-    if number is not None and not 0 <= number < comm.size:
-        raise UsageError(f"{operation}: root: got {number}; expected a rank below {comm.size}")
-    return number
+    return None if root is None else _check_index(operation, "root", root, comm.size, "rank")
 
 
 def check_partner(operation: str, name: str, rank: Any, comm: Comm) -> Any:
     """A rank that may be `NOBODY`, or None for any source."""
-    number = None if rank is None and name == "source" else _check_index(operation, name, rank)
-    if number is None or number == NOBODY or 0 <= number < comm.size:
-        return number
-    raise UsageError(
-        f"{operation}: {name}: got {number}; expected a rank below {comm.size}"
-        + (", NOBODY, or None for any; MPI.ANY_SOURCE is None here, " if name == "source" else " or NOBODY; ")
-        + "MPI.PROC_NULL is jaxmpi.collectives.NOBODY"
-    )
+    if (rank is None and name == "source") or (isinstance(rank, int) and rank == NOBODY):
+        return rank
+    expected = "rank, NOBODY (MPI.PROC_NULL), or None for any (MPI.ANY_SOURCE), or one"
+    return _check_index(operation, name, rank, comm.size, expected if name == "source" else "rank, NOBODY, or one")
 
 
 def check_tag(operation: str, name: str, tag: Any, comm: Comm) -> Any:
     """A tag of a message, or None for any that comes."""
-    is_sent = name == "sendtag" or operation == "send"
-    if tag is None and not is_sent:
+    if tag is None and name != "sendtag" and operation != "send":
         return None
-    number, most = _check_index(operation, name, tag), comm.processes.tags if isinstance(comm, MpiComm) else LEAST_TAGS
-    if not 0 <= number < most:
-        is_any = "" if is_sent else ", or None for any"
-        raise UsageError(f"{operation}: {name}: got {number}; expected a number from 0 to {most - 1}{is_any}")
-    return number
+    most = comm.processes.tags if isinstance(comm, MpiComm) else LEAST_TAGS
+    return _check_index(operation, name, tag, most, "number")
 
 
 # ---------------------------------------------------------------- arrays
@@ -81,20 +74,19 @@ def check_tag(operation: str, name: str, tag: Any, comm: Comm) -> Any:
 
 def arrays_of(operation: str, x: PyTree, comm: Comm, op: str = "") -> list[jax.Array]:
     """The leaves as JAX arrays that can be sent; what one rank refuses all refuse, but of a message its rank alone."""
-    arrays, together = [], nullcontext() if OPERATIONS[operation].is_message else refuse_together(comm.assert_same)
-    with one_thread(comm, operation), together:
+    arrays = []
+    with _refusing_together(operation, comm):
         for path, leaf in named_leaves(x):
-            where = _name(operation, path)
             _check_no_key(operation, leaf)
-            arrays.append(to_jax(where, leaf, op, comm.size))
-            check_on_one_device(where, arrays[-1])
+            arrays.append(to_jax(_name(operation, path), leaf, op, comm.size))
+            check_on_one_device(_name(operation, path), arrays[-1])
     return arrays
 
 
 def templates_of(operation: str, x: PyTree, comm: Comm, *, is_returned: bool = False) -> list[jax.Array]:
     """Arrays of the shapes and dtypes of what comes; if nothing comes, x itself is returned."""
-    arrays, together = [], nullcontext() if OPERATIONS[operation].is_message else refuse_together(comm.assert_same)
-    with one_thread(comm, operation), together:
+    arrays = []
+    with _refusing_together(operation, comm):
         for path, leaf in named_leaves(x):
             is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
             if is_shape or (isinstance(leaf, np.ndarray) and not is_returned):  # NumPy's empty arrays hold any numbers
@@ -102,6 +94,13 @@ def templates_of(operation: str, x: PyTree, comm: Comm, *, is_returned: bool = F
             _check_no_key(operation, leaf)
             arrays.append(to_jax(_name(operation, path), leaf))
     return arrays
+
+
+@contextmanager
+def _refusing_together(operation: str, comm: Comm) -> Iterator[None]:
+    together = nullcontext() if OPERATIONS[operation].is_message else refuse_together(comm.assert_same)
+    with one_thread(comm, operation), together:
+        yield
 
 
 def _name(operation: str, path: str) -> str:

@@ -28,7 +28,6 @@ class MpiCall:
     operation: str
     comm: MpiComm
     op: str = ""
-    mean_of: str = ""  # dtype of what is summed for a mean, of which the operands may be halves of another
     root: int | None = None
     counts: tuple[tuple[int, ...], ...] = ()  # rows that rank i sends to rank j
     source: int | None = None  # rank that a message comes from; None: any
@@ -68,8 +67,7 @@ class MpiCall:
         if self.operation in ("recv", "sendrecv"):
             options |= {"source": "nobody" if self.source == NOBODY else self.source, "recvtag": self.recvtag}
         named = [f"{name}={value}" for name, value in options.items() if value is not None]
-        types = [f"mean of {self.mean_of}, sent as {type_of(x)}" if self.mean_of else type_of(x) for x in operands[:1]]
-        text = f"{self.operation}({', '.join([*types, *named])})"
+        text = f"{self.operation}({', '.join([*map(type_of, operands[:1]), *named])})"
         return f"{text}, {self.line}" if self.line else text
 
     def derive(self, operation: str, **changes: Any) -> "MpiCall":

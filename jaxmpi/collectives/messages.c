@@ -126,11 +126,6 @@ int jaxmpi_unreceived(int32_t call) {
 
 enum stage { HEADER, ARRAY, SENT_HEADER, SENT_ARRAY, DONE };
 
-struct parts { /* of an array behind its header; counts of MPI are ints */
-  int count;
-  handle *requests;
-};
-
 struct exchange {
   struct call *call;
   _Atomic int64_t *note;
@@ -138,28 +133,14 @@ struct exchange {
   int is_blocking;
   handle header;
   struct sent *sent_header; /* of a sendrecv, which MPI sends as it likes */
-  struct parts array, sent_array;
+  handle array, sent_array; /* behind their headers, if they are */
+  int has_array, has_sent_array;
   void *y;
   int64_t y_bytes;
   char *message; /* a header, and the array if it is short */
 };
 
 static _Atomic uint32_t numbered; /* arrays behind their headers, by which the receiver finds them */
-
-static int start_parts(const struct call *call, struct parts *parts, int is_sent, char *data, int64_t n, int rank,
-                       int tag) {
-  parts->count = (int)((n + MAX_BYTES - 1) / MAX_BYTES);
-  parts->requests = malloc(parts->count * sizeof *parts->requests);
-  int code = 0;
-  for (int i = 0; !code && i < parts->count; i++) {
-    int64_t left = n - i * (int64_t)MAX_BYTES;
-    int size = (int)(left < MAX_BYTES ? left : MAX_BYTES);
-    char *part = data + i * (int64_t)MAX_BYTES;
-    code = is_sent ? mpi.isend(part, size, byte, rank, tag, call->arrays, &parts->requests[i])
-                   : mpi.irecv(part, size, byte, rank, tag, call->arrays, &parts->requests[i]);
-  }
-  return code;
-}
 
 static int start_send(struct exchange *e, void *x, int64_t n) {
   /* MPI copies a short message, so it needs no memory here. To hear of each costs a tenth; to hear of some bounds how
@@ -191,7 +172,8 @@ static int start_send(struct exchange *e, void *x, int64_t n) {
   } else {
     e->sent_header = sent;
   }
-  return is_inline ? 0 : start_parts(call, &e->sent_array, 1, x, n, call->dest, number);
+  e->has_sent_array = !is_inline;
+  return is_inline ? 0 : mpi.isend(x, (int)n, byte, call->dest, number, call->arrays, &e->sent_array);
 }
 
 static int begin(struct exchange *e, void *x, int64_t x_bytes) {
@@ -211,15 +193,6 @@ static int complete(const struct exchange *e, handle *request, void *status) {
   return code || flag ? code : PENDING;
 }
 
-static int complete_parts(const struct exchange *e, struct parts *parts) {
-  status ignored;
-  int code = 0;
-  while (!code && parts->count)
-    if (!(code = complete(e, &parts->requests[parts->count - 1], ignored))) parts->count--;
-  if (!code) free(parts->requests);
-  return code;
-}
-
 /* Take the array of a header that has come, or start to receive it. */
 static int unpack(struct exchange *e) {
   struct call *call = e->call;
@@ -229,10 +202,11 @@ static int unpack(struct exchange *e) {
   if (size != e->y_bytes || memcmp(e->message + TYPE_AT, call->type, TYPE_BYTES)) return UNEXPECTED;
   memcpy(&number, e->message + NUMBER_AT, sizeof number);
   memcpy(&sender, e->message + SENDER_AT, sizeof sender);
-  int code = call->status ? mpi.set_elements(call->status, byte, size > INT32_MAX ? INT32_MAX : (int)size) : 0;
-  if (code || number != INLINE) return code ? code : start_parts(call, &e->array, 0, e->y, size, sender, number);
-  if (size) memcpy(e->y, e->message + HEADER_BYTES, size);
-  return 0;
+  int code = call->status ? mpi.set_elements(call->status, byte, (int)size) : 0;
+  e->has_array = number != INLINE;
+  if (!code && e->has_array) return mpi.irecv(e->y, (int)size, byte, sender, number, call->arrays, &e->array);
+  if (!code && size) memcpy(e->y, e->message + HEADER_BYTES, size);
+  return code;
 }
 
 /* Go on as far as messages have come; 0 at the end. An error ends the job. */
@@ -244,13 +218,13 @@ static int advance(struct exchange *e) {
     if (e->stage == HEADER && call->receives) {
       code = complete(e, &e->header, call->status ? call->status : ignored);
       if (!code) code = unpack(e);
-    } else if (e->stage == ARRAY) {
-      code = complete_parts(e, &e->array);
+    } else if (e->stage == ARRAY && e->has_array) {
+      code = complete(e, &e->array, ignored);
     } else if (e->stage == SENT_HEADER && e->sent_header) {
       code = complete(e, &e->sent_header->request, ignored);
       if (!code) free(e->sent_header);
-    } else if (e->stage == SENT_ARRAY) {
-      code = complete_parts(e, &e->sent_array);
+    } else if (e->stage == SENT_ARRAY && e->has_sent_array) {
+      code = complete(e, &e->sent_array, ignored);
     }
     if (!code) e->stage++;
   }

@@ -14,21 +14,19 @@ It does not wait for that: two ranks may both send first. A `sendrecv` sends as 
 it. So when all scripts have ended, each rank looks for messages that nobody has received.
 
 `messages.c` does all of this. Programs on CPUs call it directly, which takes a tenth of the time of a message through
-Python. Programs on GPUs, and started messages, call it from Python. Where it cannot be compiled, mpi4jax sends instead,
-without headers.
+Python. Programs on GPUs, and started messages, call it from Python. Where it cannot be compiled, and while mpi4jax
+prints its calls, mpi4jax sends instead, without headers.
 """
 
-import contextlib
 import ctypes
 import functools
 import itertools
-import secrets
 import struct
 import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from ctypes import c_char_p, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +44,7 @@ from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import failures, host_callbacks
 from jaxmpi.runtime.failures import call_after_all_scripts, call_before_finalize
 
-MESSAGE = "jaxmpi: a message between two ranks"
+MESSAGE, STATUS = "jaxmpi: a message between two ranks", "jaxmpi: the status of a message"
 TYPE_BYTES, PLACE_BYTES = 24, 20
 # Bytes of the array, sender's rank, tag, number of the array, its dtype and shape, the sender's file and line.
 HEADER = struct.Struct(f"qiii{TYPE_BYTES}s{PLACE_BYTES}s")
@@ -61,7 +59,7 @@ SOURCE = c_handlers.CSource(
     HEADER_BYTES=HEADER.size,
     **dict[str, Any](SIZE_AT=0, SENDER_AT=8, NUMBER_AT=16, TYPE_AT=20),  # in a header
     **dict[str, Any](TYPE_BYTES=TYPE_BYTES, INLINE=INLINE, INLINE_BYTES=INLINE_BYTES, EAGER_BYTES=EAGER_BYTES),
-    **dict[str, Any](MAX_BYTES=1 << 30, MOST_CALLS=MOST_CALLS, NOTES=NOTES),
+    **dict[str, Any](MOST_CALLS=MOST_CALLS, NOTES=NOTES),
 )
 _message_p = SOURCE.primitive()
 FUNCTIONS = "Isend", "Issend", "Irecv", "Wait", "Test", "Status_set_elements"  # in the order of the source
@@ -76,17 +74,16 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     if unavailable_reason():
         return _by_mpi4jax(call, *operands)
     what, dtype, sent = call.describe(*operands), operands[-1].dtype, tuple(map(at_least_8_bits, operands))
-    has_sent, has_result = call.sends, call.receives
-    given = [operands[-1]] if call.operation == "sendrecv" and not has_result else []
+    given = [operands[-1]] if call.operation == "sendrecv" and not call.receives else []
     if given:
         fill_in_program(call.status, NOBODY, None, 0, call.comm.effect)
-    if not has_sent and not has_result:
+    if not call.sends and not call.receives:
         return given
     number = open_message(call, what, *(jax.typeof(x) for x in sent))
-    results: Any = c_handlers.shaped(sent[-1]) if has_result else ()
-    operands, effect = sent[: int(has_sent)], call.comm.effect
+    results: Any = c_handlers.shaped(sent[-1]) if call.receives else ()
+    operands, effect = sent[: int(call.sends)], call.comm.effect
     # Beside a program that waits in MPI nothing else could call an MPI below THREAD_MULTIPLE.
-    if is_logged() or SOURCE.unavailable_reason() or not call.comm.processes.waits.may_watch:
+    if SOURCE.unavailable_reason() or not call.comm.processes.waits.may_watch:
         came = host_callbacks.call(MESSAGE, operands, results, effect=effect, call=number)
     else:
         words = number, sent[0].dtype.itemsize, sent[-1].dtype.itemsize
@@ -96,6 +93,8 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
 
 def unavailable_reason() -> str:
     """Why messages are mpi4jax's own; empty if they have headers."""
+    if is_logged():
+        return "mpi4jax prints its calls"
     with _loading:
         return _compile_error()
 
@@ -108,22 +107,19 @@ def _compile_error() -> str:
     """Compile the source and tell it of this process; why it cannot be, or empty."""
     from mpi4py import MPI
 
-    handle = c_handlers.handle_type()
-    try:
-        functions = [*c_handlers.addresses(FUNCTIONS), *(ctypes.cast(each, c_void_p).value for each in _callbacks())]
-        library = SOURCE.library()
-    except Exception as error:  # no compiler, another header, a library without a symbol
-        reason = f"handlers in C cannot be made: {type(error).__name__}: {error}"
-        line = f"messages are mpi4jax's own, unchecked, since {reason}; all ranks need a C compiler for checked ones"
+    if trouble := SOURCE.trouble():
+        line = f"messages are mpi4jax's own, unchecked, since {trouble}; all ranks need a C compiler for checked ones"
         print(f"jaxmpi: {failures.describe_rank()}: {line}", file=sys.stderr, flush=True)
-        return reason
+        return trouble
+    handle, library = c_handlers.handle_type(), SOURCE.library()
+    functions = [*c_handlers.addresses(FUNCTIONS), *(ctypes.cast(each, c_void_p).value for each in _callbacks())]
     library.jaxmpi_set_up.argtypes = c_void_p, handle
     library.jaxmpi_open_message.argtypes = c_void_p, handle, handle, c_void_p, c_char_p, c_char_p
     library.jaxmpi_begin.restype = c_void_p
     library.jaxmpi_begin.argtypes = c_int32, c_void_p, c_int64, c_void_p, c_int64
     library.jaxmpi_advance.argtypes = (c_void_p,)
     library.jaxmpi_set_up((c_void_p * len(functions))(*functions), MPI._handleof(MPI.BYTE))
-    host_callbacks.register(MESSAGE, _handle, ends_job=True)
+    host_callbacks.register(MESSAGE, _exchange, ends_job=True)
     call_before_finalize(_check_all_received)
     return ""
 
@@ -146,26 +142,17 @@ def _by_mpi4jax(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     return [] if call.operation == "send" else [operands[-1]]
 
 
-def refuse_one_rank(call: MpiCall, *operands: jax.Array) -> Any:
-    """Refuse a message if there is one worker."""
-    raise UsageError(f"{call.operation}: got one worker, which has nobody to exchange messages with; start several")
-
-
-def sendrecv_to_self(call: MpiCall, x: jax.Array, place: jax.Array) -> jax.Array:
-    """A sendrecv of one worker, which sends to itself or to nobody."""
+def on_one_rank(call: MpiCall, x: jax.Array, place: Any = None) -> jax.Array:
+    """A message of one worker: a sendrecv with itself, or from nobody."""
+    if call.operation != "sendrecv":
+        raise UsageError(f"{call.operation}: got one worker, which has nobody to exchange messages with; start several")
     if call.source == NOBODY:
         fill_in_program(call.status, NOBODY, None, 0)
         return place
-    if call.dest == NOBODY:
-        raise UsageError("sendrecv: one worker receives from itself and sends to nobody; give dest=0 as well")
-    if type_of(x) != type_of(place):
+    if call.dest == NOBODY or type_of(x) != type_of(place) or call.recvtag not in (None, call.sendtag):
         raise UsageError(
-            f"sendrecv: one worker, rank 0, expects {type_of(place)}, but got {type_of(x)} from itself; give both the "
-            "same shape and dtype"
-        )
-    if call.recvtag not in (None, call.sendtag):
-        raise UsageError(
-            f"sendrecv: one worker, rank 0, waits for tag {call.recvtag}, but sends itself tag {call.sendtag}"
+            f"sendrecv: one worker expects {type_of(place)} and tag {call.recvtag} from itself, but got {type_of(x)} "
+            f"and tag {call.sendtag} for {'nobody' if call.dest == NOBODY else 'itself'}; give both alike, and dest=0"
         )
     fill_in_program(call.status, 0, call.sendtag, place.nbytes)
     return x
@@ -173,19 +160,15 @@ def sendrecv_to_self(call: MpiCall, x: jax.Array, place: jax.Array) -> jax.Array
 
 # ---------------------------------------------------------------- statuses
 
-_statuses: dict[int, Any] = {}
-_status_numbers = itertools.count(1)
+_statuses: dict[int, Any] = {}  # by `id`; a program fills one for good
 
 
 def status_number(status: Any) -> int:
     """Number of a status that programs fill; 0 for none."""
     if not status:
         return 0
-    for number, known in _statuses.items():
-        if known is status:
-            return number
-    _statuses[number := next(_status_numbers)] = status
-    return number
+    _statuses[id(status)] = status
+    return id(status)
 
 
 def fill_in_program(
@@ -193,13 +176,9 @@ def fill_in_program(
 ) -> None:
     """Have the program fill a status, if any, without a message."""
     if status:
-        filled: dict[str, Any] = {
-            "status": status,
-            "source": source,
-            "tag": -1 if tag is None else tag,
-            "size_bytes": size_bytes,
-        }
-        host_callbacks.call(_register_status_handler(), [], [], effect=effect, **filled)
+        _register_status_handler()
+        facts = {"status": status, "source": source, "tag": -1 if tag is None else tag, "size_bytes": size_bytes}
+        host_callbacks.call(STATUS, [], [], effect=effect, **facts)
 
 
 def fill_status(status: int, source: int, tag: int, size_bytes: int) -> None:
@@ -214,22 +193,18 @@ def fill_status(status: int, source: int, tag: int, size_bytes: int) -> None:
 
 
 @functools.cache
-def _register_status_handler() -> str:
-    name = f"{MESSAGE}, its status"
-    host_callbacks.register(name, lambda _operands, _results, **options: fill_status(**options))
-    return name
+def _register_status_handler() -> None:
+    host_callbacks.register(STATUS, lambda _operands, _results, **options: fill_status(**options))
 
 
-# ---------------------------------------------------------------- calls that the handler knows
+# ---------------------------------------------------------------- calls that C knows
 
 
 class Opened(NamedTuple):
-    """A call that the handler knows by number, for good: a program holds that number alone."""
+    """A call that C knows by number, for good: a program holds that number alone."""
 
-    comm: MpiComm
     call: MpiCall
     what: str
-    sent_size: int
     received: Any  # dtype and shape, or None
     partners: tuple[int, ...]  # for which it waits
 
@@ -239,7 +214,7 @@ _numbers = itertools.count()
 
 
 def open_message(call: MpiCall, what: str, x: Any, place: Any = None) -> int:
-    """Tell the handler of a call; return its number.
+    """Tell C of a call; return its number.
 
     Args:
         call: the message.
@@ -254,6 +229,10 @@ def open_message(call: MpiCall, what: str, x: Any, place: Any = None) -> int:
     comm, waits, number = call.comm, call.comm.processes.waits, next(_numbers)
     if number >= MOST_CALLS:
         raise UsageError(f"{what}: got {MOST_CALLS} messages that were compiled before; compile fewer programs")
+    if (most := max(each.size * each.dtype.itemsize for each in (x, place) if each is not None)) > np.iinfo(
+        np.int32
+    ).max:
+        raise UsageError(f"{what}: got {most:,} bytes; expected fewer than 2^31, to which MPI counts: cut it up")
     source = MPI.ANY_SOURCE if call.source is None else call.source
     recvtag = MPI.ANY_TAG if call.recvtag is None else call.recvtag
     is_send = call.operation == "send"
@@ -270,9 +249,9 @@ def open_message(call: MpiCall, what: str, x: Any, place: Any = None) -> int:
     is_waited_for = sent is not None and (received is None or HEADER.size + size_bytes > EAGER_BYTES)
     sources = set() if received is None else set(waits.others) if call.source is None else {call.source}
     partners = (sources | ({call.dest} if is_waited_for else set())) - {comm.rank} or {comm.rank}
-    sent_size = 0 if sent is None else sent.size
-    _opened[number] = Opened(comm, call, what, sent_size, received, tuple(sorted(partners)))
-    waits.notes = notes_for(comm).found
+    _opened[number] = Opened(call, what, received, tuple(sorted(partners)))
+    if waits.notes is None:
+        waits.notes = functools.partial(_notes, comm, set())
     communicators = map(MPI._handleof, (comm.headers, comm.arrays))
     status = MPI._addressof(_statuses[call.status]) if call.status else None
     packed = (c_int32 * len(numbers))(*numbers)
@@ -297,16 +276,16 @@ def describe_message(message: Any) -> str:
 
 @functools.cache
 def _callbacks() -> tuple[Any, Any]:
-    """Functions by which the handler ends the job."""
+    """Functions by which C ends the job."""
     from mpi4py import MPI
 
     def unexpected(number: int, header: int) -> None:
-        opened, message = _opened[number], ctypes.string_at(header, HEADER.size)
-        numbers, sender = opened.comm.processes.numbers, HEADER.unpack_from(message)[1]
+        call, what, received, _ = _opened[number]
+        message = ctypes.string_at(header, HEADER.size)
+        mine, sender = call.comm.processes.in_job([call.comm.rank, HEADER.unpack_from(message)[1]])
         error = UsageError(
-            f"{opened.what}: rank {numbers[opened.comm.rank]} expects {type_of(opened.received)}, but got a message of "
-            f"rank {numbers[sender]}: {describe_message(message)}; give both the same shape and dtype, or tell the "
-            "messages apart by tags"
+            f"{what}: rank {mine} expects {type_of(received)}, but got a message of rank {sender}: "
+            f"{describe_message(message)}; give both the same shape and dtype, or tell the messages apart by tags"
         )
         failures.fail(error, None)
 
@@ -338,65 +317,35 @@ class MessageRequest:
         return not self
 
 
-def _handle(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], call: int) -> None:
-    """Handler of programs: send, receive or both, with a limit."""
-    with _logged(_opened[call]):
-        request = MessageRequest(call, *(next(iter(arrays), None) for arrays in (operands, results)))
-        if not wait(request.Test, TIMEOUT_S):
-            raise lost_message(call)
+def _exchange(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], call: int) -> None:
+    """Called by programs: send, receive or both, with a limit."""
+    request = MessageRequest(call, *(next(iter(arrays), None) for arrays in (operands, results)))
+    if not wait(request.Test, TIMEOUT_S):
+        raise lost_message(call)
 
 
 def lost_message(number: int) -> TrainingError:
     """The error of a message not received or sent in time."""
-    opened = _opened[number]
-    processes = opened.comm.processes
+    opened, processes = _opened[number], _opened[number].call.comm.processes
     return message_lost(opened.what, processes.waits.where(processes.in_job(opened.partners)))
-
-
-@contextlib.contextmanager
-def _logged(opened: Opened) -> Iterator[None]:
-    """Print a message and its time as mpi4jax does while its debug output is on."""
-    if not is_logged():
-        yield
-        return
-    call, size = opened.call, 0 if opened.received is None else opened.received.size
-    tag, source = (-1 if each is None else each for each in (call.recvtag, call.source))
-    there = f"-> {call.dest} (tag {call.sendtag}, {opened.sent_size} items)"
-    back = f"<- {source} (tag {tag}, {size} items)"
-    details = f"{back} / {there}" if call.sends and call.receives else there if call.sends else back
-    start_s, head = time.perf_counter(), f"r{opened.comm.rank} | {secrets.token_hex(4)} | MPI_{call.operation.title()}"
-    print(f"{head} {details}", flush=True)
-    yield
-    print(f"{head} done with code 0 ({time.perf_counter() - start_s:.2e}s)", flush=True)
 
 
 # ---------------------------------------------------------------- who waits, and what is left at the end
 
 
-class MessageNotes:
-    """A communicator's calls that wait in MPI now."""
-
-    def __init__(self, comm: MpiComm) -> None:
-        """None is known yet."""
-        self._comm, self._known = comm, set[int]()
-
-    def found(self) -> list[Note]:
-        """The present notes; those of the last look are known."""
-        notes = (c_int64 * NOTES)()
-        SOURCE.library().jaxmpi_message_notes(notes)
-        known, self._known = self._known, set(notes) - {0}
-        calls = {note: note & 0xFFFFFFFF for note in self._known}
-        return [
-            Note(number=number, is_known=note in known, what=_opened[number].what, partners=_opened[number].partners)
-            for note, number in calls.items()
-            if _opened[number].comm is self._comm
-        ]
-
-
-@functools.cache
-def notes_for(comm: MpiComm) -> MessageNotes:
-    """The notes of this communicator."""
-    return MessageNotes(comm)
+def _notes(comm: MpiComm, known: set[int]) -> list[Note]:
+    """A communicator's calls that wait in MPI now; `known` are those of the last look."""
+    found = (c_int64 * NOTES)()
+    SOURCE.library().jaxmpi_message_notes(found)
+    now, before = set(found) - {0}, set(known)
+    known.clear()
+    known.update(now)
+    waiting = [(note in before, note & 0xFFFFFFFF) for note in now]
+    return [
+        Note(number=number, is_known=is_known, what=_opened[number].what, partners=_opened[number].partners)
+        for is_known, number in waiting
+        if _opened[number].call.comm is comm
+    ]
 
 
 def _check_all_received() -> None:
@@ -404,14 +353,14 @@ def _check_all_received() -> None:
     jax.effects_barrier()
     unreceived, limit_s = SOURCE.library().jaxmpi_unreceived, min(TIMEOUT_S, failures.EXIT_TIMEOUT_S)
     while (number := unreceived(-1)) >= 0:
-        comm, what, dest = _opened[number].comm, _opened[number].what, _opened[number].call.dest
-        with comm.processes.waits.waiting(PARTNER, what, limit_s, dest):
+        call, what, *_ = _opened[number]
+        processes = call.comm.processes
+        with processes.waits.waiting(PARTNER, what, limit_s, call.dest):
             if wait(lambda number=number: unreceived(number) != number, limit_s):
                 continue
-        rank, partner = comm.processes.in_job([comm.rank, dest])
+        rank, partner = processes.in_job([call.comm.rank, call.dest])
         expected = "nobody has received it; expected a recv of that rank, source and tag"
-        where = comm.processes.waits.where([partner])
-        failures.fail(TrainingError(f"rank {rank}: {what}: {expected}{where}"), None)
+        failures.fail(TrainingError(f"rank {rank}: {what}: {expected}{processes.waits.where([partner])}"), None)
 
 
 def _check_no_message_left() -> None:

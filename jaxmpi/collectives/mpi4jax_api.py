@@ -93,7 +93,7 @@ def recv(x: Any, source: Any = None, *, tag: Any = None, comm: Any = None, statu
 @_as_mpi4jax
 def send(x: Any, dest: int, *, tag: int = 0, comm: Any = None) -> None:
     """`collectives.send`; `MPI.PROC_NULL` as in MPI."""
-    api.send(x, _dest("send", dest), tag=tag, comm=comm)
+    api.send(x, _rank(dest), tag=tag, comm=comm)
 
 
 @_as_mpi4jax
@@ -101,7 +101,7 @@ def sendrecv(
     sendbuf: Any, recvbuf: Any, source: Any, dest: int, *, sendtag: int = 0, recvtag: Any = None, **options: Any
 ) -> jax.Array:
     """`collectives.sendrecv`; `MPI.ANY_SOURCE`, `MPI.ANY_TAG`, `MPI.PROC_NULL` as in MPI."""
-    ranks = _source(source), _dest("sendrecv", dest)
+    ranks = _source(source), _rank(dest)
     return api.sendrecv(sendbuf, recvbuf, *ranks, sendtag=sendtag, recvtag=_tag(recvtag), **options)
 
 
@@ -134,27 +134,20 @@ def _reduce_by(op: Any, function: Callable[..., Any], x: Any, **options: Any) ->
     return array if is_elsewhere else result
 
 
-def _dest(operation: str, dest: Any) -> Any:
-    """A rank that a message goes to, as `collectives` has it."""
-    rank = _source(dest)
-    if rank is None:
-        raise UsageError(
-            f"{operation}: dest: got {dest}; expected a rank, or MPI.PROC_NULL to send nothing: MPI.ANY_SOURCE is a "
-            "source"
-        )
-    return rank
+def _rank(rank: Any) -> Any:
+    from mpi4py import MPI
+
+    return NOBODY if rank == MPI.PROC_NULL else rank
 
 
 def _source(rank: Any) -> Any:
     """A rank as `collectives` has it, where None is any."""
     from mpi4py import MPI
 
-    if rank is None or rank == MPI.ANY_SOURCE:
-        return None
-    return NOBODY if rank == MPI.PROC_NULL else rank
+    return None if rank == MPI.ANY_SOURCE else _rank(rank)
 
 
 def _tag(tag: Any) -> Any:
     from mpi4py import MPI
 
-    return None if tag is None or tag == MPI.ANY_TAG else tag
+    return None if tag == MPI.ANY_TAG else tag

@@ -5,6 +5,7 @@ only a derivative makes are compared like any other. A call outside jit is compa
 """
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxmpi.allreduce.call_order import compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.dispatch import MPI_COUNTS
 from jaxmpi.collectives.call import NOBODY, MpiCall, is_logged, shape_of
-from jaxmpi.collectives.table import OPERATIONS, Operation
+from jaxmpi.collectives.table import OPERATIONS, Operation, has_slots_for, run_by_mpi, run_in_c
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
 from jaxmpi.comm.diagnosis import comparison_of
 from jaxmpi.core.errors import UsageError
@@ -107,7 +108,7 @@ def _facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerpri
     sent, is_tree = [x.dtype.name for x in operands], list(call.given) not in ([], [""])
     given = [] if is_tree else [leaf.dtype.name for leaf in call.given.values()]
     options: dict[str, Any] = {
-        **{"op": call.op, "mean of": call.mean_of, "root": call.root, "reversed": call.is_reversed},
+        **{"op": call.op, "root": call.root, "reversed": call.is_reversed},
         **({"MPI4JAX_DEBUG": "on"} if is_logged() else {}),
         **{f"shape of argument {i}": list(operation_of(call).shared(call, x)) for i, x in enumerate(operands)},
         "dtypes": [*given, *(f"sent as {name}" for name in sent)] if given not in ([], sent) else sent,
@@ -149,26 +150,23 @@ def _run_outside_jit(*operands: jax.Array, call: MpiCall) -> list[jax.Array]:
 def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequence[Any]:
     if call.is_identity:
         return operands
-    row, number = operation_of(call), None
+    row, number, run = operation_of(call), None, functools.partial(operation_of(call).run, call)
     if not row.is_message:
         with one_thread(call.comm, call.operation) as is_nested:
             assert_same(call, ctx.avals_in, is_traced=True)
             if call.is_reversed:
-                call.comm.meet_in_reverse()
+                _ = call.comm.reversed_mpi  # which its ranks make together
             number = None if is_nested else number_of(call.comm, describe_call(call, ctx.avals_in))
-            if number is not None and row.is_one_call:
+            if number is not None and row.run is run_by_mpi and not call.is_reversed and not is_logged():
                 comparison_of(call.comm).share_slots()
+                if has_slots_for(call, ctx.avals_in[0]):
+                    return mlir.lower_fun(functools.partial(run_in_c, call, number))(ctx, *operands)
 
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        # One call of MPI compares in the same handler; others have a comparison before and behind them.
-        if number is not None and row.is_one_call and not call.is_reversed and not is_logged():
-            if compiled := comparison_of(call.comm).compiled(number):
-                compiled.begin(has_array=bool(arrays))
-                return row.run(call, *arrays, mpi=compiled)
+    def compare(*arrays: jax.Array) -> list[jax.Array]:
         with compared(call.comm, number):
-            return row.run(call, *arrays)
+            return run(*arrays)
 
-    return mlir.lower_fun(run)(ctx, *operands)
+    return mlir.lower_fun(compare)(ctx, *operands)
 
 
 mlir.register_lowering(_call_p, _lower, cacheable=False)  # each call has a number

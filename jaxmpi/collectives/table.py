@@ -19,9 +19,10 @@ from jax import lax
 
 from jaxmpi.collectives import messages
 from jaxmpi.collectives.call import MpiCall, from_mpi_dtype, shape_of, to_mpi_dtype
+from jaxmpi.comm.diagnosis import comparison_of
 from jaxmpi.core.errors import UsageError
 
-ARITHMETIC = ("sum", "prod", "max", "min", "and", "or", "xor")
+ARITHMETIC = ("sum", "prod", "max", "min", "and", "or", "xor")  # in the order of `diagnosis.OPS`
 REDUCTIONS = ("sum", "mean", *ARITHMETIC[1:])
 COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     **{"sum": lax.add, "prod": lax.mul, "max": lax.max, "min": lax.min},
@@ -57,25 +58,40 @@ def neutral(op: str, dtype: Any) -> Any:
 
 
 def in_mpi_dtype(move: Callable[[MpiCall, Any, jax.Array], jax.Array]) -> Callable[..., list[jax.Array]]:
-    """Make a row's `run` from a `move` of dtypes that MPI has.
-
-    A `move` of one call takes mpi4jax, or `compiled_calls.NumberedCalls`, which compares in the same call.
-    """
+    """Make a row's `run` from a `move` by mpi4jax of dtypes that MPI has."""
 
     @functools.wraps(move)
-    def run(call: MpiCall, x: jax.Array, mpi: Any = None) -> list[jax.Array]:
+    def run(call: MpiCall, x: jax.Array) -> list[jax.Array]:
         import mpi4jax
 
-        return [from_mpi_dtype(move(call, mpi or mpi4jax, to_mpi_dtype(x)), x.dtype)]
+        return [from_mpi_dtype(move(call, mpi4jax, to_mpi_dtype(x)), x.dtype)]
 
     return run
 
 
 @in_mpi_dtype
-def _one_call(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
+def run_by_mpi(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     """The MPI function of the operation's name."""
     arguments = ([mpi_op(call.op)] if call.op else []) + ([] if call.root is None else [call.root])
-    return getattr(mpi, call.operation)(x, *arguments, comm=_mpi_comm(call))
+    return getattr(mpi4jax, call.operation)(x, *arguments, comm=_mpi_comm(call))
+
+
+def has_slots_for(call: MpiCall, x: Any) -> bool:
+    """Return True if `run_in_c` can take the place of `run_by_mpi`."""
+    rows = call.comm.size if call.operation == "alltoall" or (call.operation == "scatter" and call.is_root) else 1
+    row_bytes = x.size * max(x.dtype.itemsize, 1) // rows
+    return comparison_of(call.comm).has_slots_for(call.operation, row_bytes)
+
+
+def run_in_c(call: MpiCall, number: int, x: jax.Array) -> list[jax.Array]:
+    """The same through shared memory, with this call's comparison over ranks, of that number."""
+    sent, [result] = to_mpi_dtype(x), OPERATIONS[call.operation].results(call, x)
+    # Here the result is x itself.
+    keeps_x = call.is_root if call.operation == "bcast" else call.operation in ("reduce", "gather") and not call.is_root
+    op, root = ARITHMETIC.index(call.op) if call.op else 0, call.root or 0
+    shape = (0,) if keeps_x else result.shape
+    y = comparison_of(call.comm).call(call.operation, number, sent, shape, op, root)
+    return [x if keeps_x else from_mpi_dtype(y, result.dtype)]
 
 
 def _mpi_comm(call: MpiCall) -> Any:
@@ -115,10 +131,10 @@ def _with_counts(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     return jnp.concatenate([received[source] for source in range(size)])
 
 
-def _barrier(call: MpiCall, mpi: Any = None) -> list[jax.Array]:
+def _barrier(call: MpiCall) -> list[jax.Array]:
     import mpi4jax
 
-    (mpi or mpi4jax).barrier(comm=call.comm.mpi)
+    mpi4jax.barrier(comm=call.comm.mpi)
     return []
 
 
@@ -174,18 +190,13 @@ class Operation:
     sends: str  # by each rank
     transpose: str = ""  # in words; empty if there is none
     shape: Callable[[MpiCall, tuple[int, ...]], tuple[int, ...]] | None = lambda call, shape: shape  # None: no result
-    run: Callable[..., list[jax.Array]] = _one_call  # (call, *operands) -> in a program, over MPI
+    run: Callable[..., list[jax.Array]] = run_by_mpi  # (call, *operands) -> in a program, over MPI
     on_one_rank: Callable[..., Any] = lambda call, x: x  # (call, *operands) -> with one worker
     adjoint: Callable[[Bind, MpiCall, jax.Array, Any], jax.Array] | None = None  # cotangent of y, like x -> that of x
     shared: Callable[[MpiCall, Any], Any] = lambda call, x: x.shape  # part of x's shape that ranks must share
     ops: tuple[str, ...] = ()  # that it may reduce by
     is_elementwise: bool = True  # small leaves of a tree are packed together, and a mapped axis stays first
     is_message: bool = False  # from one rank to another: others take no part
-
-    @property
-    def is_one_call(self) -> bool:
-        """True if it is one call of MPI, which `run` makes by its argument `mpi`."""
-        return self.run in (_one_call, _barrier)
 
     def results(self, call: MpiCall, *operands: Any) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtypes on this rank; those of a message are like its last operand."""
@@ -311,14 +322,14 @@ OPERATIONS: dict[str, Operation] = {
         sends="n, and a header of 64 bytes",
         shape=None,
         run=messages.run,
-        on_one_rank=messages.refuse_one_rank,
+        on_one_rank=messages.on_one_rank,
         is_message=True,
     ),
     "recv": Operation(
         equation="y = what rank source sends; x says only shape and dtype",
         sends="nothing",
         run=messages.run,
-        on_one_rank=messages.refuse_one_rank,
+        on_one_rank=messages.on_one_rank,
         is_message=True,
     ),
     "sendrecv": Operation(
@@ -326,7 +337,7 @@ OPERATIONS: dict[str, Operation] = {
         sends="n, and a header of 64 bytes",
         transpose="sendrecv the other way",
         run=messages.run,
-        on_one_rank=messages.sendrecv_to_self,
+        on_one_rank=messages.on_one_rank,
         adjoint=_sendrecv_adjoint,
         is_message=True,
     ),

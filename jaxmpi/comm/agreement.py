@@ -12,15 +12,6 @@ from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
-    """What `on_all_ranks` needs of a control plane."""
-
-    size: int
-
-    def allgather_object(self, value: Any) -> list[Any]: ...
-    def in_job(self, ranks: Any) -> list[int]: ...
-
-
 class HostProcesses(Protocol):
     """The ranks of this host, which share memory, programs and bucket order."""
 
@@ -28,21 +19,19 @@ class HostProcesses(Protocol):
     def local_rank(self) -> int: ...
     @property
     def local_size(self) -> int: ...
-    def host_barrier(self) -> None:
-        """Wait for all ranks of this host."""
-        ...
-
+    def host_barrier(self) -> None: ...
     def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
         """Give all ranks of this host the value that its first makes."""
         ...
 
 
-def on_all_ranks(ranks: Ranks, act: Callable[[], T]) -> list[T]:
+def on_all_ranks(ranks: Any, act: Callable[[], T]) -> list[T]:
     """Call `act` on every rank and return all ranks' results; if it raises on one rank, all ranks raise.
 
     Without this agreement the others would send their next message to a rank that has left.
 
     Args:
+        ranks: a control plane.
         act: returns a JSON value and sends no messages.
 
     Raises:

@@ -143,17 +143,8 @@ class SoloComm(Comm):
     def assert_same(self, mine: Fingerprint) -> None:
         """One rank agrees with itself."""
 
-    def reduce_scatter(self, x: jax.Array) -> jax.Array:
-        return x
-
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         return [vector / divisor for vector in vectors]
-
-    def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        return self.sum_on_host(vectors, divisor)
-
-    def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-        return [*vectors]
 
 
 # ---------------------------------------------------------------- ranks without a part
@@ -184,16 +175,11 @@ def check_member(comm: Any) -> None:
 
 
 def parse_color(color: Any) -> int | str | None:
-    """Convert a color of `split` to an int, "host" or None.
-
-    Raises:
-        UsageError: it is none of these.
-    """
+    """Convert a color of `split` to an int, "host" or None; `UsageError` if it is none of these."""
     parsed = color
-    if not (color is None or isinstance(color, str)):
-        with contextlib.suppress(TypeError):
-            parsed = operator.index(color)
-    if parsed is None or parsed == "host" or (isinstance(parsed, int) and parsed >= 0):
+    with contextlib.suppress(TypeError):
+        parsed = operator.index(color)
+    if parsed is None or (isinstance(parsed, str) and parsed == "host") or (isinstance(parsed, int) and parsed >= 0):
         return parsed
     raise UsageError(
         f"split: color: rank {my_rank()}: got {color!r}; expected a number from 0 on, 'host', or None to take no part"

@@ -70,24 +70,23 @@ class CSource:
         self._trouble: str | None = None
         self._lock = threading.RLock()  # programs are lowered by several threads
 
-    def unavailable_reason(self, in_programs: bool = True) -> str | None:
-        """Reason why it cannot be called, by programs; None if it can.
-
-        JAXMPI_FFI=python asks for functions in Python.
-        """
-        if in_programs and host_callbacks.sees_copies():
+    def unavailable_reason(self) -> str | None:
+        """Reason why programs cannot call it; None if they can. JAXMPI_FFI=python asks for functions in Python."""
+        if host_callbacks.sees_copies():
             return "programs of GPUs call Python"
-        if os.environ.get("JAXMPI_FFI") == "python":
-            return "JAXMPI_FFI is python"
+        return "JAXMPI_FFI is python" if os.environ.get("JAXMPI_FFI") == "python" else self.trouble() or None
+
+    def trouble(self) -> str:
+        """Why it cannot be compiled here; empty if it can."""
         with self._lock:
             if self._trouble is None:
                 try:
                     addresses(["Send"])
                     self.library()
                     self._trouble = ""
-                except Exception as error:  # no compiler, another header, a library without a symbol: Python does it
+                except Exception as error:  # no compiler, another header, a library without a symbol
                     self._trouble = f"{TROUBLE}: {type(error).__name__}: {error}"
-        return self._trouble or None
+        return self._trouble
 
     def library(self) -> ctypes.CDLL:
         """The compiled source, whose handler XLA knows from now on."""
@@ -105,10 +104,14 @@ class CSource:
         return host_callbacks.handler_primitive(target or self._target)
 
 
+def say_once(comm: Any, troubles: Sequence[str], what: str) -> None:
+    """Print what programs do without C, on the first rank that has no C; `troubles` of all ranks."""
+    if comm.rank == next(rank for rank, trouble in enumerate(troubles) if trouble):
+        _print_once(f"{what}, since {troubles[comm.rank]}")
+
+
 @functools.cache
-def say_once(what: str, reason: str) -> None:
-    """Print why Python does the work of a handler."""
-    line = f"programs {what} through Python, since {reason}"
+def _print_once(line: str) -> None:
     print(f"jaxmpi: {failures.describe_rank()}: {line}", file=sys.stderr, flush=True)
 
 

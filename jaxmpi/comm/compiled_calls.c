@@ -1,17 +1,16 @@
-/* Collectives of programs and their comparison, as a handler that XLA calls.
+/* The comparison of programs' calls, and collectives through shared memory, as a handler that XLA calls.
 
-   `compiled_calls.py` compiles this file for the MPI and the XLA that the process has, and fills in `struct setup`.
-   `call_comparison.py` says what is compared and why. There are three kinds of calls:
+   `diagnosis.py` compiles this file for the MPI and the XLA that the process has, fills in `struct setup`, and says what
+   is compared and why. There are three kinds of calls:
 
-   - BEGIN, first in a program: take this process's turn, and publish the number of the call;
-   - an operation, and then the same as END; it publishes the number itself if the communicator has slots;
+   - BEGIN, first in an exchange: take this process's turn, and publish the number of the call;
+   - an operation on an array through shared memory (`compiled_slots.h`), which is its own END;
    - END: compare the numbers that the other ranks have published, and give the turn away.
 
-   On one host numbers are published in shared memory, with short arrays behind them (`compiled_slots.h`). A rank has
-   several places for them, in turn. At END, and in most operations, it waits until all others have published the call. The
-   root of a bcast of a short array waits for nobody, so it may be some calls ahead; it compares those later. Before it
-   takes a place again, all others must have published a later call than the one whose place it was, so they have read
-   that. Between hosts a number is a message of 4 bytes to each other rank, of which MPI keeps as many as there are.
+   On one host numbers are published in shared memory, with short arrays behind them (`compiled_slots.h`). A rank has two
+   places for them, of even and of odd calls. Each call waits until all others have published theirs. So a rank that
+   writes a place again has seen all at the call between, and they had read that place before. Between hosts a number is a
+   message of 4 bytes to each other rank, of which MPI keeps as many as there are.
 
    A rank may skip an exchange, as in a `lax.cond` that only some ranks take. At the next one its number is the same as
    the others' though they are a step behind. So an exchange also has a turn: how often its program has run, modulo
@@ -25,33 +24,24 @@
 #include "c_handlers.h"
 
 enum kind { KINDS };
-enum word { COMPARISON, NUMBER, KIND, OP, ROOT }; /* of a call's attribute; OP of BEGIN: its operation publishes */
-enum { HAS_TURN = ROOT };                         /* of BEGIN */
+enum word { COMPARISON, NUMBER, KIND, OP, ROOT };      /* of a call's attribute */
+enum { HAS_TURN = ROOT, IS_PUBLISHED_LATER = OP }; /* of BEGIN: by the operation, behind whose array the number is */
 enum { SPINS = 64, LOOKS_WITHOUT_MPI = 4 };
 
 struct setup {
   int (*send)(const void *, int, handle, int, int, handle);
   int (*recv)(void *, int, handle, int, int, handle, void *);
   int (*iprobe)(int, int, handle, int *, void *);
-  int (*barrier)(handle);
-  int (*allreduce)(const void *, void *, int, handle, handle, handle);
-  int (*reduce)(const void *, void *, int, handle, handle, int, handle);
-  int (*scan)(const void *, void *, int, handle, handle, handle);
-  int (*bcast)(void *, int, handle, int, handle);
-  int (*allgather)(const void *, int, handle, void *, int, handle, handle);
-  int (*gather)(const void *, int, handle, void *, int, handle, int, handle);
-  int (*scatter)(const void *, int, handle, void *, int, handle, int, handle);
-  int (*alltoall)(const void *, int, handle, void *, int, handle, handle);
   int (*reduce_local)(const void *, void *, int, handle, handle);
   void (*differs)(int32_t number, const int32_t *theirs); /* it ends the job */
   void (*failed)(int32_t number, int32_t code);           /* likewise */
   _Atomic int64_t *board;                                 /* NULL: numbers are messages */
-  char *slots;                                            /* NULL: operations are MPI's */
-  handle comm, messages, int32; /* of the operations, of the comparison's messages; its dtype */
+  char *slots;                                            /* for operations */
+  handle messages, int32; /* of the comparison: its communicator and dtype */
   handle types[TYPES], ops[OPS]; /* by XLA's number, by OP */
   int64_t item_bytes[TYPES], slot_bytes, part_bytes;
   int32_t rank, size;
-  int32_t places, place_words; /* of a rank on the board: how many, and the words of one; behind them are ROUNDS_WORDS */
+  int32_t place_words; /* of each of a rank's two places on the board; behind them are ROUNDS_WORDS */
 };
 
 struct turn {
@@ -67,15 +57,12 @@ struct comparison {
   _Atomic int32_t begun, waits;    /* waits: the number of a call that waits for the turn, or 0 */
   struct turn turns[NUMBERS_WITH_TURNS];
   int64_t rounds, chunks;          /* through slots, so far */
-  int32_t ahead;                   /* calls that this rank has begun since it last compared with all */
   int32_t mine, theirs[];          /* numbers of calls, by rank; 0 of those that are not known */
 };
 
 static struct comparison *comparisons[MOST_COMPARISONS];
 
 /* ---------------------------------------------------------------- for Python */
-
-int jaxmpi_setup_bytes(void) { return sizeof(struct setup); }
 
 void jaxmpi_open(int32_t index, const struct setup *mpi) {
   struct comparison *made = calloc(1, sizeof *made + mpi->size * sizeof(int32_t));
@@ -96,9 +83,7 @@ void jaxmpi_share(int32_t index, char *slots, int64_t slot_bytes, int64_t part_b
 }
 
 int64_t jaxmpi_held(int32_t index) { return comparisons[index]->held; }
-int32_t jaxmpi_begun(int32_t index) { return comparisons[index]->begun; }
 int32_t jaxmpi_waits(int32_t index) { return comparisons[index]->waits; }
-int32_t jaxmpi_turn(int32_t index, int32_t number) { return comparisons[index]->turns[number % NUMBERS_WITH_TURNS].turn; }
 
 /* ---------------------------------------------------------------- the turn */
 
@@ -131,12 +116,12 @@ static void give(struct comparison *c) {
 static int other(const struct comparison *c, int i) { return (c->mpi.rank + i) % c->mpi.size; }
 
 static _Atomic int64_t *words_of_rank(struct comparison *c, int rank) {
-  return c->mpi.board + rank * (c->mpi.places * c->mpi.place_words + ROUNDS_WORDS);
+  return c->mpi.board + rank * (2 * c->mpi.place_words + ROUNDS_WORDS);
 }
 
-/* Where a rank publishes the number of its call of this count; a short array may be behind it. */
-static _Atomic int64_t *place(struct comparison *c, int rank, int32_t count) {
-  return words_of_rank(c, rank) + count % c->mpi.places * c->mpi.place_words;
+/* Where a rank publishes the number of its present call; a short array may be behind it. */
+static _Atomic int64_t *place(struct comparison *c, int rank) {
+  return words_of_rank(c, rank) + c->begun % 2 * c->mpi.place_words;
 }
 
 /* Between two looks at a rank's word: let MPI go on, as what this rank has sent may not have left yet, and others run. */
@@ -149,11 +134,11 @@ static int between_looks(struct comparison *c, int rank, int64_t looks) {
   return code;
 }
 
-/* Wait until a rank has published its call of this count, or one that came into its place later. */
-static int read_board(struct comparison *c, int rank, int32_t count, int32_t *number) {
-  _Atomic int64_t *at = place(c, rank, count);
+/* Wait until a rank has published its call of this rank's count. */
+static int read_board(struct comparison *c, int rank, int32_t *number) {
+  _Atomic int64_t *at = place(c, rank);
   int64_t found = atomic_load_explicit(at, memory_order_acquire);
-  for (int64_t looks = 0; (((int32_t)found - count) & INT32_MAX) > c->mpi.places; looks++) {
+  for (int64_t looks = 0; (int32_t)found != c->begun; looks++) {
     int code = between_looks(c, rank, looks);
     if (code) return code;
     found = atomic_load_explicit(at, memory_order_acquire);
@@ -162,39 +147,8 @@ static int read_board(struct comparison *c, int rank, int32_t count, int32_t *nu
   return 0;
 }
 
-/* Compare the calls that this rank has not compared with all, up to one of this count that all have published. Return -1
-   if ranks differ. */
-static int compare_earlier(struct comparison *c, int32_t last) {
-  int is_same = 1;
-  for (int32_t behind = c->ahead - 1; is_same && behind > 0; behind--) {
-    int32_t count = (c->begun - behind) & INT32_MAX;
-    if (((last - count) & INT32_MAX) > c->mpi.places) break; /* it is later */
-    c->mine = (int32_t)(*place(c, c->mpi.rank, count) >> 32);
-    for (int i = 1; i < c->mpi.size; i++) {
-      int rank = other(c, i);
-      int64_t found = atomic_load_explicit(place(c, rank, count), memory_order_acquire);
-      c->theirs[rank] = (int32_t)found == count ? (int32_t)(found >> 32) : 0; /* else it has been replaced */
-      is_same = is_same && (!c->theirs[rank] || c->theirs[rank] == c->mine);
-    }
-  }
-  return is_same ? 0 : -1;
-}
-
-/* Return when nobody reads the place of this rank's call any more. */
-static int make_room(struct comparison *c) {
-  int code = 0;
-  int32_t last = (c->begun - c->mpi.places / 2) & INT32_MAX, ignored;
-  if (c->ahead < c->mpi.places) return 0;
-  for (int i = 1; !code && i < c->mpi.size; i++) code = read_board(c, other(c, i), last, &ignored);
-  if (!code) code = compare_earlier(c, last);
-  c->ahead = c->mpi.places / 2;
-  return code;
-}
-
-static int publish(struct comparison *c) {
-  int code = make_room(c);
-  if (!code) atomic_store_explicit(place(c, c->mpi.rank, c->begun), c->held, memory_order_release);
-  return code;
+static void publish(struct comparison *c) {
+  atomic_store_explicit(place(c, c->mpi.rank), c->held, memory_order_release);
 }
 
 /* The number with its turn. A run of another executable with this exchange counts as the next. */
@@ -209,63 +163,46 @@ static int32_t with_turn(struct comparison *c, int32_t number, XLA_FFI_CallFrame
   return number | t->turn % MOST_TURNS << TURN_BIT;
 }
 
-static int begin(struct comparison *c, const int32_t *words, XLA_FFI_CallFrame *frame) {
+/* A frame if the number is sent with its turn. */
+static int begin(struct comparison *c, int32_t number, int is_published_later, XLA_FFI_CallFrame *frame) {
   struct setup *mpi = &c->mpi;
-  int32_t number = words[NUMBER], is_published_later = words[OP] && c->mpi.slots;
   take(c, number);
-  if (words[HAS_TURN]) number = with_turn(c, number, frame);
+  if (frame) number = with_turn(c, number, frame);
   int32_t count = (c->begun + 1u) & INT32_MAX; /* loops of hours come to 2^31 */
   c->begun = count;
-  c->ahead++;
   atomic_store_explicit(&c->held, (int64_t)number << 32 | (uint32_t)count, memory_order_release);
-  if (mpi->board) return is_published_later ? 0 : publish(c);
+  if (mpi->board && !is_published_later) publish(c);
+  if (mpi->board) return 0;
   int code = 0;
   for (int i = 1; !code && i < mpi->size; i++) code = mpi->send(&number, 1, mpi->int32, other(c, i), 0, mpi->messages);
   return code;
 }
 
-/* Compare with all others, or with those of which an operation needs an array. Return MPI's error, or 0; -1 if ranks
-   differ. */
-static int compare(struct comparison *c, int32_t number, int first, int end) {
+/* Compare with all others. Return MPI's error, or 0; -1 if ranks differ. */
+static int compare(struct comparison *c) {
   struct setup *mpi = &c->mpi;
-  int code = 0, is_same = 1, is_with_all = !first && end == mpi->size;
-  c->mine = number;
+  int code = 0, is_same = 1;
+  c->mine = (int32_t)(c->held >> 32);
   for (int i = 1; !code && i < mpi->size; i++) {
     int rank = other(c, i);
     status ignored;
-    c->theirs[rank] = 0;
-    if (rank < first || rank >= end) continue;
-    code = mpi->board ? read_board(c, rank, c->begun, &c->theirs[rank])
+    code = mpi->board ? read_board(c, rank, &c->theirs[rank])
                       : mpi->recv(&c->theirs[rank], 1, mpi->int32, rank, 0, mpi->messages, ignored);
-    is_same = is_same && c->theirs[rank] == number;
+    is_same = is_same && c->theirs[rank] == c->mine;
   }
-  if (code || !is_same) return code ? code : -1;
-  if (is_with_all && mpi->board && c->ahead > 1) code = compare_earlier(c, c->begun);
-  if (is_with_all) c->ahead = 0;
-  return code;
+  return code || is_same ? code : -1;
 }
 
 /* ---------------------------------------------------------------- a call */
 
 #include "compiled_slots.h"
 
-static int operation(struct setup *mpi, const int32_t *words, const XLA_FFI_Buffer *x, const XLA_FFI_Buffer *y) {
-  handle type = mpi->types[x->dtype], op = mpi->ops[words[OP]], comm = mpi->comm;
-  int n = (int)numbers_in(x); /* Python has refused more than an int holds */
-  int root = words[ROOT], is_root = root == mpi->rank;
-  switch (words[KIND]) {
-    case ALLREDUCE: return mpi->allreduce(x->data, y->data, n, type, op, comm);
-    case REDUCE: return mpi->reduce(x->data, y->data, n, type, op, root, comm);
-    case SCAN: return mpi->scan(x->data, y->data, n, type, op, comm);
-    case BCAST: return mpi->bcast(is_root ? x->data : y->data, n, type, root, comm);
-    case ALLGATHER: return mpi->allgather(x->data, n, type, y->data, n, type, comm);
-    case GATHER: return mpi->gather(x->data, n, type, y->data, n, type, root, comm);
-    case SCATTER: {
-      int row = is_root ? n / mpi->size : n;
-      return mpi->scatter(x->data, row, type, y->data, row, type, root, comm);
-    }
-    default: return mpi->alltoall(x->data, n / mpi->size, type, y->data, n / mpi->size, type, comm);
-  }
+/* Give the turn away at the end of a call; an error ends the job. False then: no program goes on with what it may have. */
+static int finish(struct comparison *c, int32_t number, int is_end, int code) {
+  if (!code && is_end) give(c);
+  if (code < 0) c->mpi.differs(c->mine, c->theirs);
+  if (code > 0) c->mpi.failed(number, code);
+  return !code;
 }
 
 XLA_FFI_Error *jaxmpi_compiled_calls(XLA_FFI_CallFrame *frame) {
@@ -274,25 +211,20 @@ XLA_FFI_Error *jaxmpi_compiled_calls(XLA_FFI_CallFrame *frame) {
   struct comparison *c = comparisons[words[COMPARISON]];
   if (!c) return error(frame, "jaxmpi: a program of another process, or of a communicator that was freed; compile it for this one");
   int code = 0;
-  int kind = words[KIND], has_array = kind != BEGIN && kind != END && kind != BARRIER;
-  const XLA_FFI_Buffer *x = has_array ? frame->args.args[0] : NULL, *y = has_array ? frame->rets.rets[0] : NULL;
-  struct job job = {0};
-  if (has_array && c->mpi.slots) job = job_of(c, words, x, y);
-  if (kind == BEGIN) {
-    code = begin(c, words, frame);
-  } else if (has_array && fits_slots(c, &job)) {
-    code = through_slots(c, &job);
-  } else {
-    if (has_array && c->mpi.slots) code = publish(c);
-    if (!code && has_array) code = operation(&c->mpi, words, x, y);
-    if (!code && kind == BARRIER && !c->mpi.board) code = c->mpi.barrier(c->mpi.comm); /* else to compare is a barrier */
-    if (!code) code = compare(c, (int32_t)(c->held >> 32), 0, c->mpi.size);
-  }
-  if (!code && kind != BEGIN) give(c);
-  if (!code) return NULL;
-  if (code < 0)
-    c->mpi.differs(c->mine, c->theirs);
-  else
-    c->mpi.failed(words[NUMBER], code);
-  return error(frame, "jaxmpi: the job ends"); /* no program goes on with what it may have got */
+  int kind = words[KIND];
+  if (kind == BEGIN) code = begin(c, words[NUMBER], words[IS_PUBLISHED_LATER], words[HAS_TURN] ? frame : NULL);
+  else if (kind == END) code = compare(c);
+  else code = through_slots(c, words, frame->args.args[0], frame->rets.rets[0]);
+  return finish(c, words[NUMBER], kind != BEGIN, code) ? NULL : error(frame, "jaxmpi: the job ends");
+}
+
+/* For Python, on which programs call that have their arrays on a GPU. */
+
+void jaxmpi_begin_call(int32_t index, int32_t number) {
+  finish(comparisons[index], number, 0, begin(comparisons[index], number, 0, NULL));
+}
+
+void jaxmpi_end_call(int32_t index, int32_t number) {
+  struct comparison *c = comparisons[index];
+  finish(c, number, 1, compare(c));
 }

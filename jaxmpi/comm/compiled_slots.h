@@ -3,55 +3,40 @@
    MPI moves one message after another, of which each wakes a rank that waits: log2 w times for a reduction over w ranks,
    and more if ranks share cores. Here all ranks put their arrays where all see them, and wait once.
 
-   An array of a few numbers is copied behind the number by which calls are compared, so that a cache line has both. A
-   rank compares with those whose arrays it needs, and waits for nobody else: the root of a bcast goes on, as with MPI.
+   An array of a few numbers is copied behind the number by which calls are compared, so that a cache line has both.
 
    For longer arrays a rank has two slots, for even and for odd chunks. It copies a chunk into one, waits until all have
    come to this round, and takes what it wants from the slots of all. It writes a slot again when all have come to the
    first round of the next chunk, since they had taken everything then. If a reduction is long, each rank reduces one part
-   for all, into a third place, and there is a second round before all take those parts. A long scan is MPI's own, which
-   took less time.
+   for all, into a third place, and there is a second round before all take those parts. For what MPI does in less time
+   (a long scan, long rows for many ranks) Python calls MPI.
 
    Numbers are combined in rank order, by MPI: the same bits on all ranks, for all dtypes. */
 
 enum { SHORT_BYTES = 8192, ALIGNED_BYTES = 64 }; /* of a chunk that each rank reduces by itself; of parts */
-enum { LEAST_ROW_BYTES = 1024 };                 /* of a chunk of a row, if it is not a whole row */
 
 /* A call's arrays: x, or its rows, and y. */
 struct job {
   const char *x;
   char *y;
   int64_t items, item_bytes; /* items of the array, or of one row; bytes of an item */
-  int32_t kind, number, root;
+  int32_t kind, root;
   int64_t most; /* items of a chunk */
   handle type, op;
   int is_inline, is_compared;
 };
 
 static char *slot(struct comparison *c, struct job *job, int rank) {
-  if (job->is_inline) return (char *)(place(c, rank, c->begun) + 1);
+  if (job->is_inline) return (char *)(place(c, rank) + 1);
   return c->mpi.slots + rank * (2 * c->mpi.slot_bytes + c->mpi.part_bytes) + c->chunks % 2 * c->mpi.slot_bytes;
 }
 
 static _Atomic int64_t *rounds_of(struct comparison *c, int rank) {
-  return words_of_rank(c, rank) + c->mpi.places * c->mpi.place_words;
+  return words_of_rank(c, rank) + 2 * c->mpi.place_words;
 }
 
 static char *reduced_part(struct comparison *c, int rank) {
   return c->mpi.slots + rank * (2 * c->mpi.slot_bytes + c->mpi.part_bytes) + 2 * c->mpi.slot_bytes;
-}
-
-/* Compare with the ranks whose short arrays this one needs. */
-static int compare_needed(struct comparison *c, struct job *job) {
-  int size = c->mpi.size, is_root = c->mpi.rank == job->root;
-  switch (job->kind) {
-    case BCAST:
-    case SCATTER: return is_root ? 0 : compare(c, job->number, job->root, job->root + 1);
-    case REDUCE:
-    case GATHER: return is_root ? compare(c, job->number, 0, size) : 0;
-    case SCAN: return compare(c, job->number, 0, c->mpi.rank);
-    default: return compare(c, job->number, 0, size);
-  }
 }
 
 /* Say that this rank has come to a round, and wait for others. Nothing of another rank's is read before its number. */
@@ -59,8 +44,8 @@ static int meet(struct comparison *c, struct job *job) {
   int code = 0;
   if (!job->is_compared) {
     job->is_compared = 1;
-    if ((code = publish(c))) return code;
-    return job->is_inline ? compare_needed(c, job) : compare(c, job->number, 0, c->mpi.size);
+    publish(c);
+    return compare(c);
   }
   atomic_store_explicit(rounds_of(c, c->mpi.rank), ++c->rounds, memory_order_release);
   for (int i = 1; !code && i < c->mpi.size; i++) {
@@ -137,37 +122,27 @@ static int chunk_through_slots(struct comparison *c, struct job *job, int64_t st
   return code;
 }
 
-static int has_rows(int kind) { return kind == ALLTOALL || kind == SCATTER; }
-
 /* The arrays of a call; items are of a row if it has rows. */
 static struct job job_of(struct comparison *c, const int32_t *words, const XLA_FFI_Buffer *x, const XLA_FFI_Buffer *y) {
   struct setup *mpi = &c->mpi;
   struct job job = {.x = x->data, .y = y->data, .items = numbers_in(x), .item_bytes = mpi->item_bytes[x->dtype]};
-  job.kind = words[KIND], job.number = words[NUMBER], job.root = words[ROOT];
+  job.kind = words[KIND], job.root = words[ROOT];
   job.type = mpi->types[x->dtype], job.op = mpi->ops[words[OP]];
   if (job.kind == ALLTOALL || (job.kind == SCATTER && mpi->rank == job.root)) job.items /= mpi->size;
-  int rows = has_rows(job.kind) ? mpi->size : 1;
+  int rows = job.kind == ALLTOALL || job.kind == SCATTER ? mpi->size : 1;
   job.is_inline = job.items * job.item_bytes * rows <= 8 * (mpi->place_words - 1);
   job.most = job.is_inline ? job.items : mpi->slot_bytes / (job.item_bytes * rows); /* to divide takes as long as to copy */
   return job;
 }
 
-/* Return 1 on all ranks if MPI would take longer: not for a long scan, nor for rows of which a slot holds few bytes. */
-static int fits_slots(struct comparison *c, struct job *job) {
-  int64_t bytes = job->items * job->item_bytes;
-  if (!c->mpi.slots || job->is_inline) return c->mpi.slots != NULL;
-  if (job->kind == SCAN) return bytes <= SHORT_BYTES;
-  return !has_rows(job->kind) || job->items <= job->most || job->most * job->item_bytes >= LEAST_ROW_BYTES;
-}
-
-static int through_slots(struct comparison *c, struct job *job) {
+static int through_slots(struct comparison *c, const int32_t *words, const XLA_FFI_Buffer *x, const XLA_FFI_Buffer *y) {
+  struct job job = job_of(c, words, x, y);
   int64_t start = 0;
-  int code = make_room(c);
-  if (code) return code;
+  int code;
   do {
-    int64_t items = least(job->most, job->items - start);
-    code = chunk_through_slots(c, job, start, items);
+    int64_t items = least(job.most, job.items - start);
+    code = chunk_through_slots(c, &job, start, items);
     start += items;
-  } while (!code && start < job->items);
+  } while (!code && start < job.items);
   return code;
 }

@@ -28,9 +28,9 @@ import jax
 import numpy as np
 
 from jaxmpi.comm.agreement import Fingerprint, check_may_send, different_calls, fingerprint
-from jaxmpi.comm.diagnosis import CONTROL, MEETING, WaitRegistry, watch
+from jaxmpi.comm.diagnosis import CONTROL, WaitRegistry, watch
 from jaxmpi.comm.mpi_info import check_launcher, thread_level
-from jaxmpi.comm.polling import is_loss, is_mpi_error, lost_ranks_left_out, survives_losses, wait
+from jaxmpi.comm.polling import is_mpi_error, lost_ranks_left_out, survives_losses, wait
 from jaxmpi.comm.solo import Mailbox
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
@@ -40,11 +40,10 @@ from jaxmpi.runtime import failures, job_folder
 from jaxmpi.runtime.process import core_mask, divide_mask, launched, my_gpu, share_gpu
 
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
-LIST_S = 5.0  # beyond that, for rank 0 to say who did not
 ECHO_S = 1.0  # for the message that a rank has ended the job to come, once it is seen to be gone
 AGREE_TIMEOUT_S = seconds_from("JAXMPI_AGREE_TIMEOUT_S", 300)
 MAX_BYTES = 1 << 30  # bytes of one MPI message; counts are C ints
-HERE, LATE, CALL, LEADER = 1, 2, 5, 6  # tags: I am here; who is late; who is here?; this host's first rank is ready
+HERE, LEADER = 1, 2  # tags: I am here, and wait; this host's first rank is ready
 
 
 class MpiProcesses:
@@ -123,51 +122,39 @@ class MpiProcesses:
         return other
 
     def over(self, world: Any, is_ours: bool = False) -> "MpiProcesses":
-        """A copy among the ranks of an mpi4py communicator, numbered as there.
-
-        All these ranks call it together.
+        """A copy among the ranks of an mpi4py communicator, numbered as there; all of them call it together.
 
         Args:
             world: the communicator.
             is_ours: nobody else uses it, so that it need not be cloned.
+
+        Raises:
+            UsageError: ranks that are not of this job.
+            TrainingError: not all have come within AGREE_TIMEOUT_S.
         """
         from mpi4py import MPI
 
+        self._let_exchanges_end()
         ranks = MPI.Group.Translate_ranks(world.group, range(world.size), self.world.group)
         if MPI.UNDEFINED in ranks:
             strangers = list(ranks).count(MPI.UNDEFINED)
             raise UsageError(f"communicator: got {world.size} ranks, of which {strangers} are not of this job")
-        self._meet_on(world, ranks)
+        numbers = self.in_job(ranks)
+        if not wait(world.Ibarrier().Test, AGREE_TIMEOUT_S):  # to clone it would spin, and for ever
+            raise TrainingError(
+                f"the first call on a communicator of {world.size} ranks has waited {AGREE_TIMEOUT_S:g} s for one of "
+                f"rank {sorted(numbers)}; all its ranks must make their first call on it together, also those that a "
+                "message does not concern (JAXMPI_AGREE_TIMEOUT_S sets the time)"
+            )
         other = copy.copy(self)
         other._made, other._registries = [], []
         other.world = other._keep(world) if is_ours else other.clone(world)
-        other.rank, other.size = world.rank, world.size
-        other.numbers = tuple(self.numbers[rank] for rank in ranks)
+        other.rank, other.size, other.numbers = world.rank, world.size, tuple(numbers)
         other.hosts = tuple(self.hosts[rank] for rank in ranks)
         other._local = other.world if len(set(other.hosts)) == 1 else other._split_host()
         other.local_rank, other.local_size = other._local.rank, other._local.size
         other.waits = other._new_registry()
         return other
-
-    def _meet_on(self, world: Any, ranks: Sequence[int]) -> None:
-        """Wait without spinning for a communicator's ranks, by their numbers here.
-
-        Raises:
-            TrainingError: who has not come within AGREE_TIMEOUT_S.
-        """
-        self._let_exchanges_end()
-        what = f"the first call on a communicator of {world.size} ranks"
-        with self.waits.waiting(MEETING, what, AGREE_TIMEOUT_S, ranks=ranks) as meeting:
-            if wait(world.Ibarrier().Test, AGREE_TIMEOUT_S):
-                return
-            absent = self.waits.absent(meeting)
-        one_of = "" if self.waits.may_watch else "one of "  # else they do not say who is here
-        late = f"{one_of}rank {absent}" if absent else "the others, which wait in a first call on another communicator"
-        raise TrainingError(
-            f"{what} has waited {AGREE_TIMEOUT_S:g} s for {late}; all its ranks must make their first "
-            f"call on it together, also those that a message does not concern (JAXMPI_AGREE_TIMEOUT_S sets the time)"
-            f"{self.waits.where(absent)}"
-        )
 
     def free(self) -> None:
         """Free the communicators that `over` has made; all its ranks come here together, with no message under way.
@@ -199,23 +186,20 @@ class MpiProcesses:
         """The launcher's numbers of these ranks, as error messages give them."""
         return [self.numbers[rank] for rank in ranks]
 
-    def assert_same(self, what: str, value: Any, timeout_s: float | None = None) -> None:
+    def assert_same(self, what: str, value: Any) -> None:
         """Compare a JSON value over all ranks.
 
         Raises:
             UsageError: ranks differ: rank, path, got, expected; on all ranks alike.
             TrainingError: who is absent when time is up.
         """
-        self.compare(fingerprint(what, value), timeout_s)
+        self.compare(fingerprint(what, value))
 
-    def compare(self, mine: Fingerprint, timeout_s: float | None = None) -> None:
-        """`assert_same` for a fingerprint made before; cheap enough for every step.
-
-        A digest is 32 bytes a rank. The value itself is sent only if digests differ.
-        """
-        self._let_exchanges_end()
+    def compare(self, mine: Fingerprint) -> None:
+        """`assert_same` for a fingerprint made before: 32 bytes a rank, and the values only if digests differ."""
         digests = np.empty((self.size, len(mine.digest)), np.uint8)
-        self._arrive(self.world.Iallgather(np.frombuffer(mine.digest, np.uint8), digests), mine.what, timeout_s)
+        self._let_exchanges_end()
+        self._arrive(self.world.Iallgather(np.frombuffer(mine.digest, np.uint8), digests), mine.what)
         differing = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
         if differing:
             calls, numbers = self.allgather_object(mine.what), self.numbers
@@ -229,16 +213,16 @@ class MpiProcesses:
     # ------------------------------------------------------------ messages
 
     def barrier(self) -> None:
-        """Wait without spinning for all ranks; raise an error after AGREE_TIMEOUT_S."""
+        """Wait without spinning for all ranks.
+
+        Raises:
+            TrainingError: who has not come within AGREE_TIMEOUT_S; so do the messages below.
+        """
         self._let_exchanges_end()
         self._arrive(self.world.Ibarrier(), "a barrier")
 
     def host_barrier(self) -> None:
-        """Wait for all ranks of this host; one may compile meanwhile.
-
-        Raises:
-            TrainingError: not all have come within 6 AGREE_TIMEOUT_S; those absent are named if all ranks are here.
-        """
+        """Wait for all ranks of this host, of which one may compile meanwhile: up to 6 AGREE_TIMEOUT_S."""
         self._let_exchanges_end()
         request, limit_s = self._local.Ibarrier(), failures.LONG * AGREE_TIMEOUT_S
         if self.local_size == self.size:
@@ -281,17 +265,14 @@ class MpiProcesses:
         return self._local.bcast(value)
 
     def allreduce_sum(self, values: np.ndarray) -> np.ndarray:
-        """Sum f64[n] over ranks; raises as `barrier`."""
+        """Sum f64[n] over ranks."""
         self._let_exchanges_end()
         total = np.empty_like(values, np.float64)
         self._arrive(self.world.Iallreduce(np.ascontiguousarray(values, np.float64), total), "a sum over ranks")
         return total
 
     def iallreduce_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
-        """Begin the maximum of i64[n] over ranks.
-
-        The function returned waits for it, and raises `TrainingError` if a rank does not come within AGREE_TIMEOUT_S.
-        """
+        """Begin the maximum of i64[n] over ranks; the function returned waits for it."""
         from mpi4py import MPI
 
         self._let_exchanges_end()
@@ -306,7 +287,7 @@ class MpiProcesses:
         return result
 
     def allgather_array(self, values: np.ndarray) -> np.ndarray:
-        """Allgather f64[n], n equal on all, as f64[size, n]; raises as `barrier`."""
+        """Allgather f64[n], n equal on all, as f64[size, n]."""
         self._let_exchanges_end()
         sent = np.ascontiguousarray(values, np.float64)
         received = np.empty((self.size, sent.size), np.float64)
@@ -358,15 +339,11 @@ class MpiProcesses:
 
     # ------------------------------------------------------------ late ranks
 
-    def _arrive(self, request: Any, what: str, timeout_s: float | None = None) -> None:
+    def _arrive(self, request: Any, what: str, limit_s: float = AGREE_TIMEOUT_S) -> None:
         """Wait for a message of all ranks.
 
         After `outlive` those that are late are killed, and the message fails.
-
-        Raises:
-            TrainingError: who did not come within AGREE_TIMEOUT_S.
         """
-        limit_s = timeout_s or AGREE_TIMEOUT_S
         with self.waits.waiting(CONTROL, what, limit_s):
             if wait(request.Test, limit_s, self.is_asked):
                 return
@@ -377,49 +354,29 @@ class MpiProcesses:
             raise TrainingError(f"{what}: rank {absent} did not answer in time; all ranks must call it{where}")
 
     def late(self) -> list[int]:
-        """Late ranks: the others report to rank 0, which sends the list."""
-        byte = np.zeros(1, np.uint8)  # so short that it leaves at once, whoever is late
-        if self.rank == 0:
-            others = range(1, self.size)
-            requests = {r: [self.world.Isend(byte, r, tag=CALL), self.world.Irecv(byte, r, tag=HERE)] for r in others}
+        """Ranks that do not wait with this one: all that wait tell all others, within LATE_S."""
+        byte, others = np.zeros(1, np.uint8), set(range(self.size)) - {self.rank}  # so short that it leaves at once
+        self._sent += [self.world.Isend(byte, rank, tag=HERE) for rank in others]
+        came = {rank: self.world.Irecv(np.zeros(1, np.uint8), rank, tag=HERE) for rank in others}
 
-            def silent() -> list[int]:
-                return [rank for rank, both in requests.items() if not all([each.Test() for each in both])]
+        def silent() -> list[int]:
+            return [rank for rank, request in came.items() if request and not request.Test()]
 
-            wait(lambda: not silent(), LATE_S)
-            late = silent()
-            message = np.frombuffer(json.dumps(late[:200]).encode().ljust(4096), np.uint8)
-            for rank in set(others) - set(late):
-                self.world.Send(message, rank, tag=LATE)
-            return late
-        self.world.Send(byte, 0, tag=HERE)
-        message = np.empty(4096, np.uint8)
-        if not wait(self.world.Irecv(message, 0, tag=LATE).Test, LATE_S + LIST_S):
-            return [0]
-        self.world.Recv(byte, 0, tag=CALL)  # it came before the answer
-        return json.loads(message.tobytes())
+        wait(lambda: not silent(), LATE_S)
+        return silent()
 
     def is_asked(self) -> bool:
-        """Return True if another rank has waited in vain.
-
-        A rank that waits as well must answer at once, or it counts as late.
-        """
-        return self.world.Iprobe(tag=HERE if self.rank == 0 else CALL)
+        """Return True if another rank has waited in vain: one that waits as well must say so at once, or is late."""
+        return self.world.Iprobe(tag=HERE)
 
     # ------------------------------------------------------------ the end of the job
 
     def leave(self, code: int = 0) -> None:
-        """Wait for all ranks at the end of the job.
-
-        If ranks may be lost, MPI's own end could hang. Then the process ends here.
-        """
+        """Wait for all ranks at the end of the job; end here if ranks may be lost, where MPI's own end could hang."""
         if not survives_losses():
             return self.barrier()
-        try:
+        with lost_ranks_left_out():
             wait(self.world.Ibarrier().Test, LATE_S)
-        except Exception as error:
-            if not is_loss(error):
-                raise
         failures.wait_for_ending_thread()
         sys.stdout.flush()
         os._exit(code)

@@ -3,7 +3,7 @@
 Messages between ranks have no names. If ranks run two programs with equal shapes in different orders, each takes one's
 numbers for the other's. So an exchange gets a number when ranks trace it, which they do together. The number is sent
 beside the data, before the exchange's first message, and received behind its last (`CallComparison`; in C:
-`compiled_calls`). Numbers that differ show in one of three ways:
+`compiled_calls.c`). Numbers that differ show in one of three ways:
 
 - Both exchanges have messages of equal lengths: they end, and then the numbers differ, before a program returns.
 - A message is longer than expected: MPI reports it to an error handler, which reads the others' numbers.
@@ -11,20 +11,22 @@ beside the data, before the exchange's first message, and received behind its la
   to the other ranks. So each knows who waits with it, and the others are absent.
 
 A comparison before the first message would be simpler, but ranks would meet once more in every step: that took 1.07 to
-1.15 of a step of 4 ms, and a call into Python instead of C 1.10. Without a C compiler, and in programs for a GPU,
-Python does the same without arrays. From its begin to its end an exchange has the process's turn, since JAX orders the
-programs of one thread only, and two that exchange at once would receive each other's messages.
+1.15 of a step of 4 ms, and a call into Python instead of C 1.10. From its begin to its end an exchange has the
+process's turn, since JAX orders the programs of one thread only, and two that exchange at once would receive each
+other's messages. Without a C compiler on all ranks calls are compared only while they are traced.
 """
 
-import contextlib
+import ctypes
 import functools
+import mmap
 import sys
 import threading
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from ctypes import POINTER, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -32,19 +34,85 @@ import numpy as np
 
 from jaxmpi.comm import c_handlers
 from jaxmpi.comm.agreement import different_calls
-from jaxmpi.comm.compiled_calls import MOST_COMPARISONS, MOST_TURNS, SOURCE, TURN_BIT, CompiledCalls, NumberedCalls
-from jaxmpi.comm.polling import WaitClock, survives_losses
-from jaxmpi.comm.shared_sync import TIMEOUT_S
+from jaxmpi.comm.polling import WaitClock
+from jaxmpi.comm.shared_sync import TIMEOUT_S, map_together
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.frames import is_users, line_of, module_of
 from jaxmpi.runtime import failures, host_callbacks
 from jaxmpi.runtime.process import launched_workers
 
+# ---------------------------------------------------------------- calls in C
+
+KINDS = BEGIN, END, *OPERATIONS = (
+    *("begin", "end", "allreduce", "reduce", "scan", "bcast", "allgather", "gather", "scatter", "alltoall"),
+)
+OPS = "SUM", "PROD", "MAX", "MIN", "BAND", "BOR", "BXOR"
+FUNCTIONS = "Send", "Recv", "Iprobe", "Reduce_local"  # in the order of `struct setup`
+MOST_COMPARISONS, TYPES = 1 << 20, 64
+PLACE_WORDS, NUMBERS_WORDS = 72, 8  # of each of a rank's two places: for a number and a short array; for numbers alone
+ROUNDS_WORDS = 8  # a cache line for the count of rounds through slots
+SLOT_BYTES = 256 << 10  # bytes of a chunk: a core's second-level cache holds it with what is made of it
+SLOTS_BYTES = 4 << 20  # bytes of all ranks' slots, about: with many ranks each has less
+LEAST_BYTES = 16 << 10  # bytes of a slot at least
+LONG_SCAN_BYTES, LEAST_ROW_BYTES = 8192, 1024  # MPI takes less time for longer scans, and for shorter parts of rows
+MOST_SHARED = 16  # communicators with slots: a script may split a thousand times
+TURN_BIT, MOST_TURNS = 24, 128  # of a number that is sent: the exchange's in the bits below, its turn in those above
+SOURCE = c_handlers.CSource(
+    Path(__file__).with_name("compiled_calls.c"),
+    [Path(__file__).with_name("compiled_slots.h")],
+    KINDS=",".join(map(str.upper, KINDS)),
+    OPS=len(OPS),
+    MOST_COMPARISONS=MOST_COMPARISONS,
+    TYPES=TYPES,
+    ROUNDS_WORDS=ROUNDS_WORDS,
+    TURN_BIT=TURN_BIT,
+    MOST_TURNS=MOST_TURNS,
+    MOST_PASSED=1 << 20,  # runs of an executable between two exchanges; ids of two executables are further apart
+    NUMBERS_WITH_TURNS=256,  # exchanges whose turns are kept
+)
+_call_p = SOURCE.primitive()
+Differs = ctypes.CFUNCTYPE(None, c_int32, POINTER(c_int32))
+
+
+@functools.cache
+def _setup_type() -> type[ctypes.Structure]:
+    """`struct setup`."""
+    handle = c_handlers.handle_type()
+
+    class Setup(ctypes.Structure):
+        _fields_ = (
+            ("functions", c_void_p * len(FUNCTIONS)),
+            ("differs", Differs),
+            ("failed", c_handlers.Failed),
+            *((name, c_void_p) for name in ("board", "slots")),
+            *((name, handle) for name in ("messages", "int32")),
+            ("types", handle * TYPES),
+            ("ops", handle * len(OPS)),
+            ("item_bytes", c_int64 * TYPES),
+            *((name, c_int64) for name in ("slot_bytes", "part_bytes")),
+            *((name, c_int32) for name in ("rank", "size", "place_words")),
+        )
+
+    return Setup
+
+
+def _shared_by_all(comm: Any, size_bytes: int) -> mmap.mmap | None:
+    """Zeros that all ranks have mapped, who come here together; None if one cannot."""
+    start, marks_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, -(-comm.size // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        memory = map_together(comm.processes, start + marks_bytes, "calls; use fewer ranks")
+    except UsageError:  # no room, of which all ranks hear
+        return None
+    marks = np.frombuffer(memory, np.uint8, comm.size, start)
+    marks[comm.rank] = 1
+    comm.processes.barrier()
+    return memory if all(comm.processes.allgather_object(bool(marks.all()))) else None
+
+
 # ---------------------------------------------------------------- which exchange each rank has come to
 
-DIFFERS = "jaxmpi: a rank has come to another exchange"
 _comparisons: list["CallComparison"] = []  # of communicators that were not freed
-_indices = [-1]  # numbers of comparisons; a communicator's is the same on all its ranks
+_indices = [-1]  # of comparisons in C; a communicator's is the same on all its ranks
 
 
 def comparison_of(comm: Any) -> "CallComparison":
@@ -53,115 +121,196 @@ def comparison_of(comm: Any) -> "CallComparison":
 
 
 class CallComparison:
-    """Comparison of the exchanges that a communicator's ranks have come to."""
+    """The exchanges and collectives that a communicator's ranks have come to, compared in C."""
 
     def __init__(self, comm: Any) -> None:
-        self._comm = comm
+        self._comm, self._library, self._slots = comm, None, None
         is_world = comm.processes.numbers == tuple(range(launched_workers()))
         self._where = "the job" if is_world else f"a communicator of {comm.size} ranks"
         self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks
         self._messages = comm.processes.waits.comm  # numbers have tag 0, the monitor's messages have others
-        reasons, used = zip(*comm.processes.allgather_object([_why_python(), _indices[-1]]), strict=True)
-        _indices.append(max(used) + 1)
-        self._calls = (
-            PythonCalls(comm, self._messages, f"{DIFFERS} {_indices[-1]}", self.refuse)
-            if any(reasons)
-            else CompiledCalls(comm, self._messages, _indices[-1], self.differs, self.failed)
-        )
-        first = next((rank for rank, reason in enumerate(reasons) if reason.startswith(c_handlers.TROUBLE)), None)
-        if first == comm.rank:
-            c_handlers.say_once("compare and call MPI", reasons[comm.rank])
         self._named: list[Any] = []  # communicators of mpi4py whose errors it names
-        self.name_errors_of(comm.mpi)
+        facts = [_indices[-1], SOURCE.trouble(), SOURCE.unavailable_reason() is None]
+        used, troubles, in_programs = zip(*comm.processes.allgather_object(facts), strict=True)
+        self._in_c = all(in_programs)  # whether programs of all ranks call C, not through Python
+        self._index = max(used) + 1
+        _indices.append(self._index)
+        if any(troubles):
+            c_handlers.say_once(comm, troubles, "programs call mpi4jax, and do not compare their calls")
+            return
+        self._open()
         comm.processes.waits.comparison = self
+        self.name_errors_of(comm.mpi)
         _comparisons.append(self)
         _wait_at_exit()
 
-    def close(self) -> None:
-        """Let go of what programs call."""
-        self._calls.close()
-        _comparisons.remove(self)
+    def _open(self) -> None:
+        """Map the board, tell C of MPI, and register what programs call in Python's place."""
+        from mpi4py import MPI
 
-    def number(self, what: str) -> int:
-        """Return the next traced exchange's number."""
+        comm, self._library = self._comm, SOURCE.library()
+        self._library.jaxmpi_held.restype = c_int64
+        self._may_share = self._in_c and self._index < MOST_SHARED
+        words = PLACE_WORDS if self._may_share else NUMBERS_WORDS
+        row_words = 2 * words + ROUNDS_WORDS
+        is_one_host = len(set(comm.hosts)) == 1
+        self._board = _shared_by_all(comm, comm.size * row_words * 8) if is_one_host else None
+        self._numbers: np.ndarray | None = None  # [rank, place]
+        if self._board:
+            rows = np.frombuffer(self._board, np.int64, comm.size * row_words).reshape(comm.size, row_words)
+            self._numbers = rows[:, : 2 * words : words]
+        setup = _setup_type()()
+        setup.functions[:] = c_handlers.addresses(FUNCTIONS)
+        setup.differs, setup.failed = Differs(self._differs), c_handlers.Failed(self._failed)
+        setup.board = ctypes.addressof(ctypes.c_char.from_buffer(self._board)) if self._board else None
+        setup.messages, setup.int32 = map(MPI._handleof, (self._messages, MPI.INT32_T))
+        for number, dtype in host_callbacks.DTYPES.items():
+            setup.item_bytes[number] = dtype.itemsize
+            if dtype.isbuiltin == 1 and dtype != np.float16:  # others travel as integers
+                setup.types[number] = MPI._handleof(MPI.Datatype.fromcode(dtype.char))
+        for number, op in enumerate(OPS):
+            setup.ops[number] = MPI._handleof(getattr(MPI, op))
+        setup.rank, setup.size, setup.place_words = comm.rank, comm.size, words
+        self._kept = setup  # which C has the addresses of its functions from
+        self._library.jaxmpi_open(self._index, ctypes.byref(setup))
+        # Programs whose arrays C cannot see, as a GPU's, call it through Python.
+        begin, end = self._library.jaxmpi_begin_call, self._library.jaxmpi_end_call
+        self._names = f"jaxmpi: call begun {self._index}", f"jaxmpi: call ended {self._index}"
+        for name, function in zip(self._names, (begin, end), strict=True):
+            run = lambda operands, results, number, function=function: function(self._index, number)  # noqa: E731
+            host_callbacks.register(name, run, ends_job=True)
+
+    def has_slots_for(self, kind: str, row_bytes: int) -> bool:
+        """Return True, on all ranks alike, if `call` can do an operation, and MPI would not do it sooner.
+
+        Args:
+            kind: the operation.
+            row_bytes: of an array of one rank for one rank, or for all.
+        """
+        if self._slots is None or kind not in OPERATIONS:
+            return False
+        part_bytes = self._slot_bytes // self._comm.size
+        is_row_short = kind not in ("alltoall", "scatter") or row_bytes <= part_bytes or part_bytes >= LEAST_ROW_BYTES
+        return is_row_short and (kind != "scan" or row_bytes <= LONG_SCAN_BYTES)
+
+    def share_slots(self) -> None:
+        """Map memory for the arrays of operations, once; all ranks come here together."""
+        if self._library is None or self._board is None or not self._may_share:
+            return
+        self._may_share, size, page = False, self._comm.size, mmap.PAGESIZE
+        slot_bytes = -(-max(LEAST_BYTES, min(SLOT_BYTES, SLOTS_BYTES // (2 * size))) // page) * page
+        part_bytes = -(-slot_bytes // (size * page)) * page
+        self._slots, self._slot_bytes = _shared_by_all(self._comm, size * (2 * slot_bytes + part_bytes)), slot_bytes
+        if self._slots:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self._slots))
+            self._library.jaxmpi_share(self._index, c_void_p(address), c_int64(slot_bytes), c_int64(part_bytes))
+
+    def close(self) -> None:
+        """Let go of the memory; a program that still calls it gets an error."""
+        if self._library is not None:
+            self._library.jaxmpi_close(self._index)
+            self._numbers = self._board = self._slots = self._kept = None
+            for name in self._names:
+                host_callbacks.forget(name)
+            _comparisons.remove(self)
+
+    # ------------------------------------------------------------ in a program
+
+    def number(self, what: str) -> int | None:
+        """The next traced exchange's number; None if programs compare nothing."""
+        if self._library is None:
+            return None
         number = len(self._texts) + 1
         self._texts[number] = f"exchange {number} of {self._where} ({what})"
         return number
+
+    def begin(self, number: int) -> None:
+        """Wait for the turn, and publish the number with the turn of its program.
+
+        It needs nothing of the data, so it is the first that a program does: of two programs the one that was
+        dispatched first has its turn first.
+        """
+        self._bind(BEGIN, number, root=int(self._in_c))
+
+    def end(self, number: int) -> None:
+        """Compare with the others' numbers, and give the turn away."""
+        self._bind(END, number)
+
+    def call(self, kind: str, number: int, x: jax.Array, shape: Sequence[int], op: int, root: int) -> jax.Array:
+        """An operation through shared memory, which publishes its number and compares in the same handler.
+
+        Args:
+            kind: one that has slots.
+            x: in a dtype that MPI has.
+            shape: of the result, which has x's dtype.
+            op: its place in OPS.
+        """
+        self._bind(BEGIN, number, op=1)
+        return self._bind(kind, number, op, root, [x], [jax.ShapeDtypeStruct(tuple(shape), x.dtype)])[0]
+
+    def _bind(
+        self, kind: str, number: int, op: int = 0, root: int = 0, operands: Sequence = (), results: Sequence = ()
+    ) -> list:
+        effect = self._comm.effect
+        if kind in (BEGIN, END) and not self._in_c and SOURCE.unavailable_reason():
+            return host_callbacks.call(self._names[kind == END], [], [], effect=effect, number=number)
+        words = (self._index, number, KINDS.index(kind), op, root)
+        return _call_p.bind(*operands, results=c_handlers.shaped(*results), effect=effect, words=words)
+
+    # ------------------------------------------------------------ outside, of the program that runs
 
     def text(self, number: int) -> str:
         """Describe an exchange, which this rank may not have traced yet."""
         number %= 1 << TURN_BIT
         return self._texts.get(number, f"exchange {number} of {self._where}")
 
-    def share_slots(self) -> None:
-        """Have operations go through shared memory, if they can; all ranks come here together."""
-        if isinstance(self._calls, CompiledCalls):
-            self._calls.share_slots()
-
-    def begin(self, number: int) -> None:
-        """Wait for the turn and send the number.
-
-        It needs nothing of the data, so it is the first that a program does: of two programs the one that was
-        dispatched first has its turn first.
-        """
-        self._calls.begin(number, has_turn=True)
-
-    def end(self, number: int) -> None:
-        """Compare with the others' numbers, and give the turn away."""
-        self._calls.end(number)
-
-    def compiled(self, number: int) -> NumberedCalls | None:
-        """MPI's operations that end with the comparison; None without C."""
-        return NumberedCalls(self._calls, number) if isinstance(self._calls, CompiledCalls) else None
-
     def current(self) -> "CallId | None":
         """The exchange of this process's programs that has the turn."""
-        number, count = self._calls.held()
-        return CallId(number, count) if number else None
+        held = self._library.jaxmpi_held(self._index) if self._library else 0
+        return CallId(held >> 32, held & 0xFFFFFFFF) if held else None
 
     def waits(self) -> int:
         """Number of an exchange that waits for the turn, or 0."""
-        return self._calls.waits()
+        return self._library.jaxmpi_waits(self._index) if self._library else 0
 
     def refuse(self, mine: int, theirs: Mapping[int, int]) -> NoReturn:
         """Raise `UsageError` with these ranks' exchanges, by rank here."""
-        numbers = self._comm.processes.numbers
-        calls = {self._comm.rank: mine, **theirs}
+        numbers, calls = self._comm.processes.numbers, {self._comm.rank: mine, **theirs}
         texts = {numbers[rank]: self.text(number) for rank, number in calls.items()}
-        if len(set(texts.values())) > 1 or not isinstance(self._calls, CompiledCalls):
+        if len(set(texts.values())) > 1:
             raise UsageError(different_calls(texts))
-        turn, half = self._calls.turn(mine % (1 << TURN_BIT)), MOST_TURNS // 2  # turns are sent modulo MOST_TURNS
-        turns = {
-            numbers[rank]: turn + ((number >> TURN_BIT) - (mine >> TURN_BIT) + half) % MOST_TURNS - half
-            for rank, number in calls.items()
-        }
+        turns = {numbers[rank]: number >> TURN_BIT for rank, number in calls.items()}
         shown = ", ".join(f"rank {rank} at turn {turn}" for rank, turn in sorted(turns.items())[:8])
         raise UsageError(
-            f"ranks came to {texts[numbers[self._comm.rank]]!r} at different turns: {shown}; a turn is a run of its "
-            "program, and some rank has run the program without it. Expected the exchange in the same runs on all "
-            "ranks: keep it out of a lax.cond that only some ranks take; of optax.apply_if_finite around "
-            "exchange_gradients make optax.chain(exchange_gradients(), optax.apply_if_finite(...))"
+            f"ranks came to {texts[numbers[self._comm.rank]]!r} at different turns: {shown} (modulo {MOST_TURNS}); a "
+            "turn is a run of its program, and some rank has run the program without it. Expected the exchange in the "
+            "same runs on all ranks: keep it out of a lax.cond that only some ranks take; of optax.apply_if_finite "
+            "around exchange_gradients make optax.chain(exchange_gradients(), optax.apply_if_finite(...))"
         )
 
-    def differs(self, mine: int, theirs: Mapping[int, int]) -> None:
-        """End the job with these ranks' exchanges."""
+    def _differs(self, mine: int, theirs: Any) -> None:
+        """Called by C: `theirs` has a number for each rank, 0 where it is not known."""
+        self._refuse_and_end(mine, {rank: theirs[rank] for rank in range(self._comm.size) if theirs[rank]})
+
+    def _refuse_and_end(self, mine: int, theirs: Mapping[int, int]) -> None:
         try:
             self.refuse(mine, theirs)
         except UsageError as error:
             failures.fail(error, None)
 
-    # ------------------------------------------------------------ errors of MPI
-
-    def name_errors_of(self, mpi: Any) -> None:
-        """Have a communicator's errors name ranks at other exchanges."""
-        self._named.append(mpi)
-        mpi.Set_errhandler(_error_handler())
-
-    def failed(self, mine: int, code: int) -> None:
+    def _failed(self, mine: int, code: int) -> None:
         """End the job with MPI's error."""
         from mpi4py import MPI
 
         failures.fail(TrainingError(f"{self.text(mine)}: MPI: {MPI.Get_error_string(code)}"), None)
+
+    # ------------------------------------------------------------ errors of MPI
+
+    def name_errors_of(self, mpi: Any) -> None:
+        """Have a communicator's errors name ranks at other exchanges."""
+        if self._library is not None:
+            self._named.append(mpi)
+            mpi.Set_errhandler(_error_handler())
 
     def name_error(self, code: int) -> None:
         """End the job if MPI's error is that exchanges differ; called before mpi4jax ends it."""
@@ -170,87 +319,23 @@ class CallComparison:
         kind, call = MPI.Get_error_class(code), self.current()
         if kind not in (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS) or not call:  # of one message, or of one among several
             return
-        others = set(range(self._comm.size)) - {self._comm.rank}
-        theirs = {rank: number for rank in others if (number := self._sent_number(rank, call.count))}
+        theirs = {rank: self._sent_number(rank, call.count) for rank in range(self._comm.size)}
+        theirs = {rank: number for rank, number in theirs.items() if number and rank != self._comm.rank}
         if set(theirs.values()) - {call.number}:
-            self.differs(call.number, theirs)
+            self._refuse_and_end(call.number, theirs)
         if kind == MPI.ERR_TRUNCATE:
-            error = UsageError(
-                f"{self.text(call.number)} got a longer message than it expects, so another rank has come to another "
-                "exchange; all must make the same calls in the same order"
-            )
-            failures.fail(error, None)
+            text = f"{self.text(call.number)} got a longer message than it expects: another rank is at another exchange"
+            failures.fail(UsageError(text), None)
 
     def _sent_number(self, rank: int, count: int) -> int:
         """Number that a rank has sent, which nobody will receive, or 0."""
-        if isinstance(self._calls, CompiledCalls) and (published := self._calls.number_of(rank, count)) is not None:
-            return published
+        if self._numbers is not None:
+            published = int(self._numbers[rank, count % 2])
+            return published >> 32 if published & 0xFFFFFFFF == count else 0
         theirs = np.zeros(1, np.int32)
-        if any(self._messages.Iprobe(rank, 0) for _ in range(PROBES)):
+        if rank != self._comm.rank and any(self._messages.Iprobe(rank, 0) for _ in range(PROBES)):
             self._messages.Recv(theirs, rank, 0)
         return int(theirs[0])
-
-
-class PythonCalls:
-    """Turn and comparison by functions in Python that programs call."""
-
-    def __init__(self, comm: Any, messages: Any, name: str, differs: Callable) -> None:
-        self._comm, self._messages, self._differs = comm, messages, differs
-        self._others = [(comm.rank + i) % comm.size for i in range(1, comm.size)]
-        self._turn, self._held, self._waits, self._count = threading.Condition(), (0, 0), 0, 0
-        self._ticket = self._served = 0  # the next one for the turn, and the one that has the turn
-        self._names = f"{name}, begun", f"{name}, ended"
-        for name, function in zip(self._names, (self._begin, self._end), strict=True):
-            host_callbacks.register(name, function, ends_job=True)
-
-    def close(self) -> None:
-        """Forget the functions; a program that still calls them gets an error."""
-        for name in self._names:
-            host_callbacks.forget(name)
-
-    def begin(self, number: int, has_turn: bool = False) -> None:
-        """Have the program take the turn and send the number."""
-        host_callbacks.call(self._names[0], [], [], effect=self._comm.effect, number=number)
-
-    def end(self, number: int) -> None:
-        """Have the program compare and give the turn away."""
-        host_callbacks.call(self._names[1], [], [], effect=self._comm.effect, number=number)
-
-    def held(self) -> tuple[int, int]:
-        """Number under way, and how many have begun; zeros if none."""
-        return self._held
-
-    def waits(self) -> int:
-        """Number of a call that waits for the turn, or 0."""
-        return self._waits
-
-    def _begin(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
-        with self._turn:
-            ticket, self._ticket = self._ticket, self._ticket + 1
-            while self._served != ticket:
-                self._waits = number
-                self._turn.wait()
-            self._waits, self._count = 0, (self._count + 1) % (1 << 31)  # which is sent as i32
-            self._held = number, self._count
-        for rank in self._others:
-            self._messages.Send(np.array([number], np.int32), rank)
-
-    def _end(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
-        theirs = np.zeros((len(self._others), 1), np.int32)
-        for message, rank in zip(theirs, self._others, strict=True):
-            self._messages.Recv(message, rank, 0)
-        if (theirs != number).any():
-            self._differs(number, dict(zip(self._others, theirs[:, 0].tolist(), strict=True)))
-        with self._turn:
-            self._held, self._served = (0, 0), self._served + 1
-            self._turn.notify_all()
-
-
-def _why_python() -> str:
-    """Reason why programs cannot compare in C; empty if they can."""
-    if not (why := SOURCE.unavailable_reason()) and survives_losses():
-        why = "errors of lost ranks are Python's"
-    return why or ("there are too many communicators" if _indices[-1] + 1 >= MOST_COMPARISONS else "")
 
 
 @functools.cache
@@ -271,7 +356,7 @@ def _wait_at_exit() -> None:
     """Wait at exit for programs that exchange; the monitor limits the time."""
 
     def wait() -> None:
-        with contextlib.suppress(Exception):  # errors of a program: mpi4jax's hook raises them again
+        with suppress(Exception):  # errors of a program: mpi4jax's hook raises them again
             jax.effects_barrier()
 
     failures.call_before_finalize(wait)
@@ -279,25 +364,23 @@ def _wait_at_exit() -> None:
 
 # ---------------------------------------------------------------- who waits, and who is late
 
-WAITS, ASKS, PLACE, ENDED = TAGS = range(1, 5)  # tags of messages between monitors; numbers of calls have 0
+WAITS, PLACE = TAGS = 1, 2  # tags of messages between monitors; numbers of calls have 0
 # Ways in which a rank waits. In COMPARED (an exchange in a program), CONTROL (outside programs) and BESIDE (while one
-# runs) all ranks make the same calls in the same order. PARTNER is a message, MEETING ranks that have no communicator
-# of ours yet.
-COMPARED, CONTROL, BESIDE, PARTNER, MEETING = range(5)
+# runs) all ranks make the same calls in the same order. PARTNER is a message.
+COMPARED, CONTROL, BESIDE, PARTNER = range(4)
 LOOK_S = 0.5  # between looks of the monitor
 PROBES = 3  # MPI may fetch a message in the first, and find it in the next
-SAID_AFTER_S = 20.0  # until a wait is printed
-ANSWER_S = 2.5  # after which a rank that was asked where it is counts as silent
+SAID_AFTER_S = 20.0  # until ranks that are absent are asked where they are
+ANSWER_S = 2.5  # for them to answer, before the wait is printed
 PLACE_BYTES = 256  # bytes of a rank's answer at most
 NAMED = 8  # absent ranks whose places are printed
 EXCHANGE_TIMEOUT = "JAXMPI_EXCHANGE_TIMEOUT_S"
-SILENT = "does not answer"
 
 
 class CallId(NamedTuple):
     """Numbers by which ranks know a call that they make together."""
 
-    number: int  # of an exchange in programs, or of the ranks that meet, else 0
+    number: int  # of an exchange in programs, else 0
     count: int  # how many of its way this process has begun
 
 
@@ -323,8 +406,8 @@ class Wait:
     thread: int | None = None  # the Python thread that waits
     clock: WaitClock | None = None  # since the monitor has found it first
     is_sent: bool = False
-    asked_s: float = 0.0  # after so many seconds of it
-    printed: set[str] = field(default_factory=set)
+    is_asked: bool = False  # whether absent ranks were asked where they are
+    is_printed: bool = False
 
     def text(self) -> str:
         """Describe the wait, with the user's line if a Python thread waits."""
@@ -333,8 +416,6 @@ class Wait:
 
     def expected(self) -> str:
         """What the others must do."""
-        if self.way == MEETING:
-            return "all its ranks must make their first call on it together"
         return "the other rank must call its part" if self.way == PARTNER else "all ranks must call it as often"
 
 
@@ -358,10 +439,10 @@ class WaitRegistry:
     def __init__(self, comm: Any, numbers: Sequence[int], may_watch: bool) -> None:
         self.comm, self.numbers, self.may_watch = comm, tuple(numbers), may_watch
         self.rank, self.others = comm.rank, tuple(sorted({*range(comm.size)} - {comm.rank}))
-        self.comparison: CallComparison | None = None
+        self.comparison: Any = None  # the `CallComparison`, or another that has `current`, `text`, `waits`, `refuse`
         self.notes: Callable[[], list[Note]] | None = None  # messages that programs wait for now
-        self.waiting_ranks: dict[tuple[int, int], CallId] = {}  # by way and rank, where it last said that it waits
-        self._counts: Counter[tuple[int, int]] = Counter()  # calls begun, by way and by the ranks that meet
+        self._waiting: dict[tuple[int, int], CallId] = {}  # by way and rank, where it last said that it waits
+        self._counts: Counter[int] = Counter()  # calls begun, by way
         self._waits: set[Wait] = set()  # of Python threads
         self._exchange_wait: Wait | None = None  # of a program's exchange
         self._message_waits: dict[int, Wait] = {}  # messages of programs, by number
@@ -373,40 +454,24 @@ class WaitRegistry:
             watch().add(self)
 
     @contextmanager
-    def waiting(
-        self,
-        way: int,
-        what: str,
-        limit_s: float = TIMEOUT_S,
-        partner: int | None = None,
-        ranks: Sequence[int] | None = None,
-    ) -> Iterator[Wait]:
+    def waiting(self, way: int, what: str, limit_s: float = TIMEOUT_S, partner: int | None = None) -> Iterator[Wait]:
         """Note that this rank waits until the block ends.
 
         Args:
-            way: CONTROL, BESIDE, PARTNER or MEETING.
+            way: CONTROL, BESIDE or PARTNER.
             what: it waits in, for messages.
             limit_s: after which the caller gives up.
             partner: the rank that a message is from or to; None for any, and for what all take part in.
-            ranks: those that meet.
         """
-        number, partners = 0, self.others if partner is None else (partner,)
-        if ranks is not None:
-            number = zlib.crc32(np.array(sorted(ranks), np.int32).tobytes()) >> 1  # to fit i32
-            partners = tuple(sorted({*ranks} - {self.rank}))
-        self._counts[way, number] += 1
-        call = CallId(number, self._counts[way, number])
-        thread = threading.get_ident() if way in (CONTROL, MEETING) else None
+        self._counts[way] += 1
+        call, partners = CallId(0, self._counts[way]), self.others if partner is None else (partner,)
+        thread = threading.get_ident() if way == CONTROL else None
         wait = Wait(way=way, call=call, what=what, limit_s=limit_s, partners=partners, thread=thread)
         self._waits.add(wait)
         try:
             yield wait
         finally:
             self._waits.discard(wait)
-
-    def absent(self, wait: Wait) -> list[int]:
-        """Numbers in the job of ranks that are not known to share a wait."""
-        return [self.numbers[rank] for rank in self._absent(wait)]
 
     def where(self, numbers: Sequence[int]) -> str:
         """Say where ranks are, by job number; empty if not yet asked."""
@@ -429,7 +494,7 @@ class WaitRegistry:
         self.drain()
         if has_ended:
             for rank in self._to_tell:
-                self._send(rank, ENDED, np.zeros(1, np.uint8))
+                self._send(rank, PLACE, np.zeros(0, np.uint8))
             self._to_tell, self._exchange_wait, self._message_waits = set(), None, {}
             return
         self._find_program_waits()
@@ -452,14 +517,14 @@ class WaitRegistry:
                 continue
             message = np.zeros(status.Get_count(), np.uint8)
             found.Recv(message)
-            rank, tag = status.Get_source(), status.Get_tag()
-            if tag == WAITS:
-                way, number, count = message.view(np.int32).tolist()
-                self.waiting_ranks[way, rank] = CallId(number, count)
+            rank = status.Get_source()
+            if status.Get_tag() == WAITS:
+                way, number, count, asks = message.view(np.int32).tolist()
+                self._waiting[way, rank] = CallId(number, count)
                 self._to_tell.add(rank)
-            elif tag == ASKS:
-                self._send(rank, PLACE, np.frombuffer(watch().place().encode()[:PLACE_BYTES], np.uint8))
-            elif tag == PLACE:
+                if asks:
+                    self._send(rank, PLACE, np.frombuffer(watch().place().encode()[:PLACE_BYTES], np.uint8))
+            elif message.size:
                 self._places[rank] = message.tobytes().decode(errors="replace")
             else:
                 self._ended.add(rank)
@@ -468,10 +533,14 @@ class WaitRegistry:
     def _send(self, rank: int, tag: int, message: np.ndarray) -> None:
         self._sent.append((self.comm.Issend(message, rank, tag), message))  # done once received, as `drain` must know
 
+    def _tell(self, wait: Wait, ranks: Sequence[int], asks: bool) -> None:
+        for rank in ranks:
+            self._send(rank, WAITS, np.array([wait.way, *wait.call, asks], np.int32).view(np.uint8))
+
     def _find_program_waits(self) -> None:
         """Update the waits of this process's programs; one that lasts stays the same object."""
         call = self.comparison.current() if self.comparison else None
-        if call is None or self.comparison is None:
+        if call is None:
             self._exchange_wait = None
         elif self._exchange_wait is None or self._exchange_wait.call != call:
             what = self.comparison.text(call.number)
@@ -480,63 +549,55 @@ class WaitRegistry:
         notes = self.notes() if self.notes else []
         for note in sorted(notes, key=lambda note: note.is_known):  # if two threads are in one call the older counts
             known = before.get(note.number) if note.is_known else None
-            self._counts[PARTNER, 0] += known is None
-            call = CallId(0, self._counts[PARTNER, 0])
-            self._message_waits[note.number] = known or Wait(
-                way=PARTNER, call=call, what=note.what, partners=note.partners, is_in_program=True
-            )
+            facts: dict[str, Any] = {"way": PARTNER, "call": CallId(0, 0), "what": note.what, "partners": note.partners}
+            self._message_waits[note.number] = known or Wait(**facts, is_in_program=True)
 
     def _judge(self, wait: Wait, waited_s: float) -> None:
         if not wait.is_sent:
-            for rank in wait.partners:
-                self._send(rank, WAITS, np.array([wait.way, *wait.call], np.int32))
+            self._tell(wait, wait.partners, asks=False)
             wait.is_sent = True
-        if wait.way == COMPARED and self.comparison:
-            theirs = {rank: self.waiting_ranks.get((COMPARED, rank)) for rank in self.others}
+        if wait.way == COMPARED:
+            theirs = {rank: self._waiting.get((COMPARED, rank)) for rank in self.others}
             differing = {r: c.number for r, c in theirs.items() if c and c.count == wait.call.count and c != wait.call}
             if differing:
                 self.comparison.refuse(wait.call.number, differing)
         absent = self._absent(wait)
-        where = self.where(self.absent(wait))
-        shown = ", ".join(map(str, self.absent(wait)))
+        shown, where = ", ".join(map(str, self.absent(wait))), self.where(self.absent(wait))
         if absent and self._ended.issuperset(absent):
             raise TrainingError(
                 f"rank {self.numbers[self.rank]} waits in {wait.text()} for rank {shown}, whose script has ended; "
                 f"{wait.expected()}"
             )
-        if wait.is_in_program:
-            self._check_time(wait, shown, waited_s, where)
-        if not wait.asked_s and waited_s > min(SAID_AFTER_S, wait.limit_s / 2):
-            wait.asked_s = waited_s
-            for rank in absent:
-                self._places[rank] = SILENT
-                self._send(rank, ASKS, np.zeros(1, np.uint8))
-        is_answered = all(self._places.get(rank) != SILENT for rank in absent) or waited_s > wait.asked_s + ANSWER_S
+        if wait.is_in_program and waited_s > wait.limit_s:
+            self._refuse_time(wait, shown, waited_s, where)
+        if not wait.is_asked and waited_s > min(SAID_AFTER_S, wait.limit_s / 2):
+            wait.is_asked = True
+            self._places |= dict.fromkeys(absent, "does not answer")
+            self._tell(wait, absent, asks=True)
         is_for_watchdog = wait.way == CONTROL and failures.is_at_work()  # the trainer's, which says it itself
-        if absent and waited_s > SAID_AFTER_S and is_answered and not is_for_watchdog and shown not in wait.printed:
+        if absent and waited_s > SAID_AFTER_S + ANSWER_S and not is_for_watchdog and not wait.is_printed:
             line = f"waits in {wait.text()} for rank {shown}, for {SAID_AFTER_S:g} s now; {wait.expected()}"
             print(f"jaxmpi: {failures.describe_rank()}: {line}{where}", file=sys.stderr, flush=True)
-            wait.printed.add(shown)
+            wait.is_printed = True
 
     def _absent(self, wait: Wait) -> list[int]:
         """Partners that are not known to wait with this rank; for a message, all."""
-        return [
-            rank
-            for rank in wait.partners
-            if wait.way == PARTNER or self.waiting_ranks.get((wait.way, rank)) != wait.call
-        ]
+        return [r for r in wait.partners if wait.way == PARTNER or self._waiting.get((wait.way, r)) != wait.call]
 
-    def _check_time(self, wait: Wait, absent: str, waited_s: float, where: str) -> None:
-        """Raise `TrainingError` if a program has waited for longer than the limit."""
-        if absent and waited_s > wait.limit_s:
-            if wait.way == PARTNER:
-                raise message_lost(wait.what, where)
+    def absent(self, wait: Wait) -> list[int]:
+        """Numbers in the job of ranks that are not known to share a wait."""
+        return [self.numbers[rank] for rank in self._absent(wait)]
+
+    def _refuse_time(self, wait: Wait, absent: str, waited_s: float, where: str) -> None:
+        """Raise `TrainingError`: a program has waited for longer than the limit."""
+        if absent and wait.way == PARTNER:
+            raise message_lost(wait.what, where)
+        if absent:
             raise TrainingError(
                 f"rank {self.numbers[self.rank]} waited {waited_s:.0f} s in {wait.what} for rank {absent}; all ranks "
                 f"must come to it as often ({EXCHANGE_TIMEOUT} sets the time){where}"
             )
-        is_blocked = wait.way == COMPARED and self.comparison and waited_s > SAID_AFTER_S + wait.limit_s
-        if is_blocked and self.comparison and (number := self.comparison.waits()):
+        if number := self.comparison.waits():
             # All ranks may be in it: XLA leaves out the call that ends an exchange if another part of a program fails.
             raise TrainingError(
                 f"{self.comparison.text(number)} waits for {wait.what}, which has begun in this process and not "

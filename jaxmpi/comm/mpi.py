@@ -9,7 +9,6 @@ Each communicator clones its own from MPI, so messages of mpi4py and mpi4jax nev
 so the imports are inside functions.
 """
 
-import collections
 import functools
 import itertools
 import os
@@ -27,7 +26,7 @@ from jaxmpi.comm.base import Comm, NullComm, Pairs, SoloComm, check_member, chec
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.polling import is_mpi_error
-from jaxmpi.comm.shared_compile import shared_jit
+from jaxmpi.comm.shared_compile import SharedJit
 from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.pytrees import PyTree
@@ -68,6 +67,9 @@ class RankComm(Comm):
         """Call a collective on one array; the result has this shape and x's dtype."""
         raise NotImplementedError
 
+    def _make_shared_sum(self) -> SharedSum:
+        raise NotImplementedError
+
     def allreduce(self, x: jax.Array) -> jax.Array:
         return self._move("allreduce", x, x.shape)
 
@@ -92,38 +94,24 @@ class RankComm(Comm):
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
         """`jax.jit` compiled once a host; its ranks make the first call of each structure, shape and dtype together."""
-        return shared_jit(function, donate_argnums, self.processes)
+        return SharedJit(function, donate_argnums, self.processes)
 
     # ------------------------------------------------------------ sums in the shared memory of one host
 
-    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        return self._shared_sum().sum(vectors, divisor)
-
-    def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        return self._shared_sum().scatter(vectors, divisor)
-
-    def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-        return self._shared_sum().gather(vectors)
-
-    def sum_on_host_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """`sum_on_host` outside jit, done when it returns."""
-        return self._shared_sum().sum_now(arrays, divisor)
-
     @property
-    def sum_name(self) -> str:
-        """Name by which programs find the sums over this host, for `shared_sum.scatter_beside`.
-
-        All ranks come here together for the first time.
-        """
-        return self._shared_sum().name
-
-    def _shared_sum(self) -> SharedSum:
+    def shared_sum(self) -> SharedSum:
         """Made at the first use, when all ranks trace the same program."""
         check_one_host(self.hosts)
         return self.cached("shared sum", self._make_shared_sum)
 
-    def _make_shared_sum(self) -> SharedSum:
-        raise NotImplementedError
+    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        return self.shared_sum.sum(vectors, divisor)
+
+    def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        return self.shared_sum.scatter(vectors, divisor)
+
+    def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
+        return self.shared_sum.gather(vectors)
 
 
 made: list["MpiComm"] = []  # communicators of this process that were not freed
@@ -136,7 +124,6 @@ class MpiComm(RankComm):
     def __init__(self, processes: MpiProcesses) -> None:
         super().__init__(processes)
         self.is_freed = False
-        self.serial = 0  # for a communicator of mpi4py's: with its ranks, a name on all of these
         # For messages between two ranks, of mpi4py and of programs: they match by rank and tag, in each sender's order.
         self.headers, self.arrays = processes.clone(), processes.clone()
         made.append(self)
@@ -175,10 +162,6 @@ class MpiComm(RankComm):
         _sum_numbers.append(max(self.processes.allgather_object(_sum_numbers[-1])) + 1)
         return SharedSum(self.processes, f"sum of comm {_sum_numbers[-1]}", effect=self.effect)
 
-    def meet_in_reverse(self) -> None:
-        """Make `reversed_mpi`, if it is not there; all ranks come here together."""
-        _ = self.reversed_mpi
-
     @functools.cached_property
     def reversed_mpi(self) -> Any:
         """The ranks in reverse order; all call it together the first time."""
@@ -196,7 +179,7 @@ class MpiComm(RankComm):
             color: any number from 0 on, or "host": one communicator for each host.
             key: order of ranks in the new communicator.
 
-        Communicates: an allgather of colors, then `MPI_Comm_split`.
+        Communicates: a comparison of calls, an allgather of kinds of colors, then `MPI_Comm_split`.
 
         Raises:
             UsageError: some ranks give "host", others a number.
@@ -206,13 +189,8 @@ class MpiComm(RankComm):
         check_member(self)
         color = parse_color(color)
         self.processes.assert_same("split", None)  # polled: it names who is absent, or at another call
-        colors = self.processes.allgather_object(color)
-        if "host" in colors and (numbered := [rank for rank, each in enumerate(colors) if isinstance(each, int)]):
-            at_host, at_number = (self.processes.numbers[rank] for rank in (colors.index("host"), numbered[0]))
-            raise UsageError(
-                f"split: color: rank {at_host} gave 'host', rank {at_number} the number {colors[numbered[0]]}; "
-                "expected 'host' of all ranks with a part, or numbers"
-            )
+        if len({isinstance(each, str) for each in self.processes.allgather_object(color) if each is not None}) > 1:
+            raise UsageError("split: color: got 'host' and numbers; expected one of both of all ranks that take part")
         number = self.hosts[self.rank] if color == "host" else MPI.UNDEFINED if color is None else color
         part = self.processes.world.Split(number, key)
         return MpiComm(self.processes.over(part, is_ours=True)) if part != MPI.COMM_NULL else NullComm()
@@ -245,7 +223,6 @@ class MpiComm(RankComm):
 # ---------------------------------------------------------------- ranks that may die
 
 _tolerant_numbers = itertools.count()  # the same on all ranks
-Buffers = Sequence[np.ndarray]
 
 
 class FaultTolerantComm(RankComm):
@@ -256,8 +233,7 @@ class FaultTolerantComm(RankComm):
 
     def __init__(self, processes: MpiProcesses) -> None:
         super().__init__(processes)
-        self.is_lost = False  # True once a collective has failed, so that results are worth nothing
-        self.why = ""  # its error
+        self.why_lost = ""  # the error of a collective that has failed, after which results are worth nothing
         self._name = f"fault-tolerant comm {next(_tolerant_numbers)}"
         host_callbacks.register(self._name, functools.partial(self._unless_lost, self._run))
 
@@ -279,41 +255,38 @@ class FaultTolerantComm(RankComm):
         host_callbacks.register(name, functools.partial(self._unless_lost, shared.add))
         return shared
 
-    def _unless_lost(self, move: Callable[..., None], operands: Buffers, results: Buffers, **options: Any) -> None:
+    def _unless_lost(self, move: Callable[..., None], operands: Sequence, results: Sequence, **options: Any) -> None:
         """Run a move; once a rank is lost, revoke, and give zeros."""
-        if not self.is_lost:
+        if not self.why_lost:
             try:
                 return move(operands, results, **options)
             except Exception as error:
                 if not (is_mpi_error(error) or isinstance(error, TrainingError)):
                     raise
-                self.is_lost, self.why = True, str(error) or type(error).__name__
+                self.why_lost = str(error) or type(error).__name__
                 self.processes.revoke()
         for result in results:
             result[...] = np.zeros((), result.dtype)
 
     def _run(
-        self, operands: Buffers, results: Buffers, kind: str, source: int = -1, dest: int = -1, root: int = 0
+        self, operands: Sequence, results: Sequence, kind: str, source: int = -1, dest: int = -1, root: int = 0
     ) -> None:
         if kind == "allreduce":
             return self.mpi.Allreduce(operands[0], results[0])
         # Moved as integers of equal size, for which MPI has types.
         sent, received = (x.reshape(-1).view(f"u{x.dtype.itemsize}") for x in (operands[0], results[0]))
-        if kind == "alltoall":
-            self.mpi.Alltoall(sent, received)
-        elif kind == "allgather":
-            self.mpi.Allgather(sent, received)
-        elif kind == "bcast":
+        if kind == "bcast":
             np.copyto(received, sent)
-            self.mpi.Bcast(received, root)
-        elif source >= 0 and dest >= 0:
+            return self.mpi.Bcast(received, root)
+        if kind != "permute":
+            return getattr(self.mpi, kind.capitalize())(sent, received)
+        received[...] = 0
+        if source >= 0 and dest >= 0:
             self.mpi.Sendrecv(sent, dest, 0, received, source)
-        else:
-            received[...] = 0
-            if dest >= 0:
-                self.mpi.Send(sent, dest)
-            if source >= 0:
-                self.mpi.Recv(received, source)
+        elif dest >= 0:
+            self.mpi.Send(sent, dest)
+        elif source >= 0:
+            self.mpi.Recv(received, source)
 
 
 # ---------------------------------------------------------------- what a `comm` argument stands for
@@ -353,7 +326,6 @@ def communicator(comm: Any) -> "MpiComm | SoloComm":
     Raises:
         UsageError: it is neither, or this rank has no part in it.
     """
-    check_member(comm)
     if comm is None or not hasattr(comm, "Get_attr"):
         chosen = workers_of(comm)
         if not isinstance(chosen, (MpiComm, SoloComm)):
@@ -364,6 +336,7 @@ def communicator(comm: Any) -> "MpiComm | SoloComm":
         return chosen
     from mpi4py import MPI
 
+    check_member(comm)
     if comm == MPI.COMM_SELF:
         return SoloComm()
     control = processes()  # by all ranks, also one that a split leaves alone: others may start by theirs
@@ -372,16 +345,10 @@ def communicator(comm: Any) -> "MpiComm | SoloComm":
     assert isinstance(control, MpiProcesses)
     if comm == MPI.COMM_WORLD:
         return communicator(None)
-    known = comm.Get_attr(_attribute())
-    if known is None:
+    if (known := comm.Get_attr(_attribute())) is None:
         known = MpiComm(control.over(comm))
         comm.Set_attr(_attribute(), known)
-        _free_dropped(known)
     return known
-
-
-_serials = [0]
-_dropped: dict[tuple[int, ...], MpiComm] = {}  # of communicators that the user has freed, by serial and ranks
 
 
 @functools.cache
@@ -389,26 +356,7 @@ def _attribute() -> int:
     """MPI's key for our communicator as an attribute of the user's."""
     from mpi4py import MPI
 
-    def drop(_comm: Any, _key: int, known: MpiComm) -> None:
-        _dropped[known.serial, *known.processes.numbers] = known
-
-    return MPI.Comm.Create_keyval(delete_fn=drop)
-
-
-def _free_dropped(new: MpiComm) -> None:
-    """Free what was made for communicators that the user has freed since, if all their ranks are here and know.
-
-    A rank may be at `MPI_Comm_free` before others, and to free ours needs all. So it is done when ranks next come
-    together, for another communicator's first use.
-    """
-    control = new.processes
-    present = [key for key in _dropped if set(key[1:]) <= set(control.numbers)]
-    rows = control.allgather_object([_serials[-1], present])
-    new.serial = _serials[-1] = 1 + max(last for last, _ in rows)
-    counts = collections.Counter(tuple(key) for _, keys in rows for key in keys)
-    for key in sorted(present):  # in one order on all ranks
-        if counts[key] == len(key) - 1:
-            _dropped.pop(key).free()
+    return MPI.Comm.Create_keyval()
 
 
 def is_cuda_aware() -> bool:

@@ -45,11 +45,7 @@ def _cuda_support() -> str:
 
 
 def thread_level(mpi: Any) -> int:
-    """Thread level of MPI.
-
-    Raises:
-        UsageError: less than THREAD_SERIALIZED.
-    """
+    """Thread level of MPI, at least THREAD_SERIALIZED."""
     if (level := mpi.Query_thread()) < mpi.THREAD_SERIALIZED:
         raise UsageError(
             "MPI lets the main thread alone call it (MPI_THREAD_FUNNELED or less), but XLA exchanges from threads of "
@@ -59,10 +55,7 @@ def thread_level(mpi: Any) -> int:
 
 
 def library_of(version: str) -> str:
-    """Name and release out of the text of MPI_Get_library_version.
-
-    Open MPI separates facts by commas, MPICH by lines and tabs.
-    """
+    """Name and release out of MPI_Get_library_version, whose facts commas separate, or in MPICH lines and tabs."""
     return " ".join(version.splitlines()[0].split(",")[0].split())
 
 

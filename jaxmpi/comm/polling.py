@@ -19,7 +19,6 @@ class WaitClock:
     """
 
     def __init__(self) -> None:
-        """Begin to wait."""
         self.restart()
 
     def restart(self) -> None:

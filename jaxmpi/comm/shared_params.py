@@ -24,19 +24,10 @@ import jax
 import numpy as np
 
 from jaxmpi.comm.agreement import HostProcesses
-from jaxmpi.comm.shared_sync import (
-    ARRIVED,
-    TIMEOUT_S,
-    SharedCounters,
-    SharedMemoryFile,
-    map_together,
-    reserved_anywhere,
-    table_bytes,
-)
+from jaxmpi.comm.shared_sync import ARRIVED, TIMEOUT_S, SharedCounters, map_together, table_bytes
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.sharding import ElementSharding, TensorSharding
-from jaxmpi.core.shared_memory import folder
 
 ALIGNED = 64  # bytes, at which devices on the host take an array as it lies
 LET_GO_S = 10.0  # in which what reads params must come to its end
@@ -97,13 +88,7 @@ class SharedParams:
         rank, ranks = self._host.local_rank, self._host.local_size
         ends = np.cumsum([table_bytes(ranks), *sizes]).tolist()
 
-        def make() -> SharedMemoryFile:
-            made = reserved_anywhere(ends[-1])
-            size = f"{ends[-1] / 1e6:.3g} MB"
-            why = f"no {size} for params in {folder()} ({made.trouble}) nor beside it; use another strategy: asa"
-            return made if made.path else SharedMemoryFile("", trouble=why)
-
-        memory, _ = map_together(self._host, make)
+        memory = map_together(self._host, ends[-1], "params; use another strategy: asa")
         what = "an update of shared params"
         self._board = SharedCounters(memory=memory, rank=rank, size=ranks, timeout_s=TIMEOUT_S, what=what)
         self._host.host_barrier()

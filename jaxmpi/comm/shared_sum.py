@@ -24,24 +24,21 @@ from jaxmpi.comm.agreement import HostProcesses
 from jaxmpi.comm.shared_sync import (
     ARRIVED,
     COPIED,
-    SEGMENT_BYTES,
     SUMMED,
     TIMEOUT_S,
     SharedCounters,
-    SharedMemoryFile,
     digest,
     map_together,
-    reserved,
     table_bytes,
 )
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.core.shared_memory import folder
 from jaxmpi.runtime import host_callbacks, progress
 
 CHUNK = 128 << 10  # floats: 512 KiB, of which a core's second-level cache holds one or two
 SHORT = 32 << 10  # floats of a chunk at least, if vectors are too short to give every rank four longer ones
 SMALL = 256 << 10  # floats of all ranks together, up to which every rank sums everything: one wait, not one a rank
-LEAST = 1 << 10  # floats of a chunk if room is short
+LEAST = 1 << 10  # of which a chunk's floats are a multiple, with many ranks fewer than CHUNK
+MOST_BYTES = 44 << 20  # of all slots
 
 
 # ---------------------------------------------------------------- the sum
@@ -67,15 +64,15 @@ class SharedSum:
             effect: what orders sums among other calls in programs, as of `host_callbacks.call`.
             instead: the way out if there is no room for shared memory.
 
-        The memory has a name only until all ranks have mapped it. So none is left behind, however a job ends.
-
         Raises:
             UsageError: no room for shared memory, or ranks that cannot share it; on all ranks alike.
         """
         self.name, self.effect = name, effect
         self.rank, self.size = host.local_rank, host.local_size
         self.slots = max(16, 2 * self.size)  # half of them lie between the first rank and the last
-        memory, self.chunk = map_together(host, lambda: make_file(self.size, self.slots, instead))
+        self.chunk = min(CHUNK, MOST_BYTES // (4 * self.slots * LEAST) * LEAST)
+        size_bytes = table_bytes(self.size) + 4 * (2 * SMALL + self.slots * self.chunk)
+        memory = map_together(host, size_bytes, f"sums; {instead}")
         self.board = SharedCounters(memory, self.rank, self.size, timeout_s)
         host.host_barrier()
         self.board.check_all_here()
@@ -96,7 +93,7 @@ class SharedSum:
         host_callbacks.forget(self.name)
 
     def sum(self, vectors: Sequence[jax.Array], divisor: float = 1, in_place: bool = False) -> list[jax.Array]:
-        """Sum f32 arrays over this host's ranks, inside or outside jit.
+        """Sum f32 arrays over this host's ranks, inside or outside jit, with the bits of additions in rank order.
 
         Args:
             vectors: the same shapes on every rank.
@@ -105,34 +102,26 @@ class SharedSum:
 
         Communicates: one call in all, through shared memory. Raises, if results are waited for: as `add`.
         """
-        odd = [f"{vector.dtype}{list(vector.shape)}" for vector in vectors if vector.dtype != np.float32]
-        check(not odd, f"a sum over this host got {', '.join(odd)}; expected float32: cast before")
-        like = [jax.ShapeDtypeStruct(vector.shape, vector.dtype) for vector in vectors]
-        pairs = [(i, i) for i in range(len(like))] if in_place else []
-        return host_callbacks.call(self.name, vectors, like, pairs, self.effect, divisor=float(divisor))
+        return self._call("", vectors, [x.shape for x in vectors], divisor, in_place)
 
     def scatter(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """f32[w m] -> f32[m] each: this rank's slice of the sum.
-
-        The bits of `sum` with the same divisor, over the w ranks of this host; inside or outside jit. Communicates: one
-        call in all, through shared memory. Raises, if results are waited for: as `add`.
-        """
+        """f32[w m] -> f32[m] each: this rank's slice of `sum`, for the w ranks of this host."""
         for x in vectors:
             check(x.size % self.size == 0, f"a scatter over {self.size} ranks got {x.size} floats; expected a multiple")
-        return self._half("scatter", vectors, [x.size // self.size for x in vectors], divisor)
+        return self._call("scatter", vectors, [(x.size // self.size,) for x in vectors], divisor)
 
     def gather(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-        """f32[m] -> f32[w m] each: all ranks' slices, inside or outside jit.
+        """f32[m] -> f32[w m] each: all ranks' slices."""
+        return self._call("gather", vectors, [(x.size * self.size,) for x in vectors])
 
-        Communicates: one call in all, through shared memory. Raises, if results are waited for: as `add`.
-        """
-        return self._half("gather", vectors, [x.size * self.size for x in vectors])
-
-    def _half(self, half: str, vectors: Sequence[jax.Array], sizes: list[int], divisor: float = 1) -> list[jax.Array]:
-        for x in vectors:
-            check(x.dtype == np.float32, f"a {half} over this host got {x.dtype}{list(x.shape)}; expected float32")
-        like = [jax.ShapeDtypeStruct((size,), np.float32) for size in sizes]
-        return host_callbacks.call(self.name, vectors, like, [], self.effect, divisor=float(divisor), half=half)
+    def _call(
+        self, half: str, vectors: Sequence[jax.Array], shapes: list, divisor: float = 1, in_place: bool = False
+    ) -> list[jax.Array]:
+        odd = [f"{x.dtype}{list(x.shape)}" for x in vectors if x.dtype != np.float32]
+        check(not odd, f"a {half or 'sum'} over this host got {', '.join(odd)}; expected float32: cast before")
+        like = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+        pairs = [(i, i) for i in range(len(like))] if in_place else []
+        return host_callbacks.call(self.name, vectors, like, pairs, self.effect, divisor=float(divisor), half=half)
 
     def sum_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """`sum` without a program, done on return, behind programs begun before.
@@ -176,10 +165,11 @@ class SharedSum:
             for source, to in zip(operands[summed:], results[summed:], strict=True):
                 host_callbacks.copy_unless_shared(source, to)
             vectors, totals = [flat(x) for x in operands[:summed]], [flat(x) for x in results[:summed]]
-            if half == "scatter":
-                vectors, totals = self._of_all_ranks(vectors), self._of_this_rank(totals)
-            elif half == "gather":
-                vectors, totals = self._of_this_rank(vectors), self._of_all_ranks(totals)
+            if half:  # slices, one a rank, on the side of which this rank has its own alone with None for the others
+                whole, mine = (vectors, totals) if half == "scatter" else (totals, vectors)
+                whole = [row for vector in whole for row in vector.reshape(self.size, -1)]
+                mine = [each if rank == self.rank else None for each in mine for rank in range(self.size)]
+                vectors, totals = (whole, mine) if half == "scatter" else (mine, whole)
             whole = totals if half == "gather" else vectors  # arrays that all have a size: none is None
             sizes = tuple(x.size for x in whole if x is not None)
             is_fit = len(vectors) == len(totals) and all(
@@ -194,43 +184,17 @@ class SharedSum:
             self.board.fail()
             raise
 
-    def _of_all_ranks(self, vectors: Sequence[np.ndarray]) -> "Vectors":
-        """Slices of vectors, one a rank."""
-        return [row for vector in vectors for row in vector.reshape(self.size, -1)]
-
-    def _of_this_rank(self, slices: Sequence[np.ndarray]) -> "Vectors":
-        """The same of which this rank has its own."""
-        return [mine if rank == self.rank else None for mine in slices for rank in range(self.size)]
-
     def _run(
         self, vectors: "Vectors", totals: "Vectors", sizes: tuple[int, ...], divisor: np.float32, is_gather: bool
     ) -> None:
-        if sum(sizes) <= self.small and len(chunks := cut(sizes, self.small)) <= 1:
-            move = self._gather_together if is_gather else self._together
-            return move(vectors, totals, chunks[0] if chunks else Chunk((), 0), divisor)
+        if not is_gather and sum(sizes) <= self.small and len(chunks := cut(sizes, self.small)) <= 1:
+            return self._together(vectors, totals, chunks[0] if chunks else Chunk((), 0), divisor)
         four_a_rank = -(-sum(sizes) // (4 * self.size * LEAST)) * LEAST
         move = self._gather_chunks if is_gather else self._chain
         return move(vectors, totals, cut(sizes, min(self.chunk, max(four_a_rank, SHORT))), divisor)
 
     def _together(self, vectors: "Vectors", totals: "Vectors", chunk: "Chunk", divisor: np.float32) -> None:
-        """Every rank sums all ranks' rows, where it wants the sum."""
-        rows = self._rows_of_all(vectors, chunk)
-        wanted = [piece.place for piece in chunk.pieces if totals[piece.vector] is not None]
-        total = np.empty_like(rows[0])
-        for columns in [slice(None)] if len(wanted) == len(chunk.pieces) else wanted:
-            np.copyto(total[columns], rows[0][columns])
-            for row in rows[1:]:
-                total[columns] += row[columns]
-        copy_out(total, chunk, totals, divisor)
-
-    def _gather_together(self, vectors: "Vectors", totals: "Vectors", chunk: "Chunk", divisor: np.float32) -> None:
-        """Every rank copies all ranks' rows."""
-        rows = self._rows_of_all(vectors, chunk)
-        for piece in chunk.pieces:
-            copy_out(rows[piece.vector % self.size], Chunk((piece,), chunk.floats), totals, divisor)
-
-    def _rows_of_all(self, vectors: "Vectors", chunk: "Chunk") -> np.ndarray:
-        """f32[w, n]: a chunk of every rank.
+        """Every rank sums all ranks' rows, where it wants the sum.
 
         Rows are free: all ranks have come to a call since their last use.
         """
@@ -241,7 +205,13 @@ class SharedSum:
         for rank in range(self.size):
             self.board.wait(rank, ARRIVED, call)
             self.board.check_same(rank)
-        return rows
+        wanted = [piece.place for piece in chunk.pieces if totals[piece.vector] is not None]
+        total = np.empty_like(rows[0])
+        for columns in [slice(None)] if len(wanted) == len(chunk.pieces) else wanted:
+            np.copyto(total[columns], rows[0][columns])
+            for row in rows[1:]:
+                total[columns] += row[columns]
+        copy_out(total, chunk, totals, divisor)
 
     def _chain(self, vectors: "Vectors", totals: "Vectors", chunks: tuple["Chunk", ...], divisor: np.float32) -> None:
         """Add to chunk j, and copy out chunk j - size.
@@ -427,26 +397,3 @@ def flat(array: np.ndarray) -> np.ndarray:
             "expected float32, C-contiguous"
         )
     return array.reshape(-1)
-
-
-# ---------------------------------------------------------------- memory
-
-
-def segment_bytes(size: int, slots: int, chunk: int) -> int:
-    """Bytes of the table, the rows of small sums and the slots."""
-    return table_bytes(size) + 4 * (2 * SMALL + slots * chunk)
-
-
-def make_file(size: int, slots: int, instead: str) -> SharedMemoryFile:
-    """A file for sums, with the longest chunks that have room."""
-    room = SEGMENT_BYTES - segment_bytes(size, slots, 0)
-    chunk, trouble = min(CHUNK, room // (4 * slots * LEAST) * LEAST), ""
-    while chunk >= LEAST:
-        made = reserved(segment_bytes(size, slots, chunk))
-        if made.path:
-            return made._replace(chunk=chunk)
-        trouble = made.trouble
-        chunk = chunk // 2 // LEAST * LEAST
-    need = segment_bytes(size, slots, LEAST)
-    why = f"no {need} bytes for {size} ranks in {folder()} ({trouble}); it must be writable and have room, or {instead}"
-    return SharedMemoryFile("", trouble=why)

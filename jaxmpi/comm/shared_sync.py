@@ -12,21 +12,17 @@ import functools
 import hashlib
 import mmap
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any
 
 from jaxmpi.comm.agreement import HostProcesses
 from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core.env import seconds_from
-from jaxmpi.core.errors import TrainingError, check
+from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.core.futex import fence, sleep_on, wake
 from jaxmpi.core.process_stat import stat_of
-from jaxmpi.core.shared_memory import folder, reserve
+from jaxmpi.core.shared_memory import GoneError, Segment, attached
 from jaxmpi.runtime import job_folder
 
-SEGMENT_BYTES = 46 << 20  # bytes of shared memory at most, whatever the vectors' sizes
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 
 
@@ -69,8 +65,8 @@ class SharedCounters:
         strangers = [rank for rank in range(self.size) if not self.words[rank * ROW + PID]]
         check(
             not strangers,
-            f"local ranks {strangers} share no memory with local rank {self.rank} under {folder()}, though MPI says "
-            "that they are on one host; start all of them in one container, or use another strategy, such as asa",
+            f"local ranks {strangers} share no memory with local rank {self.rank}, though MPI says that they are on "
+            "one host; start all of them in one container, or use another strategy, such as asa",
         )
 
     def begin(self, header: tuple[int, int, int]) -> None:
@@ -81,14 +77,10 @@ class SharedCounters:
         for i, word in enumerate(header):
             self.words[start + i] = word
 
-    def header(self, rank: int) -> list[int]:
-        """Header of a rank that has come to this call."""
-        start = rank * ROW + HEADER + 3 * (self.call % 2)
-        return [*self.words[start : start + 3]]
-
     def check_same(self, rank: int) -> None:
         """Refuse a rank that has come to this call with something else."""
-        mine, theirs = self.header(self.rank), self.header(rank)
+        places = [each * ROW + HEADER + 3 * (self.call % 2) for each in (self.rank, rank)]
+        mine, theirs = ([*self.words[place : place + 3]] for place in places)
         odd = " in other parts or with another divisor or half" * (mine[1:] == theirs[1:])
         check(
             mine == theirs,
@@ -142,15 +134,9 @@ class SharedCounters:
         for other in range(self.size):
             if arrived[other] == self.call:
                 self.check_same(other)
-        self._check_alive(rank)
-        late = [other for other in range(self.size) if arrived[other] < self.call]
-        self._check_time(late or [rank], waited_s)
-
-    def _check_alive(self, rank: int) -> None:
         if self._has_ended(rank):
             raise TrainingError(f"local rank {rank} has ended; local rank {self.rank} waited for it in {self.what}")
-
-    def _check_time(self, late: Sequence[int], waited_s: float) -> None:
+        late = [other for other in range(self.size) if arrived[other] < self.call] or [rank]
         if waited_s > self.timeout_s:
             raise TrainingError(
                 f"local rank {self.rank} waited {waited_s:.0f} s in {self.what} for local rank "
@@ -187,79 +173,32 @@ def digest(sizes: tuple[int, ...], divisor: float, half: str = "") -> int:
 # ---------------------------------------------------------------- memory
 
 
-class SharedMemoryFile(NamedTuple):
-    """A file to map."""
-
-    path: str  # empty if there is none
-    size_bytes: int = 0
-    chunk: int = 0  # floats of a chunk in it
-    trouble: str = ""  # why there is none
-
-
-def map_together(host: HostProcesses, make: Callable[[], SharedMemoryFile]) -> tuple[mmap.mmap, int]:
-    """Zeroed memory that a host's ranks share, and its floats a chunk.
+def map_together(host: HostProcesses, size_bytes: int, what: str) -> mmap.mmap:
+    """Zeroed memory that a host's ranks share; it has no name, and goes with the last that maps it.
 
     A rank that cannot map it gets memory of its own, so that all ranks go on to find out.
-    """
-    host.host_barrier()  # all are here, so the file's name lasts for a moment only
-    # Forked workers' lines carry JSON, in which a tuple is a list.
-    made = SharedMemoryFile(*host.bcast_from_host_leader(make))
-    check(bool(made.path), made.trouble)
-    try:
-        try:
-            with open(made.path, "r+b") as file:
-                memory = mmap.mmap(file.fileno(), made.size_bytes)
-        except OSError:  # the first call finds that ranks do not see each other
-            memory = mmap.mmap(-1, made.size_bytes)
-        host.host_barrier()
-    finally:
-        if host.local_rank == 0:
-            forget(made.path)
-    return memory, made.chunk
-
-
-def forget(path: str) -> None:
-    """Let the memory go with the last that has mapped it."""
-    if path.startswith("/proc/"):
-        os.close(int(os.path.basename(path)))
-    else:
-        os.unlink(path)
-
-
-def reserved_anywhere(size_bytes: int, spare_bytes: int = 0) -> SharedMemoryFile:
-    """A file of that size in memory, else one without a name.
-
-    A container often has 64 MiB for the first.
 
     Args:
-        size_bytes: of the file.
-        spare_bytes: that are left there for others.
+        what: it is for, and the way out if there is no room, as of `Segment`.
+
+    Raises:
+        UsageError: there is no room; on all ranks alike.
     """
-    made = reserved(size_bytes, spare_bytes)
-    if made.path or not hasattr(os, "memfd_create"):
-        return made
-    handle = os.memfd_create("jaxmpi")
-    try:
-        reserve(handle, size_bytes)
-    except OSError:
-        os.close(handle)
-        return made
-    return SharedMemoryFile(f"/proc/{os.getpid()}/fd/{handle}", size_bytes)
+    made: list[Segment] = []
 
+    def make() -> Any:
+        try:
+            made.append(Segment(size_bytes, what))
+            return made[0].address
+        except UsageError as error:
+            return str(error)
 
-def reserved(size_bytes: int, spare_bytes: int = 0) -> SharedMemoryFile:
-    """A file of that size in memory, if there is room."""
+    address = host.bcast_from_host_leader(make)
+    if isinstance(address, str):
+        raise UsageError(address)
     try:
-        if spare_bytes and shutil.disk_usage(folder()).free < size_bytes + spare_bytes:
-            return SharedMemoryFile("", trouble="the rest is for sums")
-        handle, path = tempfile.mkstemp(prefix="jaxmpi-", dir=folder())
-    except OSError as error:
-        return SharedMemoryFile("", trouble=str(error.strerror))
-    try:
-        reserve(handle, size_bytes)
-        return SharedMemoryFile(path, size_bytes)
-    except OSError as error:
-        os.unlink(path)
-        return SharedMemoryFile("", trouble=str(error.strerror))
-    finally:
-        os.close(handle)
+        memory = (made[0] if made else attached(*address)).bytes
+    except GoneError:
+        memory = mmap.mmap(-1, size_bytes)
+    host.host_barrier()  # until then the first rank keeps the segment
+    return memory

@@ -115,10 +115,7 @@ def transport(workers: Workers, *, exchanges: bool, in_shared_memory: bool) -> s
 
 
 def to_device(workers: Workers) -> Callable[[PyTree], PyTree] | None:
-    """The function that copies a batch to this process's device.
-
-    It is None on CPUs, and over a mesh, to which batches have come already.
-    """
+    """Copy of a batch to this process's device; None on CPUs, and over a mesh, to which batches have come already."""
     if jax.default_backend() == "cpu" or workers.mesh is not None:
         return None
     return partial(jax.device_put, device=jax.local_devices()[0])

@@ -112,33 +112,30 @@ def _start_distributed(control: MpiProcesses) -> None:
 
 def _coordinator(control: MpiProcesses) -> str:
     """`10.0.0.1:40123`: where rank 0 will listen, tried out by all ranks."""
-    is_first, is_one_host = control.rank == 0, len(set(control.hosts)) == 1
+    is_first, is_one_host, offered = control.rank == 0, len(set(control.hosts)) == 1, []
     with contextlib.ExitStack() as server:
-        offered = []
         if is_first:
             port = server.enter_context(socket.create_server(("", 0), backlog=control.size)).getsockname()[1]
             offered = [f"{address}:{port}" for address in (["127.0.0.1"] if is_one_host else _addresses())]
         offered = control.bcast_object(offered)
         reached = control.allgather_object([address for address in offered if is_first or _reaches(address)])
-    common = [address for address in offered if all(address in each for each in reached)]
-    if not common:
-        cut_off = [rank for rank, each in enumerate(reached) if not set(each) & set(offered[:1])]
-        raise UsageError(
-            f"ranks {cut_off} do not reach rank 0, which listens on {', '.join(offered) or 'no address'} "
-            f"({socket.gethostname() if is_first else 'its host'}); open the network between the hosts, or use "
-            "--comm mpi"
-        )
-    return common[0]
+    for address in offered:
+        if all(address in each for each in reached):
+            return address
+    cut_off = [rank for rank, each in enumerate(reached) if not set(each) & set(offered[:1])]
+    raise UsageError(
+        f"ranks {cut_off} do not reach rank 0, which listens on {', '.join(offered) or 'no address'}; open the network "
+        "between the hosts, or use --comm mpi"
+    )
 
 
 def _reaches(address: str) -> bool:
     """Return True if somebody listens there."""
     host, port = address.split(":")
-    try:
+    with contextlib.suppress(OSError):
         socket.create_connection((host, int(port)), CONNECT_S).close()
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _addresses() -> list[str]:
@@ -155,7 +152,6 @@ def _addresses() -> list[str]:
 
 def _named_address() -> str:
     """The address of this host's name; empty if unknown."""
-    try:
+    with contextlib.suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return ""
+    return ""

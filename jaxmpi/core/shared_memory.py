@@ -4,7 +4,7 @@ Large arrays should pass between processes without a copy, and no memory may sta
 `Segment` has no name: pickled, it is a process, a descriptor and an inode. Others open it through /proc, and the kernel
 frees it with its last user. A page that is missing at its first write kills the process. So `reserve` compares the size
 with the memory left and takes all pages beforehand. `available_bytes` is the least of the machine's memory and the
-limits of the control groups. Sums and arrays with names use files in `folder()` instead.
+limits of the control groups. Arrays with names use files in `folder()` instead.
 """
 
 import errno
@@ -34,11 +34,15 @@ class Segment:
     The bytes go once nobody maps them: the arrays over them, here and there, and not this object, keep them alive. The
     address holds while this object lives.
 
+    Args:
+        size: in bytes.
+        what: it is for, and the way out if there is no room.
+
     Raises:
         UsageError: there is no room; pickled, that the system has no such memory.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, what: str = "batches; lower data.prefetch or the local batch") -> None:
         size = max(size, 1)
         if not hasattr(os, "memfd_create"):  # not Linux: threads only
             self.bytes, self.address = mmap.mmap(-1, size), None
@@ -48,9 +52,8 @@ class Segment:
             weakref.finalize(self, os.close, fd)
             reserve(fd, size)
         except OSError as error:
-            raise UsageError(
-                f"no shared memory for {size >> 20} MiB of batches: {error}; lower data.prefetch or the local batch"
-            ) from error
+            purpose, _, way_out = what.partition("; ")
+            raise UsageError(f"no shared memory for {size >> 20} MiB of {purpose}: {error}; {way_out}") from error
         self.bytes = mmap.mmap(fd, size)
         self.address = os.getpid(), fd, os.fstat(fd).st_ino, size
 

@@ -2,21 +2,19 @@
 
 Synkhronos (Stooke and Abbeel 2017) did the same with Theano.
 
-In reading order: `function`: scatter, compute, reduce; `arguments` of its calls; `reductions`, words for inputs and
-outputs, and trees of them; `rows`, which rows each worker takes; `variable`, arrays on the workers; `shared_array`,
-arrays of a host; `optimizer`, synchronous descent; `lifecycle`, start and end of the workers; `groups`, all workers
-together: devices, ranks or forked processes; `commands` to them; `worker`, a worker's part of a call, and `reports` on
-it; `programs` in other processes; `transport`, messages between processes; `profiling` of calls.
+In reading order: `function`: scatter, compute, reduce; `reductions`, words for inputs and outputs, and trees of them;
+`rows`, which rows each worker takes; `variable`, arrays on the workers; `shared_array`, arrays of a host; `optimizer`,
+synchronous descent; `lifecycle`, start and end of the workers; `groups`, all workers together: devices, ranks or forked
+processes; `commands` to them; `worker`, a worker's part of a call, and `reports` on it; `transport`, messages between
+processes; `profiling` of calls.
 
 It imports `core`, `runtime`, `comm` and `allreduce`.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from jaxmpi.comm.job import broadcast as broadcast
-from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.functions import shared_array
@@ -74,25 +72,4 @@ def shared(
     make = functools.partial(shared_array.create, value, name, oversize, dtype, force)
     if launched_workers() == 1 or current_group().is_serial:
         return make()
-    # The first rank of each host makes the array, the others map it; if one rank cannot, all raise.
-    made: list[SharedArray] = []
-    errors: list[Exception] = []
-
-    def attempt(work: Callable[[], SharedArray]) -> str | None:
-        try:
-            made.append(work())
-            return made[0].path
-        except Exception as error:
-            errors.append(error)
-            return None
-
-    path = processes().bcast_from_host_leader(lambda: attempt(make))
-    if path and not made:
-        attempt(lambda: shared_array.open_array(path))
-    texts = [text for text in processes().allgather_object("; ".join(f"{e}" or repr(e) for e in errors)) if text]
-    if errors:
-        raise errors[0]
-    if texts:
-        raise UsageError(f"shared: another rank could not make or see it: {texts[0]}")
-    made[0].name = name
-    return made[0]
+    return shared_array.shared_by_host(make, name)

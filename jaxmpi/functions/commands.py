@@ -10,17 +10,19 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import cloudpickle
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.core.errors import UsageError
+from jaxmpi.core.random_keys import packed
 from jaxmpi.functions import profiling, shared_array
 from jaxmpi.functions.groups import WorkerGroup
-from jaxmpi.functions.programs import Leaf, MissingPrograms, key_from_text, load_program
 from jaxmpi.functions.reductions import combine, is_exchanged
-from jaxmpi.functions.reports import CallReport
-from jaxmpi.functions.worker import Command, Input, Leaves, Worker
+from jaxmpi.functions.reports import CallReport, MissingPrograms
+from jaxmpi.functions.worker import Command, Input, Leaf, Leaves, ProgramKey, Worker, WorkerProgram
 
 
 def perform(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> Any:
@@ -30,29 +32,44 @@ def perform(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> An
         UsageError, WorkerFailed: as `WorkerGroup.run_and_report`; another command is under way. The workers are as
             before.
     """
-    with group.exclusive(what), profiling.call(what, group.worker.rank == 0):
-        group.check_usable()
-        try:
-            command = prepare()
-        except Exception as error:
-            group.report_refusal(what, error)
-            raise
-        try:
-            while True:
-                with profiling.part("shuffle"):
-                    group.send(command)
-                try:
-                    result = execute(group, command)
-                    group.is_exchanging = False
-                    return result
-                except MissingPrograms as missing:
-                    with profiling.part("compile"):
-                        _send_programs(group, missing.keys)
-                    command = command._replace(is_repeated=True)
-        except BaseException as error:
-            group.note_failure(error)
-            group.release()
-            raise
+    # A nested command would wait for ever.
+    if not group.busy.acquire(blocking=False):
+        raise UsageError(
+            f"{what}: called while another call is under way, from inside of a function or from another thread; "
+            "calls go one after another"
+        )
+    try:
+        with profiling.call(what, group.worker.rank == 0):
+            group.check_usable()
+            try:
+                command = prepare()
+            except Exception as error:
+                if group.is_serial:
+                    raise
+                command = Command("refuse", what, {"error": error})  # if every rank runs the script, the others learn
+            return _carry_out(group, command)
+    finally:
+        group.busy.release()
+
+
+def _carry_out(group: WorkerGroup, command: Command) -> Any:
+    try:
+        while True:
+            with profiling.part("shuffle"):
+                group.send(command)
+            try:
+                result = execute(group, command)
+                group.is_exchanging = False
+                return result
+            except MissingPrograms as missing:
+                with profiling.part("compile"):
+                    for key in missing.keys:
+                        _send_program(group, key)
+                command = command._replace(is_repeated=True)
+    except BaseException as error:
+        group.note_failure(error)
+        group.release()
+        raise
 
 
 def execute(group: WorkerGroup, command: Command) -> Any:
@@ -68,6 +85,15 @@ def execute(group: WorkerGroup, command: Command) -> Any:
             group.release()
 
 
+def refuse(group: WorkerGroup, command: Command) -> None:
+    """Report that this rank cannot begin."""
+
+    def fail(worker: Worker) -> CallReport:
+        raise command.fields["error"]
+
+    group.run_and_report(command.name, fail)
+
+
 # ---------------------------------------------------------------- calls
 
 
@@ -77,27 +103,30 @@ def call(group: WorkerGroup, command: Command) -> tuple[tuple[Any, ...], Leaves]
         command.name,
         lambda worker: worker.compute(command, group.size, lambda key: group.program(worker, key)),
     )
-    counts = [report.count for report in reports]
     leaves = group.worker.program.leaves
     with profiling.part("reduce"):
-        results = profiling.wait_if_profiling(_reduce_leaves(group, leaves, counts, command.fields["strategy"]))
+        results = _reduce_leaves(group, leaves, [report.count for report in reports], command.fields["strategy"])
+        results = profiling.wait_if_profiling(results)
     for worker in group.workers:
-        worker.store(results, command.fields["locals"])
-    returned = [results[i] for i, leaf in enumerate(leaves) if leaf.place == "result"] if group.leads else []
-    return group.worker.program.structures, returned
+        worker.store({i: result[worker.rank] for i, result in results.items()}, command.fields["locals"])
+    wanted = [i for i, leaf in enumerate(leaves) if leaf.place == "result"] if group.leads else []
+    return group.worker.program.structures, [group.worker.put(results[i][group.worker.rank]) for i in wanted]
 
 
-def _reduce_leaves(group: WorkerGroup, leaves: Sequence[Leaf], counts: list[int], strategy: str) -> dict[int, Any]:
-    """Reduce what the workers have laid out; results by leaf.
+def _reduce_leaves(
+    group: WorkerGroup, leaves: Sequence[Leaf], counts: list[int], strategy: str
+) -> dict[int, dict[int, Any]]:
+    """Reduce what the workers have laid out; results by leaf and by rank, for this process's workers.
 
     On processes that wait, those that are gathered for the leading one alone are missing.
     """
     across = [i for i, leaf in enumerate(leaves) if leaf.place in ("result", "into")]
-    sums = [i for i in across if is_exchanged(leaves[i].op, group.worker.out[i].dtype)]
-    results: dict[int, Any] = {}
+    results: dict[int, dict[int, Any]] = {}
     for op in ("mean", "sum"):
-        if chosen := [i for i in sums if leaves[i].op == op]:
-            results |= zip(chosen, _sum_over_workers(group, op, chosen, counts, strategy), strict=True)
+        chosen = [i for i in across if leaves[i].op == op and is_exchanged(op, group.worker.out[i])]
+        if chosen:
+            totals = _sum_over_workers(group, op, chosen, counts, strategy)
+            results |= {i: {rank: of_rank[k] for rank, of_rank in totals.items()} for k, i in enumerate(chosen)}
     # Integers in every bit, products and extremes: no strategy sums these, so workers gather and combine in rank order.
     if rest := [i for i in across if i not in results]:
         everywhere = any(leaves[i].place == "into" for i in rest)
@@ -105,21 +134,26 @@ def _reduce_leaves(group: WorkerGroup, leaves: Sequence[Leaf], counts: list[int]
         rows = group.gather_arrays(mine, everywhere)
         weights = [count / sum(counts) for count in counts]
         for i, parts in zip(rest, zip(*rows, strict=True), strict=True) if rows is not None else ():
-            results[i] = group.worker.put(combine(leaves[i].op, parts, weights))
+            results[i] = dict.fromkeys(mine, combine(leaves[i].op, parts, weights))
     return results
 
 
-def _sum_over_workers(group: WorkerGroup, op: Any, chosen: list[int], counts: list[int], strategy: str) -> Leaves:
-    """Means weighted by examples, or sums, of the chosen leaves over the exchange."""
+def _sum_over_workers(
+    group: WorkerGroup, op: Any, chosen: list[int], counts: list[int], strategy: str
+) -> dict[int, Leaves]:
+    """Means weighted by examples, or sums, of the chosen leaves over the exchange, by rank."""
     parts = {worker.rank: [worker.out[i] for i in chosen] for worker in group.workers}
-    dtypes = [x.dtype for x in parts[group.worker.rank]]
     if group.size == 1:
-        return parts[group.worker.rank]
+        return parts
+    dtypes = [x.dtype for x in parts[group.worker.rank]]
     if op == "mean" and len(set(counts)) > 1:  # sum_r (n_r / n) mean_r, in 32 bits
         parts = {rank: _scale_leaves(leaves, np.float32(counts[rank] / sum(counts))) for rank, leaves in parts.items()}
         op = "sum"
-    totals = group.sum_leaves(parts, op, strategy)[group.worker.rank]
-    return [x.astype(dtype) if x.dtype != dtype else x for x, dtype in zip(totals, dtypes, strict=True)]
+    totals = group.sum_leaves(parts, op, strategy)
+    return {
+        rank: [x.astype(dtype) if x.dtype != dtype else x for x, dtype in zip(leaves, dtypes, strict=True)]
+        for rank, leaves in totals.items()
+    }
 
 
 @jax.jit
@@ -131,26 +165,43 @@ def _scale_leaves(leaves: Leaves, weight: jax.Array) -> Leaves:
 # ---------------------------------------------------------------- programs
 
 
-def _send_programs(group: WorkerGroup, keys: Sequence[str]) -> None:
-    """Send the programs that workers lack, made here once."""
-    for text in keys:
-        function, form, shapes = key = key_from_text(text)
-        name, *parts = group.functions[function].serialize_program(form, shapes)
-        command = Command("program", name, {"key": key}, lambda rank, parts=parts: parts)
-        group.send(command)
-        execute(group, command)
-        group.is_exchanging = False  # the next one may be refused where it is made
+def _send_program(group: WorkerGroup, key: ProgramKey) -> None:
+    """Send a program that workers lack, made here once."""
+    name, *parts = group.functions[key[0]].serialize_program(*key[1:])
+    command = Command("program", name, {"key": key}, lambda rank: parts)
+    group.send(command)
+    execute(group, command)
+    group.is_exchanging = False  # the next one may be refused where it is made
 
 
 def program(group: WorkerGroup, command: Command) -> None:
     """Take a program from the master."""
 
     def load(worker: Worker) -> CallReport:
+        key = command.fields["key"]
         if worker.rank != 0:
-            worker.programs[command.fields["key"]] = load_program(*command.inputs(worker.rank))
+            worker.programs[key] = _load_program(worker, key, *command.inputs(worker.rank))
         return CallReport("ok", "")
 
     group.run_and_report(command.name, load, part="compile", waiting="compile")
+
+
+def _load_program(
+    worker: Worker, key: ProgramKey, leaves: tuple[Leaf, ...], agreed: str, body: bytes, pickled: Any
+) -> WorkerProgram:
+    """A program that came as StableHLO, or as its pickled function, its form and the numbers of its results."""
+    if pickled is None:
+        return WorkerProgram(jax.jit(jax.export.deserialize(bytearray(body)).call), leaves, agreed)
+    text, form, chosen = pickled
+    if key[0] not in worker.functions:  # once, so that programs for other shapes share its state
+        worker.functions[key[0]] = cloudpickle.loads(text)
+    function = worker.functions[key[0]]
+
+    def compute_chosen(*flat: jax.Array) -> list[jax.Array]:
+        results = jax.tree.leaves(packed(form.call(function, flat)))
+        return [results[i] for i in chosen]
+
+    return WorkerProgram(jax.jit(compute_chosen), leaves, agreed)
 
 
 # ---------------------------------------------------------------- variables
@@ -173,51 +224,30 @@ def put(group: WorkerGroup, command: Command) -> None:
             worker.variables[fields["number"]] = worker.out
 
 
-def _lay_out(group: WorkerGroup, command: Command, op: str = "") -> None:
-    """Let each worker lay out a variable's leaves, and check what must agree for the reduction."""
+def collect(group: WorkerGroup, command: Command) -> Leaves:
+    """A variable reduced over workers, each counted once, or one worker's; with `keep` all workers store it."""
+    number, op, root, keep = (command.fields[key] for key in ("number", "op", "root", "keep"))
 
-    def work(worker: Worker) -> CallReport:
-        worker.out = [*worker.leaves(command.fields["number"])]
-        shapes = [f"{x.dtype}{list(x.shape[op == 'gather' :])}" for x in worker.out] if op else []
+    def lay_out(worker: Worker) -> CallReport:
+        worker.out = [*worker.leaves(number)]
+        shapes = [f"{x.dtype}{list(x.shape)}" for x in worker.out] if op not in ("", "gather") else []
         return CallReport("ok", json.dumps({"call": [command.name, command.fields], "leaf": shapes}))
 
-    group.run_and_report(command.name, work)
-
-
-def reduce(group: WorkerGroup, command: Command) -> Leaves:
-    """The variable over workers, each counted once; with `keep` all workers store it."""
-    number, op, keep, strategy = (command.fields[key] for key in ("number", "op", "keep", "strategy"))
-    _lay_out(group, command, op)
-    with profiling.part("reduce"):
-        if keep and all(is_exchanged(op, x.dtype) for x in group.worker.out):
-            mine = {worker.rank: worker.out for worker in group.workers}
-            totals = mine if group.size == 1 else group.sum_leaves(mine, op, strategy)
-        else:
+    group.run_and_report(command.name, lay_out)
+    with profiling.part("reduce" if op not in ("", "gather") else "shuffle"):
+        if op:
             leaves = [Leaf(op, "into" if keep else "result", number)] * len(group.worker.out)
-            results = _reduce_leaves(group, leaves, [1] * group.size, strategy)
-            values = [results[i] for i in sorted(results)]
-            totals = {worker.rank: [*map(worker.put, values)] if keep else values for worker in group.workers}
+            results = _reduce_leaves(group, leaves, [1] * group.size, command.fields["strategy"])
+            totals = [results[i] for i in sorted(results)]
+        else:
+            mine = {w.rank: [np.asarray(x) for x in w.out] if w.rank == root else [] for w in group.workers}
+            rows = group.gather_arrays(mine, keep)
+            totals = [dict.fromkeys(mine, x) for x in rows[root]] if rows is not None else []
         profiling.wait_if_profiling(totals)
     if keep:
         for worker in group.workers:
-            worker.variables[number] = totals[worker.rank]
-    return totals[group.worker.rank]
-
-
-def fetch(group: WorkerGroup, command: Command) -> list[list[np.ndarray]] | None:
-    """The leaves of one worker or all; with `keep` all workers store them."""
-    number, rank, keep = (command.fields[key] for key in ("number", "rank", "keep"))
-    _lay_out(group, command)
-    with profiling.part("shuffle"):
-        mine = {w.rank: [np.asarray(x) for x in w.out] if rank in (None, w.rank) else [] for w in group.workers}
-        rows = group.gather_arrays(mine, keep)
-    if rows is None:
-        return None
-    if keep:
-        whole = rows[rank] if rank is not None else [combine("gather", leaf) for leaf in zip(*rows, strict=True)]
-        for worker in group.workers:
-            worker.variables[number] = [worker.copy(x) for x in whole]
-    return rows if rank is None else [rows[rank]]
+            worker.variables[number] = [worker.put(total[worker.rank]) for total in totals]
+    return [total[group.worker.rank] for total in totals]
 
 
 def lengths(group: WorkerGroup, command: Command) -> list[int]:
@@ -235,17 +265,16 @@ def lengths(group: WorkerGroup, command: Command) -> list[int]:
 
 def close(group: WorkerGroup, command: Command) -> None:
     """Drop all values, programs and arrays of the workers."""
-    for worker in group.workers:
-        worker.clear()
+    group.workers = [Worker(worker.rank, worker.device) for worker in group.workers]
     shared_array.unmap()
 
 
 COMMANDS: dict[str, Callable[[WorkerGroup, Command], Any]] = {
     "call": call,
     "program": program,
+    "refuse": refuse,
     "put": put,
-    "reduce": reduce,
-    "fetch": fetch,
+    "collect": collect,
     "lengths": lengths,
     "close": close,
 }

@@ -3,9 +3,12 @@
 Stooke and Abbeel 2017 (Synkhronos) ran Theano functions so: inputs are scattered or broadcast, outputs reduced. Here
 JAX traces the user's function once for each set of input shapes (`Function.program`). Workers that do not run the
 script get the StableHLO of that program, so closures, lambdas and notebook cells work. Only a function that calls back
-into Python is sent by its name (docs/decisions/0017). A broadcast argument that has not changed is not sent again.
+into Python is sent itself, by cloudpickle (docs/decisions/0017). A broadcast argument that has not changed is not sent
+again.
 """
 
+import functools
+import inspect
 import itertools
 import json
 import weakref
@@ -13,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import cloudpickle
 import jax
 import numpy as np
 
@@ -25,17 +29,16 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.random_keys import check_op, check_rows, key_leaves, packed, unpacked
 from jaxmpi.core.to_jax import in_jax_dtype
 from jaxmpi.functions import lifecycle, profiling
-from jaxmpi.functions.arguments import bind_arguments, sort_by_parameter
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.groups import WorkerGroup
-from jaxmpi.functions.programs import Leaf, WorkerProgram, qualified_name
 from jaxmpi.functions.reductions import Output, Outputs, Scatter, check_reducible, from_word, mean, scatter
 from jaxmpi.functions.rows import check_choices, check_lengths, choices_by_worker, digest_rows, shard_bounds
 from jaxmpi.functions.shared_array import is_shared
-from jaxmpi.functions.variable import Variable, check_numbers, give_rows
-from jaxmpi.functions.worker import Command, Input
+from jaxmpi.functions.variable import Variable, check_numbers
+from jaxmpi.functions.worker import Command, Input, Leaf, WorkerProgram
 
 Marker = Any  # scatter, scatter(variable), broadcast, or a variable
+CALL_KEYWORDS = ("batch", "batch_local", "slices", "output_subset")  # of every call
 CLOSED = "belongs to workers that were closed; make it anew"
 _numbers = itertools.count()  # functions in the order in which they are made, the same on all ranks
 
@@ -91,30 +94,26 @@ class Function:
     ) -> None:
         if not callable(f):
             raise UsageError(f"function: got {f!r}; expected a function")
-        if not isinstance(updates, (Variable, tuple, list)):
-            raise UsageError(
-                f"updates: got {updates!r}; expected a jaxmpi.variable, a pair (variable, add), or several"
-            )
         self.__wrapped__ = f
         self.name = getattr(f, "__name__", "function")
-        self.keywords: tuple[str, ...] = ()  # if inputs have names, all arguments are passed by them
-        self.markers: list[Marker] = [*inputs] if isinstance(inputs, (tuple, list)) else [inputs]
         if isinstance(inputs, Mapping):
-            by_name = sort_by_parameter(inputs, f, self.name)
-            self.keywords, self.markers = tuple(by_name), [*by_name.values()]
+            inputs = _sort_by_parameter(inputs, f, self.name)
+        self.keywords = tuple(inputs) if isinstance(inputs, Mapping) else ()  # all arguments are passed by these names
+        is_one_word = not isinstance(inputs, (Mapping, tuple, list))
+        every: Any = inputs.values() if isinstance(inputs, Mapping) else [inputs] if is_one_word else inputs
+        self.markers: list[Marker] = [*every]
         for marker in self.markers:
             if marker is not broadcast and not isinstance(marker, (Scatter, Variable)):
                 raise UsageError(
                     f"inputs: got {marker!r}; expected jaxmpi.functions.scatter, broadcast, a variable or "
                     "scatter(variable)"
                 )
-        is_one_word = not isinstance(inputs, (Mapping, tuple, list))
         self.takes_any = is_one_word and takes_argument(inputs)  # one word for any number of arguments
+        self.signature = _call_signature(f, self.markers, self.keywords)
         self.outputs = Outputs(outputs)
         is_pair = isinstance(updates, (tuple, list)) and len(updates) == 2 and isinstance(updates[1], (Output, str))
-        is_one_update = isinstance(updates, Variable) or is_pair
-        every: Any = [updates] if is_one_update else updates
-        self.updates = [_parse_update(update) for update in every]
+        is_one_update = is_pair or not isinstance(updates, (tuple, list))
+        self.updates = [_parse_update(update) for update in ([updates] if is_one_update else updates)]
         # The function returns its one output or update in no tuple.
         self.is_bare = (is_one_update and not self.outputs.trees) or (self.outputs.is_single and not self.updates)
         self.targets = [x.into for x in (*self.outputs.flat, *self.updates) if x.into is not None]
@@ -172,7 +171,7 @@ class Function:
             self.group = lifecycle.current_group()
             self.group.check_usable()
             self.group.functions[self.number], self.group.is_used = self, True
-        group, known = self.group, len(self.forms)
+        group = self.group
         local = {place: Variable(group, None) for place, output in enumerate(self.outputs.flat) if output.stays}
         chosen = self.outputs.all
 
@@ -187,11 +186,6 @@ class Function:
             structures, leaves = perform(group, self.name, prepare)
         except BaseException:
             self.sent = {}
-            # Ranks that run the script may not all have come to the same forms; waiting workers keep programs.
-            if not group.is_serial:
-                del self.forms[known:]
-                self.jitted = {form: jitted for form, jitted in self.jitted.items() if form < known}
-                self.programs = {key: program for key, program in self.programs.items() if key[0] < known}
             raise
         results: dict[int, Any] = local.copy()
         remaining = iter(leaves)
@@ -242,7 +236,7 @@ class Function:
             found = []
             for x in inputs:
                 if x.kind == "rows" and rows is not None:
-                    x = give_rows(group, rank, x, rows, (edges[rank], edges[rank + 1]))
+                    x = x.choose(rows.shard(edges[rank], edges[rank + 1]), group.is_local(rank))
                 elif x.kind == "resident":
                     x = x._replace(rows=choices[rank])
                 elif x.kind == "broadcast":
@@ -254,16 +248,17 @@ class Function:
 
         fields = {
             "f": self.number,
-            "form": self.forms.index(form),
             "n": rows.count if rows else None,
             "slices": int(slices),
             "strategy": self.strategy or group.default_strategy,
             "locals": numbers,
         }
-        agreed = {"name": self.name, **fields, "outputs": computed}
+        agreed = {"name": self.name, **fields, "outputs": computed, "keywords": keywords}
         if group.is_the_world:
             agreed |= digest_rows(rows, choices)
-        return Command("call", self.name, fields | {"agreed": json.dumps(agreed)}, inputs_for)
+        # Numbers of forms are this process's own: ranks that run the script may not all have come to the same.
+        fields |= {"form": self.forms.index(form), "agreed": json.dumps(agreed)}
+        return Command("call", self.name, fields, inputs_for)
 
     def _inputs(
         self, group: WorkerGroup, args: Sequence[PyTree], named: Mapping[str, PyTree]
@@ -275,8 +270,11 @@ class Function:
             args = [*args, *(named[key] for key in keywords)]
             markers = markers * len(args)
         else:
-            free = [place for place, marker in enumerate(markers) if takes_argument(marker)]
-            args = bind_arguments(self.name, self.__wrapped__, free, keywords, args, named)
+            try:
+                args = self.signature.bind(*args, **named).args
+            except TypeError as error:
+                expected = f"one for every scatter and broadcast: {', '.join(self.signature.parameters)}"
+                raise UsageError(f"{self.name}: {error}; expected {expected}") from error
         inputs: list[Input] = []
         structures, left = [], iter(args)
         names = [*range(len(markers) - len(keywords)), *map(repr, keywords)]
@@ -378,12 +376,11 @@ class Function:
             result = self.forms[form].call(self.__wrapped__, flat)
         first = len(self.outputs.trees)
         parts = (result,) if self.is_bare else result
-        is_tuple = isinstance(parts, (tuple, list))
-        if not is_tuple or len(parts) != first + len(self.updates):
-            got = "an array" if isinstance(result, jax.Array) else type(result).__name__
+        if not isinstance(parts, (tuple, list)) or len(parts) != first + len(self.updates):
+            got = f"a tuple of {len(parts)}" if isinstance(parts, (tuple, list)) else type(result).__name__
             raise UsageError(
-                f"{self.name} returned {got}{f' of {len(parts)}' if is_tuple else ''}; expected a tuple of "
-                f"{first + len(self.updates)}: {first} outputs, then {len(self.updates)} updates"
+                f"{self.name} returned {got}; expected a tuple of {first + len(self.updates)}: {first} outputs, then "
+                f"{len(self.updates)} updates"
             )
         parts = packed(list(parts))
         for update, part in zip(self.updates, parts[first:], strict=True):
@@ -402,15 +399,25 @@ class Function:
         )
 
     def serialize_program(self, form: int, shapes: tuple) -> tuple[str, tuple[Leaf, ...], str, bytes, Any]:
-        """The function's name, and the arguments of `load_program` in a process without the function."""
+        """The function's name, and what `commands.program` makes of it in a process without the function."""
         program = self.program(form, shapes)
         avals = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-        body, by_name = stablehlo(jax.jit(program.run), avals), None
+        body, pickled = stablehlo(jax.jit(program.run), avals), None
         if not body:
             parts = jax.eval_shape(lambda *flat: self._all_outputs(form, flat), *avals)
             numbers = jax.tree.unflatten(jax.tree.structure(parts), range(len(jax.tree.leaves(parts))))
-            by_name = qualified_name(self.__wrapped__), self.forms[form], jax.tree.leaves(self._choose(form, numbers))
-        return self.name, program.leaves, program.agreed, body, by_name
+            pickled = self._pickled, self.forms[form], jax.tree.leaves(self._choose(form, numbers))
+        return self.name, program.leaves, program.agreed, body, pickled
+
+    @functools.cached_property
+    def _pickled(self) -> bytes:
+        try:
+            return cloudpickle.dumps(self.__wrapped__)
+        except Exception as error:  # of many kinds
+            raise UsageError(
+                f"{self.name} calls back into Python, so that it is sent itself and not its program, and cloudpickle "
+                f"cannot take it: {error}; leave out what it refers to, or run the script on every rank"
+            ) from error
 
 
 def takes_argument(marker: Marker) -> bool:
@@ -418,9 +425,38 @@ def takes_argument(marker: Marker) -> bool:
     return marker is broadcast or (isinstance(marker, Scatter) and marker.variable is None)
 
 
+def _sort_by_parameter(inputs: Mapping[str, Any], f: Callable, name: str) -> dict[str, Any]:
+    """Inputs by name, in the order of the function's parameters."""
+    known = inspect.signature(f).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    by_name = [key for key, p in known.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for key in inputs:
+        if key in CALL_KEYWORDS:
+            raise UsageError(f"inputs: got {key!r}, a keyword of every call; expected another parameter name")
+        if not takes_any and key not in by_name:
+            raise UsageError(f"inputs: got {key!r}; expected parameters of {name}: {', '.join(by_name)}")
+    order = [*known, *inputs]
+    return dict(sorted(inputs.items(), key=lambda item: order.index(item[0])))
+
+
+def _call_signature(f: Callable, markers: Sequence[Marker], keywords: Sequence[str]) -> inspect.Signature:
+    """The parameters of a call: those of the function whose inputs come with it."""
+    names = list(keywords)
+    if not keywords:
+        try:
+            known = inspect.signature(f).parameters.items()
+            names = [key for key, p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        except (TypeError, ValueError):  # Python does not know them
+            names = []
+    names += [f"argument_{place}" for place in range(len(names), len(markers))]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    free = [name for name, marker in zip(names, markers, strict=False) if takes_argument(marker)]
+    return inspect.Signature([inspect.Parameter(name, kind) for name in free])
+
+
 def _parse_update(update: Any) -> Output:
     """`(variable, op)` as an Output; a variable alone takes the mean over pieces."""
-    variable, op = update if isinstance(update, (tuple, list)) else (update, "mean")
+    variable, op = update if isinstance(update, (tuple, list)) and len(update) == 2 else (update, "mean")
     op = from_word(op)
     is_op = isinstance(op, Output) and bool(op.op) and not op.stays and op.into is None
     if not isinstance(variable, Variable) or not is_op:

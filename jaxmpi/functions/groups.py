@@ -15,7 +15,7 @@ import os
 import subprocess
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,22 +29,20 @@ from jaxmpi.allreduce.api import Op, exchange
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import check_one_host
 from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.core.errors import UsageError
 from jaxmpi.functions import profiling, shared_array
-from jaxmpi.functions.programs import MissingPrograms, ProgramKey, WorkerProgram, key_text
-from jaxmpi.functions.reports import CallReport, WorkerFailed, error_text, failure_report, judge_reports
+from jaxmpi.functions.reports import CallReport, MissingPrograms, WorkerFailed, failure_report, judge_reports
 from jaxmpi.functions.transport import (
-    ForkMemory,
+    ForkEffect,
     MpiTransport,
     OutOfStep,
     SocketTransport,
     WorkerDied,
     decode_message,
     encode,
-    pack,
-    unpack,
 )
-from jaxmpi.functions.worker import Command, Leaves, Worker
+from jaxmpi.functions.worker import Command, Leaves, ProgramKey, Worker, WorkerProgram
 
 AXIS = "workers"
 
@@ -77,11 +75,11 @@ class WorkerGroup:
         raise NotImplementedError
 
     def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
-        """`exchange` of every worker's list of floats."""
+        """`exchange` of every worker's list of floats, none of them empty."""
         raise NotImplementedError
 
     def gather_arrays(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
-        """Every worker's arrays by rank, on the leading process or on all."""
+        """Every worker's arrays of any lengths, by rank, on the leading process or on all."""
         raise NotImplementedError
 
     def send(self, command: Command) -> None:
@@ -116,19 +114,6 @@ class WorkerGroup:
         for worker in self.workers:
             worker.release()
 
-    @contextlib.contextmanager
-    def exclusive(self, what: str) -> Iterator[None]:
-        """Refuse a second command meanwhile: a nested one would wait for ever."""
-        if not self.busy.acquire(blocking=False):
-            raise UsageError(
-                f"{what}: called while another call is under way, from inside of a function or from another thread; "
-                "calls go one after another"
-            )
-        try:
-            yield
-        finally:
-            self.busy.release()
-
     def check_usable(self) -> None:
         """Refuse a group that has been closed or broken."""
         if self.unusable:
@@ -147,7 +132,7 @@ class WorkerGroup:
         if key[0] in self.functions:
             return self.functions[key[0]].program(*key[1:])
         if key not in worker.programs:
-            raise MissingPrograms([key_text(key)])
+            raise MissingPrograms([key])
         return worker.programs[key]
 
     def run_and_report(
@@ -162,15 +147,11 @@ class WorkerGroup:
         reports: dict[int, CallReport] = {}
         errors: dict[int, Exception] = {}
 
-        def attempt(worker: Worker, step: Callable[[Worker], CallReport]) -> None:
+        def attempt(worker: Worker, step: Callable[[Worker], Any]) -> None:
             try:
-                reports[worker.rank] = step(worker)
+                reports[worker.rank] = step(worker) or reports[worker.rank]
             except Exception as error:
                 reports[worker.rank], errors[worker.rank] = failure_report(error), error
-
-        def wait_for_outputs(worker: Worker) -> CallReport:
-            jax.block_until_ready(worker.out)
-            return reports[worker.rank]
 
         # JAX dispatches and returns, so devices of one process compute at the same time: all begin before any is waited
         # for.
@@ -180,7 +161,7 @@ class WorkerGroup:
         for worker in self.workers:
             with profiling.part(part if worker is self.worker else waiting):
                 if worker.rank not in errors:
-                    attempt(worker, wait_for_outputs)
+                    attempt(worker, lambda worker: jax.block_until_ready(worker.out) and None)
         with profiling.part(waiting):
             every = self.gather_reports([*reports.values()])
         judge_reports(what, every, errors)
@@ -195,18 +176,7 @@ class WorkerGroup:
         self.is_exchanging = False
         if not is_agreed and self.size > len(self.workers):  # those of one process are always in step
             way_out = "" if isinstance(error, WorkerDied) else f"; {self.way_out}"
-            self.unusable = f"the workers are no longer in step: {error_text(error):.500}{way_out}"
-
-    def report_refusal(self, what: str, error: Exception) -> None:
-        """Report that this rank cannot begin, if every rank runs the script."""
-        if self.is_serial:
-            return
-        try:
-            reports = self.gather_reports([failure_report(error)] * len(self.workers))
-        except BaseException as late:  # Ctrl-C included
-            self.note_failure(late)
-            raise
-        judge_reports(what, reports, {worker.rank: error for worker in self.workers})
+            self.unusable = f"the workers are no longer in step: {str(error) or type(error).__name__:.500}{way_out}"
 
 
 # ---------------------------------------------------------------- devices of one process
@@ -227,23 +197,15 @@ class DeviceGroup(WorkerGroup):
         return mine
 
     def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
-        """`exchange` under shard_map, rank r on device r; empty leaves stay unchanged."""
-        full = [i for i, x in enumerate(mine[0]) if x.size]
-        if self.size == 1 or not full:
-            return mine
+        """`exchange` under shard_map, rank r on device r."""
         sharding = NamedSharding(self.mesh, P(AXIS))
         stacked = [
-            jax.make_array_from_single_device_arrays(
-                (self.size, *mine[0][i].shape), sharding, [mine[rank][i][None] for rank in range(self.size)]
-            )
-            for i in full
+            jax.make_array_from_single_device_arrays((self.size, *parts[0].shape), sharding, [x[None] for x in parts])
+            for parts in zip(*mine.values(), strict=True)
         ]
         totals = _exchange_over_devices(self.mesh, self.size, op, strategy)(stacked)  # pyright: ignore[reportArgumentType]
-        results = {rank: [*leaves] for rank, leaves in mine.items()}
-        for i, total in zip(full, totals, strict=True):
-            for shard in total.addressable_shards:
-                results[shard.index[0].start or 0][i] = shard.data[0]
-        return results
+        shards = [{shard.index[0].start or 0: shard.data[0] for shard in x.addressable_shards} for x in totals]
+        return {rank: [shard[rank] for shard in shards] for rank in mine}
 
     def gather_arrays(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
         return [mine[rank] for rank in range(self.size)]
@@ -261,10 +223,6 @@ def _exchange_over_devices(mesh: Mesh, size: int, op: Op, strategy: str) -> Call
 
 
 # ---------------------------------------------------------------- processes
-
-
-class SumFailed(OutOfStep):
-    """A sum or gather failed, so forked workers are out of step."""
 
 
 class ProcessGroup(WorkerGroup):
@@ -285,16 +243,10 @@ class ProcessGroup(WorkerGroup):
         except OutOfStep:
             raise
         except Exception as error:
-            raise OutOfStep(f"the workers' reports could not be had: {error_text(error)}") from error
+            raise OutOfStep(f"the workers' reports could not be had: {error!r}") from error
 
     def gather_arrays(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
-        """Every worker's arrays, of any lengths, packed into one message."""
-        rows = self.gather_bytes(pack(mine[self.worker.rank]), everywhere)
-        return None if rows is None else [unpack(row) for row in rows]
-
-    def gather_bytes(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
-        """Every worker's u8[n] of any n."""
-        raise NotImplementedError
+        return self.transport.gather(mine[self.worker.rank], everywhere or not self.is_serial)
 
     def send(self, command: Command) -> None:
         """Send a command, to each worker with its own inputs.
@@ -304,8 +256,8 @@ class ProcessGroup(WorkerGroup):
         self.is_exchanging = False
         ranks = range(1, self.size) if self.is_serial else ()
         inputs = [encode(command.inputs(rank)) for rank in ranks]
-        dropped, freed = self.forget_dropped(), shared_array.take_freed() if self.is_serial else []
-        messages = [encode((command._replace(inputs=None), each, dropped, freed)) for each in inputs]
+        dropped = self.forget_dropped()
+        messages = [encode((command._replace(inputs=None), each, dropped)) for each in inputs]
         self.is_exchanging = bool(messages)
         for rank, message in zip(ranks, messages, strict=True):
             profiling.count_sent_bytes(sum(part.nbytes for part in message))
@@ -314,12 +266,12 @@ class ProcessGroup(WorkerGroup):
     def receive(self) -> Command:
         """The master's next command.
 
-        Its inputs are a message in the message, decoded where the worker's part asks for them: what cannot be imported
+        Its inputs are a message in the message, decoded where the worker's part asks for them: what cannot be unpickled
         or mapped here is a failure to report.
         """
-        command, inputs, dropped, freed = self.transport.receive()
+        command, inputs, dropped = self.transport.receive()
         self.forget_dropped(dropped)
-        shared_array.unmap(freed)
+        shared_array.unmap_freed()
         return command._replace(inputs=lambda rank: decode_message(inputs))
 
 
@@ -342,18 +294,15 @@ class RankGroup(ProcessGroup):
             try:
                 return {rank: sum_now(leaves, self.size if op == "mean" else 1)}
             except Exception as error:  # whatever its kind: others wait in the sum, or have learnt of it
-                raise OutOfStep(f"a sum over workers failed: {error_text(error)}") from error
+                raise OutOfStep(f"a sum over workers failed: {error!r}") from error
         return {rank: exchange(leaves, strategy, op, self.comm)}
 
     @functools.cached_property
     def _sum_now(self) -> Callable[[Leaves, float], Leaves]:
-        """`sum_on_host_now`, after tracing has mapped its memory; all ranks refuse alike."""
+        """`SharedSum.sum_now`, after tracing has mapped its memory; all ranks refuse alike."""
         check_one_host(self.comm.hosts)
         jax.eval_shape(self.comm.sum_on_host, [jax.ShapeDtypeStruct((), jnp.float32)])
-        return self.comm.sum_on_host_now
-
-    def gather_bytes(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
-        return self.transport.gather(data, everywhere or not self.is_serial)
+        return self.comm.shared_sum.sum_now
 
     def end(self) -> None:
         """Make waiting workers drop what they hold, and wait for another fork."""
@@ -362,7 +311,7 @@ class RankGroup(ProcessGroup):
 
 
 class ForkedGroup(ProcessGroup):
-    """Processes made by fork, which share memory; the master knows when one ends."""
+    """Processes made by fork, which sum in shared memory; the master knows when one ends."""
 
     transport: SocketTransport
     cores: Sequence[int] = ()  # that this process had before the fork
@@ -372,32 +321,22 @@ class ForkedGroup(ProcessGroup):
         """Map the memory of this fork; the master and all workers call this together."""
         super().__init__(transport, "shm", is_serial=True)
         transport.host_barrier()
-        self.memory = ForkMemory(transport, number)
+        instead = f'take devices of one process: JAX_NUM_CPU_DEVICES={transport.size} and fork(kind="devices")'
+        self.sums = SharedSum(transport, f"sum of fork {number}", effect=ForkEffect(number), instead=instead)
 
     def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
         """A sum through shared memory; by other strategies, each worker computes it from all workers' leaves."""
         [(rank, leaves)] = mine.items()
-        with self._name_dead_worker("a sum over workers"):
-            if in_shared_memory(strategy) and all(x.dtype == jnp.float32 for x in leaves):
-                return {rank: self.memory.sums.sum_now(leaves, self.size if op == "mean" else 1)}
-            rows = self.memory.gather(pack([np.asarray(x) for x in leaves]), True)
-            stacked = [np.stack(parts) for parts in zip(*map(unpack, rows or []), strict=True)]
-            del rows  # as large as `stacked`
+        if not in_shared_memory(strategy) or any(x.dtype != jnp.float32 for x in leaves):
+            rows = self.transport.gather([np.asarray(x) for x in leaves], True)
+            stacked = [np.stack(parts) for parts in zip(*(rows or []), strict=True)]
             return {rank: jax.block_until_ready([x[rank] for x in _exchange_rows(self.size, op, strategy)(stacked)])}
-
-    def gather_bytes(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
-        with self._name_dead_worker("a gather over workers"):
-            return self.memory.gather(data, everywhere or self.leads)
-
-    @contextlib.contextmanager
-    def _name_dead_worker(self, what: str) -> Iterator[None]:
-        """Report a failed exchange in shared memory, and name an ended worker."""
         try:
-            yield
+            return {rank: self.sums.sum_now(leaves, self.size if op == "mean" else 1)}
         except Exception as error:
-            self.memory.board.fail()
+            self.sums.board.fail()  # the others learn that this worker does not go on
             self.transport.check_alive()
-            raise SumFailed(f"{what} failed: {error_text(error)}") from error
+            raise OutOfStep(f"a sum over workers failed: {error!r}") from error
 
     def end(self) -> None:
         """Workers go; those that do not within a moment are killed."""
@@ -413,7 +352,7 @@ class ForkedGroup(ProcessGroup):
                 job.kill()
                 job.wait()
         self.transport.stop_watching()
-        self.memory.close()
+        self.sums.close()
         if self.cores:
             os.sched_setaffinity(0, self.cores)
 

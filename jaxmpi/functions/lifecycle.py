@@ -27,8 +27,8 @@ from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.functions.commands import execute
-from jaxmpi.functions.groups import DeviceGroup, ForkedGroup, ProcessGroup, RankGroup, SumFailed, WorkerGroup
-from jaxmpi.functions.transport import MpiTransport, SocketTransport, WorkerDied
+from jaxmpi.functions.groups import DeviceGroup, ForkedGroup, ProcessGroup, RankGroup, WorkerGroup
+from jaxmpi.functions.transport import MpiTransport, OutOfStep, SocketTransport, WorkerDied
 from jaxmpi.functions.worker import Command
 from jaxmpi.runtime import allocator, caches, failures, process
 from jaxmpi.runtime.failures import call_before_finalize
@@ -46,7 +46,7 @@ def current_group() -> WorkerGroup:
     """The workers of this process's functions; without `fork`, made at first use."""
     global _group
     if _is_worker:
-        raise UsageError("this process is a worker, and runs what its master sends; only the master's script goes on")
+        raise UsageError("this process is a worker already, and runs what its master sends; only the master goes on")
     if _group is None:
         _group = group_of_ranks(is_serial=False) if process.launched_workers() > 1 else DeviceGroup(jax.local_devices())
     return _group
@@ -71,15 +71,12 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
             been used. It is raised too for another number of workers than there can be, no shared memory, or no device.
     """
     global _group
-    if _is_worker:
-        raise UsageError(
-            "fork: this process is a worker already; call it in the master's script only, under "
-            'if __name__ == "__main__": when workers may import that script'
-        )
     if kind not in KINDS:
         raise UsageError(f"fork: kind: got {kind!r}; expected one of {', '.join(KINDS)}")
     if n is not None and not (isinstance(n, int) and n >= 1):
-        raise UsageError(f"fork: got {n!r} workers; expected a whole number >= 1, or None")
+        raise UsageError(f"fork: got {n} workers; expected a whole number >= 1, or None")
+    if _is_worker:
+        current_group()
     if _group is not None and (_group.is_serial or _group.variable_count or _group.is_used):
         raise UsageError(
             f"fork: there are {_group.size} workers already, and functions or variables on them; fork first, or "
@@ -105,14 +102,11 @@ def make_group(n: int | None, kind: str) -> WorkerGroup:
             serve(group)
             sys.exit(0)
         return group
-    devices, has_gpus = 1, False
+    devices, has_gpus = 1, bool(process.visible_gpus())
     if kind != "processes":
-        may_be_several = getattr(jax.config, "jax_num_cpu_devices", 1) > 1 or "device_count" in os.getenv(
-            "XLA_FLAGS", ""
-        )
-        if may_be_several or process.visible_gpus():  # else a CPU's single device is not started here
-            devices = jax.local_device_count()
-        has_gpus = bool(process.visible_gpus()) and jax.default_backend() != "cpu"
+        is_several = getattr(jax.config, "jax_num_cpu_devices", 1) > 1 or "device_count" in os.getenv("XLA_FLAGS", "")
+        if is_several or has_gpus:  # else a CPU's single device is not started here
+            devices, has_gpus = jax.local_device_count(), jax.default_backend() != "cpu"
     is_one_a_core = kind == "processes" or (kind == "auto" and devices == 1 and not has_gpus)
     n = n or (process.cores() if is_one_a_core else devices)
     if kind != "devices" and n > devices:
@@ -131,7 +125,7 @@ def close() -> None:
     closing, _group = _group, None
     atexit.unregister(close)
     if closing is not None:
-        if closing.is_serial and not isinstance(closing, ForkedGroup):
+        if closing.is_serial and isinstance(closing, RankGroup):
             _lost_reason = closing.unusable
         try:
             closing.end()
@@ -241,7 +235,7 @@ def forked_main(socket: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the master's to answer
     master = Connection(socket)
     setup: dict[str, Any] = master.recv()
-    sys.path[:], sys.argv[:] = setup["path"], setup["argv"]  # a script that it imports may read its arguments
+    sys.path[:], sys.argv[:] = setup["path"], setup["argv"]  # modules that it imports may read its arguments
     jax.config.update("jax_enable_x64", setup["x64"])
     allocator.keep_freed_memory()
     process.pin_cores(setup["rank"], setup["size"])
@@ -278,9 +272,8 @@ def serve(waiting: ProcessGroup) -> None:
             execute(waiting, command)
         except WorkerDied:
             return
-        except SumFailed:  # the master will close
-            pass
         except Exception as error:  # failures of workers' parts are in the reports
             waiting.note_failure(error)
-            if waiting.unusable:
+            # After a sum that failed a forked worker waits for its master to close.
+            if waiting.unusable and not (isinstance(error, OutOfStep) and isinstance(waiting, ForkedGroup)):
                 raise

@@ -9,11 +9,11 @@ import contextlib
 import json
 import threading
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import jax.monitoring
@@ -22,14 +22,14 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import write_all
 from jaxmpi.runtime.process import launched
 
-PARTS = {
-    "function": "this worker computes",
-    "shuffle": "rows are chosen, copied and sent to workers; variables are filled and read",
-    "straggler": "this worker is done and waits for the slowest",
-    "reduce": "results of all workers combine or are gathered",
-    "compile": "programs are traced, compiled and sent",
-    "other": "the rest of a call",
-}
+PARTS = (
+    "function",  # this worker computes
+    "shuffle",  # rows are chosen, copied and sent to workers; variables are filled and read
+    "straggler",  # this worker is done and waits for the slowest
+    "reduce",  # results of all workers combine or are gathered
+    "compile",  # programs are traced, compiled and sent
+    "other",  # the rest of a call
+)
 COMPILES = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
 Key = tuple[str, int | None]  # name and number of a function; a variable's methods have no number
 
@@ -39,9 +39,8 @@ class Profile:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self._totals: dict[Key, dict[str, float]] = {}
-        self._file: TextIO | None = None
-        self._call: dict[str, float] = {}  # figures of the call under way, by name
+        self._totals: dict[Key, Counter[str]] = {}
+        self._call: Counter[str] = Counter()  # figures of the call under way, by name
         self._open: list[str] = []  # its parts, the innermost last
         self._is_first = False  # True if this process has worker 0
         self._key: Key = "", None
@@ -51,7 +50,7 @@ class Profile:
     def rows(self) -> list[dict[str, Any]]:
         """One dict a function, with `function`, `calls`, `total_s`, `<part>_s` of PARTS, `sent_bytes`."""
         names = [name for name, _ in self._totals]
-        numbers: dict[str, int] = defaultdict(int)
+        numbers: Counter[str] = Counter()
         rows = []
         for (name, _), spent in self._totals.items():
             numbers[name] += 1
@@ -61,10 +60,7 @@ class Profile:
 
     def __str__(self) -> str:
         """A table in seconds, a row a function, and their sum."""
-        everything: dict[str, float] = defaultdict(float)
-        for spent in self._totals.values():
-            for name, value in spent.items():
-                everything[name] += value
+        everything: Counter[str] = sum(self._totals.values(), Counter())
         rows = [*self.rows, {"function": "all", **as_row(everything)}]
         width = max(len(row["function"]) for row in rows)
         lines = [" " * width + "".join(f"{name:>11}" for name in ("calls", "total s", *PARTS, "sent MB"))]
@@ -76,7 +72,7 @@ class Profile:
     @contextlib.contextmanager
     def call(self, name: str, is_first: bool) -> Iterator[None]:
         """A call, from its beginning to its results."""
-        self._call, self._key, self._is_first = defaultdict(float, calls=1), (name, None), is_first
+        self._call, self._key, self._is_first = Counter(calls=1), (name, None), is_first
         self._since_s, self._thread = time.perf_counter(), threading.get_ident()
         self._open = ["other"]
         try:
@@ -84,13 +80,11 @@ class Profile:
         finally:
             self._lap()
             self._open = []
-            total = self._totals.setdefault(self._key, defaultdict(float))
-            for part_name, value in self._call.items():
-                total[part_name] += value
+            self._totals.setdefault(self._key, Counter()).update(self._call)
             if self.path is not None and is_first:
-                self._file = self._file or self.path.open("w", buffering=1)
                 name, number = self._key
-                self._file.write(json.dumps({"function": name, "number": number, **as_row(self._call)}) + "\n")
+                with self.path.open("a") as file:
+                    file.write(json.dumps({"function": name, "number": number, **as_row(self._call)}) + "\n")
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -105,13 +99,18 @@ class Profile:
 
     def _lap(self) -> None:
         now_s = time.perf_counter()
-        self._call[self._open[-1]] += now_s - self._since_s
+        self._call[self._open[-1]] += now_s - self._since_s  # pyright: ignore[reportArgumentType]
         self._since_s = now_s
 
     @property
     def is_in_call(self) -> bool:
         """Return True if this thread's call is under way."""
         return bool(self._open) and threading.get_ident() == self._thread
+
+    def count(self, **figures: Any) -> None:
+        """Add figures to the call under way; the command that ends workers is in no call."""
+        if self.is_in_call:
+            self._call.update(figures)
 
     def save(self, folder: str | Path) -> None:
         """Append the table to a folder's record, for `jaxmpi report`.
@@ -133,11 +132,11 @@ class Profile:
             raise UsageError(f"profile: cannot write {str(path)!r}: {error.strerror}; name another folder") from error
 
 
-def as_row(spent: dict[str, float]) -> dict[str, Any]:
+def as_row(spent: Counter[str]) -> dict[str, Any]:
     """Counters by the names that users see."""
-    seconds = {name: spent.get(name, 0.0) for name in PARTS}
-    figures = {"calls": int(spent.get("calls", 0)), "total_s": sum(seconds.values())}
-    return figures | {f"{name}_s": s for name, s in seconds.items()} | {"sent_bytes": int(spent.get("sent_bytes", 0))}
+    seconds = {name: float(spent[name]) for name in PARTS}
+    figures = {"calls": spent["calls"], "total_s": sum(seconds.values())}
+    return figures | {f"{name}_s": s for name, s in seconds.items()} | {"sent_bytes": spent["sent_bytes"]}
 
 
 _running: Profile | None = None
@@ -157,15 +156,17 @@ def profile(path: str | Path | None = None) -> Iterator[Profile]:
             written by worker 0, from the start.
 
     Raises:
-        UsageError: another profile is under way, or there is no folder for the file.
+        UsageError: another profile is under way, or the file cannot be written.
     """
     global _running, _listens
     if _running is not None:
         raise UsageError("profile: another one is under way; expected one at a time: end it first")
     file, rank = None if path is None else Path(path), launched()
-    is_writer = rank is None or rank.rank == 0  # worker 0 alone
-    if file is not None and is_writer and not file.parent.is_dir():
-        raise UsageError(f"profile: got {path}; expected a file in a folder that is there")
+    if file is not None and (rank is None or rank.rank == 0):  # worker 0 alone
+        try:
+            file.write_text("")
+        except OSError as error:
+            raise UsageError(f"profile: got {path}: {error.strerror}; expected a file's name") from error
     if not _listens:
         jax.monitoring.register_event_duration_secs_listener(count_compilation)
         _listens = True
@@ -173,8 +174,6 @@ def profile(path: str | Path | None = None) -> Iterator[Profile]:
     try:
         yield _running
     finally:
-        if _running._file is not None:
-            _running._file.close()
         _running = None
 
 
@@ -195,9 +194,9 @@ def identify(number: int) -> None:
 
 
 def count_sent_bytes(size: int) -> None:
-    """Count what goes to a worker; the command that ends workers is in no call."""
-    if _running is not None and _running.is_in_call:
-        _running._call["sent_bytes"] += size
+    """Count what goes to a worker."""
+    if _running is not None:
+        _running.count(sent_bytes=size)
 
 
 def wait_if_profiling(arrays: Any) -> Any:
@@ -211,5 +210,5 @@ def wait_if_profiling(arrays: Any) -> Any:
 def count_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
     """JAX has just spent these seconds; they count as compilation, not in the part that is open."""
     if event in COMPILES and _running is not None and _running.is_in_call:
-        _running._call[_running._open[-1]] -= duration_secs
-        _running._call["compile"] += duration_secs
+        _running.count(**{_running._open[-1]: -duration_secs})
+        _running.count(compile=duration_secs)

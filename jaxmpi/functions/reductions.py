@@ -117,9 +117,9 @@ def accumulation_dtype(dtype: Any) -> np.dtype:
     return jnp.dtype("float32") if dtype.itemsize < 4 and kind_letter(dtype) == "f" else dtype
 
 
-def is_exchanged(op: str, dtype: Any) -> bool:
+def is_exchanged(op: str, x: jax.Array) -> bool:
     """Return True if `exchange` reduces it; all else is gathered and combined."""
-    return op in ("mean", "sum") and jnp.dtype(dtype).name in ("float32", "bfloat16", "float16")
+    return op in ("mean", "sum") and x.dtype.name in ("float32", "bfloat16", "float16") and x.size > 0
 
 
 def combine(op: str, rows: Sequence[np.ndarray], weights: Sequence[float] = ()) -> np.ndarray:

@@ -5,12 +5,13 @@ bytes of each are sent, a hash of its text among them; whole texts follow if the
 """
 
 import hashlib
+import pickle
 import traceback
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.json_tree import differences
-from jaxmpi.functions.programs import MissingPrograms
 
 SHORT_BYTES = 48
 
@@ -22,11 +23,19 @@ class WorkerFailed(TrainingError):
     """
 
 
+class MissingPrograms(Exception):
+    """Workers lack the programs of these keys; the master sends them and repeats the command."""
+
+    def __init__(self, keys: Sequence[Any]) -> None:
+        super().__init__(keys)
+        self.keys = keys
+
+
 class CallReport(NamedTuple):
     """How one worker's part of a call went."""
 
     kind: str  # ok | missing (a program) | error
-    text: str  # values that must be the same on all workers; name of the program; error message
+    text: str  # values that must be the same on all workers; key of the program, pickled, as hex; error message
     count: int = 0  # examples
 
 
@@ -45,15 +54,10 @@ def unpack_reports(rows: bytes) -> list[CallReport] | None:
     return [CallReport("ok", "", int.from_bytes(row[32:40], "little")) for row in each]
 
 
-def error_text(error: BaseException) -> str:
-    """Its text, or its kind if it has none."""
-    return str(error) or type(error).__name__
-
-
 def failure_report(error: BaseException) -> CallReport:
-    """Text of an error; a user's mistake needs no traceback."""
+    """The report of what a worker's part raised; a user's mistake needs no traceback."""
     if isinstance(error, MissingPrograms):
-        return CallReport("missing", error.keys[0])
+        return CallReport("missing", pickle.dumps(error.keys[0]).hex())
     if isinstance(error, (UsageError, TrainingError)):
         return CallReport("error", str(error))
     return CallReport("error", "".join(traceback.format_exception(error)).rstrip())
@@ -68,11 +72,11 @@ def judge_reports(what: str, reports: list[CallReport], errors: dict[int, Except
         original = next((errors[rank] for rank in failed if rank in errors), None)
         if original and all(report.kind != "ok" for report in reports):
             raise original
-        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         text = reports[failed[0]].text
-        raise WorkerFailed(f"{what}: worker {failed[0]} of {len(reports)}{more} failed:\n{text}") from original
-    if missing := sorted({report.text for report in reports if report.kind == "missing"}):
-        raise MissingPrograms(missing)
-    if odd := [rank for rank, report in enumerate(reports) if report.text != reports[0].text]:
-        lines = [line for rank in odd[:8] for line in differences(rank, reports[rank].text, 0, reports[0].text)]
+        raise WorkerFailed(f"{what}: worker {failed[0]} of {len(reports)} failed:\n{text}") from original
+    if missing := {report.text for report in reports if report.kind == "missing"}:
+        raise MissingPrograms([pickle.loads(bytes.fromhex(key)) for key in sorted(missing)])
+    odd = next((rank for rank, report in enumerate(reports) if report.text != reports[0].text), None)
+    if odd is not None:
+        lines = differences(odd, reports[odd].text, 0, reports[0].text)
         raise UsageError(f"{what} differs between workers:\n" + "\n".join(lines[:24]))

@@ -100,12 +100,10 @@ def check_choices(batch: Any, batch_local: Any, slices: Any, is_scattered: bool,
     """Refuse choices of rows that no input has."""
     if not isinstance(slices, (int, np.integer)) or slices < 1:
         raise UsageError(f"slices: got {slices!r}; expected a whole number > 0")
-    if batch is not None and not is_scattered:
-        raise UsageError("batch: got a choice of examples, but no argument is scattered; leave it out")
     if batch_local is not None and not is_resident:
         raise UsageError("batch_local: got a choice of rows, but no input is scatter(variable); leave it out")
-    if slices > 1 and not (is_scattered or is_resident):
-        raise UsageError(f"slices: got {slices}, but no input is scattered; leave it out")
+    if (batch is not None and not is_scattered) or (slices > 1 and not (is_scattered or is_resident)):
+        raise UsageError("batch, slices: got a choice of examples, but no input is scattered; leave it out")
 
 
 def digest_rows(rows: RowSelection | None, choices: list[Any]) -> dict[str, Any]:

@@ -7,29 +7,28 @@ nothing is left behind, however a job ends.
 
 import atexit
 import contextlib
-import fcntl
 import json
 import math
 import mmap
 import os
 import re
 import sys
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi.comm.agreement import on_all_ranks
+from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.core.random_keys import is_key
 from jaxmpi.core.shared_memory import folder, reserve
 
 PAGE = 4096
-_freed: list[str] = []  # keys of arrays that this process has freed, until they have been sent to its workers
-_mapped: dict[str, "SharedArray"] = {}  # arrays of the master, by key, that this process has been sent
+_mapped: dict[str, "SharedArray"] = {}  # arrays of the master, by path, that this process has been sent
 
 
 class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -44,7 +43,6 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __init__(self, handle: int, path: str, name: str = "") -> None:
         """Map an open file that has its first page."""
         self.name, self.path, self._handle, self._unlinks = name, path, handle, 0
-        self.key = uuid.uuid4().hex  # a path may come again, once this array has been freed
         self._is_free = False
         self.refresh()
 
@@ -68,7 +66,7 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return out[0] if len(out) == 1 else result
 
     def __reduce__(self) -> Any:
-        return map_once, (self.key, self.path, self.shape)
+        return map_once, (self.path, self.shape)
 
     def __getattr__(self, name: str) -> Any:  # shape, dtype and all else that NumPy's arrays have
         if name.startswith("_"):  # names that this object lacks, and hooks that libraries look for in any object
@@ -132,7 +130,6 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
         self._is_free = True
         del self._array, self._memory
         os.close(self._handle)
-        _freed.append(self.key)
         if self._unlinks == os.getpid():  # and not in a child made by os.fork
             Path(self.path).unlink(missing_ok=True)
             atexit.unregister(self.free)
@@ -161,30 +158,44 @@ def open_array(path: str) -> SharedArray:
         ) from error
 
 
-def map_once(key: str, path: str, shape: tuple[int, ...]) -> SharedArray:
+def map_once(path: str, shape: tuple[int, ...]) -> SharedArray:
     """The same, mapped once: arrays are unpickled by this."""
-    if key not in _mapped:
-        _mapped[key] = open_array(path)
-    array = _mapped[key]
+    if path not in _mapped:
+        _mapped[path] = open_array(path)
+    array = _mapped[path]
     if array.shape != shape:
         array.refresh()
     return array
 
 
-def take_freed() -> list[str]:
-    """Keys of arrays that this process has freed since the last call; more may come at any time."""
-    keys = [*_freed]
-    del _freed[: len(keys)]
-    return keys
+def unmap_freed() -> None:
+    """Let go of other processes' arrays that these have freed; another may have their path by now."""
+    for path, array in [*_mapped.items()]:
+        try:
+            is_there = os.path.samestat(os.stat(path), os.fstat(array._handle))
+        except OSError:
+            is_there = False
+        if not is_there:
+            del _mapped[path]
 
 
-def unmap(keys: Sequence[str] | None = None) -> None:
-    """Let go of other processes' arrays, by default of all."""
-    for key in [*_mapped] if keys is None else keys:
-        _mapped.pop(key, None)
+def unmap() -> None:
+    """Let go of all other processes' arrays."""
+    _mapped.clear()
 
 
 # ---------------------------------------------------------------- making one
+
+
+def shared_by_host(make: Callable[[], SharedArray], name: str) -> SharedArray:
+    """The array that the first rank of each host makes and the others map; all ranks call it, and raise together."""
+    job = processes()
+    made: list[SharedArray] = []
+    on_all_ranks(job, lambda: made.append(make()) if job.local_rank == 0 else None)
+    path = job.bcast_from_host_leader(lambda: made[0].path)
+    on_all_ranks(job, lambda: made.append(open_array(path)) if job.local_rank != 0 else None)
+    made[0].name = name
+    return made[0]
 
 
 def create(value: Any, name: str, oversize: float, dtype: Any, force: bool) -> SharedArray:
@@ -200,16 +211,29 @@ def create(value: Any, name: str, oversize: float, dtype: Any, force: bool) -> S
     _check_numeric("shared", source.dtype)
     check_jax_takes("shared", target)
     values = source.astype(target) if force else _check_lossless(source, target)
-    with _new_file(name) as (handle, path):
-        try:
-            _extend_file(handle, PAGE + math.ceil(oversize * source.size * target.itemsize))
-        except UsageError:
-            os.close(handle)
-            raise
-        os.pwrite(handle, _header_page(target, source.shape), 0)
-        array = SharedArray(handle, path, name)
-        array.array[...] = values
     if name:
+        path = _array_path(name)
+        _unlink_if_orphaned(path)
+        handle = os.open(folder(), os.O_RDWR | os.O_TMPFILE, 0o600)
+    else:
+        handle = os.memfd_create("jaxmpi")
+        path = f"/proc/{os.getpid()}/fd/{handle}"
+    try:
+        _extend_file(handle, PAGE + math.ceil(oversize * source.size * target.itemsize))
+        os.pwrite(handle, _header_page(target, source.shape), 0)
+    except BaseException:
+        os.close(handle)
+        raise
+    array = SharedArray(handle, path, name)
+    array.array[...] = values
+    if name:
+        # The file gets its name when the array is whole, and goes with its maker until then.
+        try:
+            os.link(f"/proc/self/fd/{handle}", path, src_dir_fd=handle)  # a folder's handle makes it follow links
+        except FileExistsError as error:
+            raise UsageError(
+                f"shared: the name {name!r} is taken ({path}); attach with jaxmpi.shared(name=...)"
+            ) from error
         array._unlinks = os.getpid()
         atexit.register(array.free)
     return array
@@ -220,36 +244,8 @@ def attach(name: str) -> SharedArray:
     path = _array_path(name)
     try:
         return SharedArray(os.open(path, os.O_RDWR), path, name)
-    except FileNotFoundError as error:
-        raise UsageError(f"shared: there is no array named {name!r} on this host ({path})") from error
-    except PermissionError as error:
-        raise UsageError(f"shared: the array named {name!r} is another user's ({path})") from error
-
-
-@contextlib.contextmanager
-def _new_file(name: str) -> Iterator[tuple[int, str]]:
-    """An empty file, and the path under which others find it later.
-
-    A name is there once the array is whole: the file has none until the block ends, and goes with its maker until
-    then. One without a name is seen through this process only.
-    """
-    if not name:
-        handle = os.memfd_create("jaxmpi")
-        yield handle, f"/proc/{os.getpid()}/fd/{handle}"
-        return
-    path = _array_path(name)
-    _unlink_if_orphaned(path)
-    taken = f"shared: the name {name!r} is taken ({path}); attach with jaxmpi.shared(name=...)"
-    if os.path.exists(path):
-        raise UsageError(taken)
-    try:
-        handle = os.open(os.path.dirname(path), os.O_RDWR | os.O_TMPFILE, 0o600)
-        yield handle, path
-        os.link(f"/proc/self/fd/{handle}", path, src_dir_fd=handle)  # a folder's handle makes it follow links
-    except FileExistsError as error:
-        raise UsageError(taken) from error
     except OSError as error:
-        raise UsageError(f"shared: {path} cannot be made: {error}; leave the name out, or free that folder") from error
+        raise UsageError(f"shared: there is no array named {name!r} on this host ({path}): {error.strerror}") from error
 
 
 def _array_path(name: str) -> str:
@@ -263,13 +259,11 @@ def _unlink_if_orphaned(path: str) -> None:
     """Remove memory whose maker is gone."""
     # nobody has it; another user has; its maker is just writing the page
     with contextlib.suppress(FileNotFoundError, PermissionError, ValueError), open(path, "rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # the second of two finders must not remove what the first makes then
         header = json.loads(file.read(PAGE).rstrip(b"\0"))
         try:
             os.kill(header["pid"], 0)
         except ProcessLookupError:
-            if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                os.unlink(path)
+            os.unlink(path)
 
 
 def _header_page(dtype: Any, shape: Sequence[int]) -> bytes:

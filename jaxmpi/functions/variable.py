@@ -23,8 +23,8 @@ from jaxmpi.core.random_keys import check_op, check_rows, key_leaves, packed, un
 from jaxmpi.core.to_jax import in_jax_dtype
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.groups import WorkerGroup
-from jaxmpi.functions.reductions import Output, check_reducible, combine, reduction_name
-from jaxmpi.functions.rows import RowSelection, check_lengths, shard_bounds
+from jaxmpi.functions.reductions import Output, check_reducible, reduction_name
+from jaxmpi.functions.rows import check_lengths, shard_bounds
 from jaxmpi.functions.shared_array import check_jax_takes, is_shared
 from jaxmpi.functions.worker import Command, Input, Leaves
 
@@ -62,6 +62,11 @@ class Variable:
         """Shapes of the leaves on this process's worker."""
         return [x.shape for x in jax.tree.leaves(self.value)]
 
+    @property
+    def leaves(self) -> Leaves:
+        """The leaves on this process's worker; of random keys the numbers."""
+        return self.group.worker.leaves(self.number)
+
     def lengths(self) -> list[int]:
         """The number of rows that each worker holds, by rank.
 
@@ -78,8 +83,7 @@ class Variable:
 
         Communicates: that tree.
         """
-        [leaves] = self._fetch("get", self._rank("get: rank", rank), keep=False)
-        return self._tree(leaves)
+        return self._tree(self._collect("get", root=self._rank("get: rank", rank)))
 
     def set(self, rank: int | np.integer, value: PyTree) -> None:
         """Give one worker another tree of the same structure, of any shapes."""
@@ -92,7 +96,7 @@ class Variable:
         if value is not None:
             self._put("broadcast", value)
         else:
-            self._fetch("broadcast", self._rank("broadcast: root", root), keep=True)
+            self._collect("broadcast", root=self._rank("broadcast: root", root), keep=True)
 
     def scatter(self, value: PyTree, batch: Any = None) -> None:
         """Divide a tree's rows over the workers in rank order, nearly evenly.
@@ -117,10 +121,10 @@ class Variable:
                     raise UsageError("scatter: got an array without axes; expected rows")
                 self.group.check_sees(leaf)
             rows = check_lengths({x.name: len(x.value) for x in leaves}, self.group.size, batch)
-            spans = [*itertools.pairwise(shard_bounds(rows.count, self.group.size))]
+            shards = [rows.shard(a, b) for a, b in itertools.pairwise(shard_bounds(rows.count, self.group.size))]
             fields = {"number": self.number, "ranks": None, "agreed": [self.number, rows.count]}
             return Command(
-                "put", name, fields, lambda rank: [give_rows(self.group, rank, x, rows, spans[rank]) for x in leaves]
+                "put", name, fields, lambda rank: [x.choose(shards[rank], self.group.is_local(rank)) for x in leaves]
             )
 
         self._perform("scatter", prepare)
@@ -129,32 +133,24 @@ class Variable:
 
     def gather(self) -> PyTree:
         """All workers' rows in rank order, as NumPy arrays; lengths may differ."""
-        self._check_keys("gather", "gather")
-        rows = self._fetch("gather", None, keep=False)
-        return self._tree([combine("gather", leaves) for leaves in zip(*rows, strict=True)])
+        return self._tree(self._collect("gather", "gather"))
 
     def all_gather(self) -> None:
         """Every worker gets all workers' rows."""
-        self._check_keys("all_gather", "gather")
-        self._fetch("all_gather", None, keep=True)
+        self._collect("all_gather", "gather", keep=True)
 
     def reduce(self, op: str | Output = "mean", strategy: str | None = None) -> PyTree:
         """The tree over workers, each counted once; workers keep theirs.
 
         mean: (1/w) sum_r tree_r; sum, prod, min, max as they say. Args: strategy: as of `jaxmpi.exchange`.
         """
-        return self._tree(self._reduce("reduce", op, strategy, keep=False))
+        return self._tree([*map(self.group.worker.put, self._collect("reduce", op, strategy=strategy))])
 
     def all_reduce(self, op: str | Output = "mean", strategy: str | None = None) -> None:
         """Reduce; all workers keep the result, the same bits on each."""
-        self._reduce("all_reduce", op, strategy, keep=True)
+        self._collect("all_reduce", op, strategy=strategy, keep=True)
 
     # ------------------------------------------------------------ how
-
-    @property
-    def leaves(self) -> Leaves:
-        """The leaves on this process's worker; of random keys the numbers."""
-        return self.group.worker.leaves(self.number)
 
     def _rank(self, what: str, rank: int | np.integer) -> int:
         if not isinstance(rank, (int, np.integer)) or not 0 <= rank < self.group.size:
@@ -189,19 +185,21 @@ class Variable:
 
         self._perform(method, prepare)
 
-    def _fetch(self, method: str, rank: int | None, keep: bool) -> list[Any]:
-        fields = {"number": self.number, "rank": rank, "keep": keep}
-        return self._perform(method, lambda name: Command("fetch", name, fields))
+    def _collect(
+        self, method: str, op: str | Output = "", *, root: int = 0, strategy: str | None = None, keep: bool = False
+    ) -> list[Any]:
+        """The leaves reduced over workers, or (no op) those of worker `root`."""
 
-    def _reduce(self, method: str, op: str | Output, strategy: str | None, keep: bool) -> list[Any]:
         def prepare(name: str) -> Command:
-            word = reduction_name(op)
+            word = reduction_name(op) if op else ""
             self._check_keys(method, word)
             for i, x in enumerate(self.leaves):
-                check_reducible(word, x.dtype, x.shape, f"{name}: leaf {i}")
+                if word not in ("", "gather"):
+                    check_reducible(word, x.dtype, x.shape, f"{name}: leaf {i}")
             chosen = self.group.default_strategy if strategy is None else strategy
             check_strategy(chosen)
-            return Command("reduce", name, {"number": self.number, "op": word, "keep": keep, "strategy": chosen})
+            fields = {"number": self.number, "op": word, "root": root, "keep": keep, "strategy": chosen}
+            return Command("collect", name, fields)
 
         return self._perform(method, prepare)
 
@@ -211,12 +209,6 @@ def make_variable(group: WorkerGroup, tree: PyTree) -> Variable:
     made = Variable(group, jax.tree.structure(packed(tree)))
     made._put("variable", tree)
     return made
-
-
-def give_rows(group: WorkerGroup, rank: int, x: Input, rows: RowSelection, span: tuple[int, int]) -> Input:
-    """The input with a worker's rows: as a selection if it sees the array, else copied out of it."""
-    shard = rows.shard(*span)
-    return x._replace(rows=shard) if group.is_local(rank) or is_shared(x.value) else x.copy_rows(shard)
 
 
 def check_numbers(what: str, leaf: Any) -> Any:

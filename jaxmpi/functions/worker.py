@@ -1,4 +1,4 @@
-"""One worker of a function: what it keeps, and its part of a command.
+"""One worker of a function: what it keeps, and its part of a call.
 
 A call gives a worker an `Input` for each leaf of the arguments. It may name rows of an array of this process, of shared
 memory, of a message, or of a variable: all are a source and a `RowSelection`. With `slices=n` the program runs on n
@@ -17,12 +17,32 @@ import numpy as np
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.to_jax import in_jax_dtype
 from jaxmpi.functions import profiling
-from jaxmpi.functions.programs import Leaf, ProgramKey, WorkerProgram
 from jaxmpi.functions.reductions import accumulation_dtype, check_reducible, fold
 from jaxmpi.functions.reports import CallReport
 from jaxmpi.functions.rows import RowSelection, select_rows, take_rows, worker_pieces
+from jaxmpi.functions.shared_array import is_shared
 
 Leaves = list[jax.Array]
+ProgramKey = tuple[int, int, tuple]  # numbers of function and form, shapes and dtypes of the leaves
+
+
+class Leaf(NamedTuple):
+    """One array that a program returns, and what becomes of it."""
+
+    op: str  # a row of OPS, or empty
+    place: str  # result | into | local | update
+    target: int  # number of the output, or of the variable
+    index: int = 0  # among the leaves of the target
+    name: str = ""  # name of the target, for messages
+
+
+class WorkerProgram(NamedTuple):
+    """A user's function for arguments of certain shapes, over flat leaves."""
+
+    run: Callable[..., list[jax.Array]]
+    leaves: tuple[Leaf, ...]
+    agreed: str  # dtypes and shapes that must be the same on all workers, as JSON
+    structures: tuple[Any, ...] = ()  # tree structures of the outputs, then the updates, if the function is in Python
 
 
 class Command(NamedTuple):
@@ -45,14 +65,16 @@ class Input(NamedTuple):
     number: int = 0  # of the variable or the broadcast input
     index: int = 0  # of the leaf in the variable
 
+    def choose(self, rows: RowSelection, is_local: bool) -> "Input":
+        """The input of one worker: a selection of rows if it sees the array, else a copy of them."""
+        if is_local or is_shared(self.value):
+            return self._replace(rows=rows)
+        value = np.asarray(in_jax_dtype(self.name, take_rows(self.value, rows.index(0, rows.count))))
+        return self._replace(value=value, rows=RowSelection(rows.count))
+
     def take(self, begin: int, end: int) -> Any:
         """Rows [begin, end) of the worker's share, in JAX's dtype."""
         return in_jax_dtype(self.name, take_rows(self.value, self.rows.index(begin, end)))
-
-    def copy_rows(self, rows: RowSelection) -> "Input":
-        """The input with a copy of its rows, for a worker that does not see the array."""
-        value = np.asarray(in_jax_dtype(self.name, take_rows(self.value, rows.index(0, rows.count))))
-        return self._replace(value=value, rows=RowSelection(rows.count))
 
 
 class Worker:
@@ -63,6 +85,7 @@ class Worker:
         self.variables: dict[int, Leaves] = {}  # by number
         self.broadcasts: dict[tuple[int, int], jax.Array] = {}  # by function and input
         self.programs: dict[ProgramKey, WorkerProgram] = {}  # that have come from the master
+        self.functions: dict[int, Callable] = {}  # that call back into Python, by number
         self.release()
 
     def release(self) -> None:
@@ -71,16 +94,12 @@ class Worker:
         self.program = WorkerProgram(lambda: [], (), "")
         self.report: CallReport | None = None  # if this worker has done its part of the command under way
 
-    def clear(self) -> None:
-        """Drop all values and programs."""
-        for kept in (self.variables, self.broadcasts, self.programs):
-            kept.clear()
-
     def forget(self, number: int) -> None:
         """Drop a variable, or what function -1 - number has left here."""
         self.variables.pop(number, None)
         self.broadcasts = {key: value for key, value in self.broadcasts.items() if key[0] != -1 - number}
         self.programs = {key: value for key, value in self.programs.items() if key[0] != -1 - number}
+        self.functions.pop(-1 - number, None)
 
     def put(self, array: Any) -> jax.Array:
         """The array on this worker's device."""
@@ -108,26 +127,13 @@ class Worker:
 
         The report says what must be the same on all workers.
         """
-        if self.report is None or not command.is_repeated:
-            self.release()
-            self.report = self._compute(command, workers, program)
-        return self.report
-
-    def _compute(self, command: Command, workers: int, program: Callable[[ProgramKey], WorkerProgram]) -> CallReport:
+        if self.report is not None and command.is_repeated:
+            return self.report
+        self.release()
         fields = command.fields
         with profiling.part("shuffle"):
             inputs = [self._find(x, fields["f"]) for x in command.inputs(self.rank)]
-        spans, count = [(0, 1)], 1
-        if counts := {x.rows.count for x in inputs if isinstance(x, Input)}:
-            if len(counts) > 1:
-                got = f"worker {self.rank} has {sorted(counts)} rows in its inputs"
-                raise UsageError(f"{got}; expected the same number in its variables and its share of the arguments")
-            [count] = counts
-            if not count:
-                raise UsageError(f"worker {self.rank} has no example; every worker needs one")
-            n, slices = fields["n"], fields["slices"]
-            spans = worker_pieces(count, 1, 0, slices) if n is None else worker_pieces(n, workers, self.rank, slices)
-            spans = [(a - spans[0][0], b - spans[0][0]) for a, b in spans]
+        count, spans = self._pieces(inputs, workers, fields["n"], fields["slices"])
         programs = {}
         for length in sorted({b - a for a, b in spans}):
             shapes = tuple(
@@ -146,7 +152,8 @@ class Worker:
                     got, expected = (f"{x.dtype}{list(x.shape)}" for x in (new, old))
                     raise UsageError(f"updates: add: got {got} for a variable of {expected}; expected the same")
                 self.out[i] = _add(old, new)
-        return CallReport("ok", f'{{"call": {fields["agreed"]}, "outputs": {self.program.agreed}}}', count)
+        self.report = CallReport("ok", f'{{"call": {fields["agreed"]}, "outputs": {self.program.agreed}}}', count)
+        return self.report
 
     def _find(self, x: Input, function: int) -> Any:
         """An array that programs take whole, or an Input whose rows they take."""
@@ -165,6 +172,22 @@ class Worker:
             raise UsageError("scatter(variable): got a variable without axes; expected rows")
         return x._replace(value=leaf, rows=select_rows(x.rows, len(leaf), "batch_local"))
 
+    def _pieces(
+        self, inputs: Sequence[Any], workers: int, n: int | None, slices: int
+    ) -> tuple[int, list[tuple[int, int]]]:
+        """How many examples this worker has, and its pieces [begin, end) of them; n is of all workers' scattered rows.
+
+        One without rows counts as one example.
+        """
+        counts = {x.rows.count for x in inputs if isinstance(x, Input)} or {1}
+        if len(counts) > 1 or 0 in counts:
+            got = f"worker {self.rank} has {' and '.join(map(str, sorted(counts)))} rows in its inputs"
+            raise UsageError(f"{got}; expected the same number > 0 in its variables and its share of the arguments")
+        [count] = counts
+        # Pieces of scattered rows are cut among all workers, so that all programs have two lengths at most.
+        spans = worker_pieces(count, 1, 0, slices) if n is None else worker_pieces(n, workers, self.rank, slices)
+        return count, [(a - spans[0][0], b - spans[0][0]) for a, b in spans]
+
     def _run_pieces(
         self, spans: Sequence[tuple[int, int]], programs: dict[int, WorkerProgram], inputs: Sequence[Any]
     ) -> Leaves:
@@ -172,8 +195,7 @@ class Worker:
         leaves, n = self.program.leaves, spans[-1][1]
         combined = [i for i, leaf in enumerate(leaves) if leaf.op != "gather"]
         ops = tuple(leaves[i].op for i in combined)
-        first: list[jax.ShapeDtypeStruct] = []
-        out, totals, gathered = [], [], []
+        first, out, totals, gathered = [], [], [], []
         for a, b in spans:
             with profiling.part("shuffle"):
                 arguments = [self.argument(x.take(a, b)) if isinstance(x, Input) else x for x in inputs]

@@ -5,15 +5,11 @@ as its experiment decides (`experiment_facts`). The line is printed without the 
 be secret. A supervisor (`supervisor`) then runs it; a single worker without restarts replaces this process.
 """
 
-import contextlib
-import fcntl
 import functools
 import os
 import re
 import shlex
 import shutil
-import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,7 +22,7 @@ from jaxmpi.core.env import getting_mpi
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.launch.experiment_facts import ExperimentFacts, facts_of
 from jaxmpi.launch.options import USAGE, Options, parse
-from jaxmpi.launch.supervisor import PROBE_S, SupervisedJob, supervise, without
+from jaxmpi.launch.supervisor import PROBE_S, supervise, without
 from jaxmpi.runtime import failures, job_folder, process
 
 
@@ -48,47 +44,25 @@ def launch(options: Options) -> NoReturn:
     """Print the line and supervise it; exec one worker without restarts."""
     host = {"cores": process.cores(), "is_root": os.geteuid() == 0}
     is_alone = options.workers == 1 and not options.launcher_args
-    if not is_alone and options.launcher == "mpirun" and not has_network():
-        raise UsageError(
-            "no network interface is up, not even the loopback, and Open MPI needs one: ip link set lo up, or train in "
-            "one process, with --devices K for K workers"
-        )
     facts = None
     may_outlive = not is_alone and options.launcher == "mpirun" and has_ulfm(version_of(find("mpirun")))
     if options.restarts or may_outlive:
         facts = facts_of(options.train_args, file_is_here=options.are_ranks_here)
 
-    def print_line(workers: int, launcher_args: Sequence[str], train_args: Sequence[str]) -> list[str]:
-        job = options._replace(workers=workers, launcher_args=tuple(launcher_args), train_args=tuple(train_args))
+    def print_line(job: Options) -> list[str]:
         line = command(job, **host, outlives_ranks=facts is not None and facts.outlives_ranks)
         try:
-            print("+ " + without_values(line, launcher_args), flush=True)
+            print("+ " + without_values(line, job.launcher_args), flush=True)
         except OSError:  # as `| head` leaves it
             failures.drop_unread_stream(sys.stdout)
         return line
 
     if options.workers == 1 and not options.restarts:
-        line = print_line(1, options.launcher_args, options.train_args)
+        line = print_line(options)
         os.execv(line[0], line)
-    train_args = with_fields_of_file(options.train_args, facts) if options.restarts and facts else options.train_args
-    job = SupervisedJob(
-        options.workers, options.least or options.workers, options.restarts, options.launcher_args, train_args
-    )
-    raise SystemExit(supervise(job, print_line, lambda name: answers(name, options, **host)))
-
-
-def has_network() -> bool:
-    """Return True if a network interface of this host, or container, is up (Linux)."""
-    if sys.platform != "linux":
-        return True
-    get_flags, is_up = 0x8913, 1  # SIOCGIFFLAGS, IFF_UP
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has gone
-                answer = fcntl.ioctl(asker, get_flags, struct.pack("256s", name.encode()))
-                if struct.unpack_from("H", answer, 16)[0] & is_up:
-                    return True
-    return False
+    if options.restarts and facts:
+        options = options._replace(train_args=with_fields_of_file(options.train_args, facts))
+    raise SystemExit(supervise(options, print_line, lambda name: answers(name, options, **host)))
 
 
 def with_fields_of_file(train_args: Sequence[str], facts: ExperimentFacts) -> tuple[str, ...]:
@@ -189,9 +163,7 @@ def answers(host: str, options: Options, *, cores: int, is_root: bool) -> bool:
     start = mpirun(options._replace(workers=1), cores, is_root)
     line = [*start, *settings, "--host", f"{host}:1", "true"]
     try:
-        return (
-            subprocess.run(job_folder.remove_leftovers_first(line), capture_output=True, timeout=PROBE_S).returncode
-            == 0
-        )
+        asked = subprocess.run(job_folder.remove_leftovers_first(line), capture_output=True, timeout=PROBE_S)
     except subprocess.TimeoutExpired:
         return False
+    return asked.returncode == 0

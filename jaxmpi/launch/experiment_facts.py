@@ -7,9 +7,9 @@ takes a second, and is left out for a text that surely changes no such fact, as 
 that read the rule in the text, which some forms escaped.
 """
 
-import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -61,25 +61,20 @@ def facts_of(train_args: Sequence[str], *, file_is_here: bool = True) -> Experim
     with tempfile.TemporaryDirectory() as folder:
         answer, output = Path(folder) / "answer", Path(folder) / "output"
         code = run_in_another_process([str(answer), *train_args], output)
+        facts: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
         text = output.read_text(errors="replace")
-        if answer.exists():
-            facts: dict[str, Any] = json.loads(answer.read_text())
-            if "error" not in facts:
-                return ExperimentFacts(**facts)
-            why = facts["error"]
-            if file_is_here:
-                raise UsageError(why)
-        elif code == failures.MISUSED and file_is_here:
-            sys.stderr.write(text)
-            raise SystemExit(failures.MISUSED)
-        elif code is None:
-            why = f"{file}: has run for {TIMEOUT_S:.0f} s"
-        else:
-            last = text.strip().splitlines()[-1:] or [f"exit code {code}"]
-            why = f"{file}: cannot be run by the launcher: {last[0]:.200}"
+    if facts and "error" not in facts:
+        return ExperimentFacts(**facts)
+    if facts and file_is_here:
+        raise UsageError(facts["error"])
+    if code == failures.MISUSED and file_is_here:
+        sys.stderr.write(text)
+        raise SystemExit(failures.MISUSED)
+    last = text.strip().splitlines()[-1:] or [f"exit code {code}"]
+    why = facts.get("error", f"has run for {TIMEOUT_S:.0f} s" if code is None else f"{last[0]:.200}")
     print(
-        f"jaxmpi: {why}; starting a job that a dead rank ends; run_dir, resume and from_start count on the command "
-        "line alone",
+        f"jaxmpi: {file}: cannot be run by the launcher: {why}; starting a job that a dead rank ends; run_dir, resume "
+        "and from_start count on the command line alone",
         file=sys.stderr,
     )
     return None
@@ -108,16 +103,10 @@ def run_in_another_process(words: Sequence[str], output: Path) -> int | None:
 def may_differ(train_args: Sequence[str], text: str) -> bool:
     """Return True unless the text of the experiment file surely changes no such fact."""
     words = " ".join([*train_args[1:], text]).lower()
-    if any(word in words for word in TELLING):
-        return True
-    try:
-        nodes = [*ast.walk(ast.parse(text))]
-    except (SyntaxError, ValueError):
-        return True
-    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    modules |= {f"{'.' * node.level}{node.module or ''}.{alias.name}" for node in froms for alias in node.names}
-    return any(name.split(".")[0] not in PLAIN or name.startswith("jaxmpi.experiments") for name in modules)
+    modules = [f"{m[1]}.{m[2]}" for m in re.finditer(r"^\s*from\s+(\S+)\s+import\s+(\w+)", text, re.M)]
+    modules += [m.split()[0] for line in re.findall(r"^\s*import\s+(\w.*)", text, re.M) for m in line.split(",")]
+    is_foreign = any(m.split(".")[0] not in PLAIN or m.startswith("jaxmpi.experiments") for m in modules)
+    return is_foreign or any(word in words for word in TELLING)
 
 
 def main(parent: str, answer: str, *train_args: str) -> None:

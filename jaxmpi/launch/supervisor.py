@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 from jaxmpi.checkpoint import manifests, run_directory
 from jaxmpi.config.experiment_file import hyphens
@@ -27,6 +27,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import HeldFolder
+from jaxmpi.launch.options import Options
 from jaxmpi.launch.postmortem import HOST_GONE, KILLED, TAIL_BYTES, culprit
 from jaxmpi.runtime import failures, interrupts, job_folder, process
 
@@ -217,24 +218,12 @@ class Relay(threading.Thread):
 # ---------------------------------------------------------------- again
 
 
-class SupervisedJob(NamedTuple):
-    """A job to supervise."""
-
-    workers: int
-    least: int  # workers with which a restart may go on; equal to `workers` if none may be lost
-    restarts: int
-    launcher_args: tuple[str, ...]
-    train_args: tuple[str, ...]
-
-
-Line = Callable[[int, Sequence[str], Sequence[str]], list[str]]  # (workers, launcher_args, train_args) -> line
-
-
-def supervise(job: SupervisedJob, line: Line, probe: Callable[[str], bool]) -> int:
+def supervise(job: Options, line: Callable[[Options], list[str]], probe: Callable[[str], bool]) -> int:
     """Run a job to its end, and restart it if it dies.
 
     Args:
-        line: the command for a number of workers.
+        job: with the number of restarts, and of workers with which one may go on.
+        line: the command of a start.
         probe: whether a host answers.
 
     Returns: the exit code of the last start.
@@ -247,8 +236,7 @@ def supervise(job: SupervisedJob, line: Line, probe: Callable[[str], bool]) -> i
         job = job._replace(train_args=(*without(job.train_args, "--run-dir"), "--run-dir", str(folder)))
     step_before, first_record = None, record_in(folder)
     for start in range(job.restarts + 1):
-        local_ranks = 0 if job.launcher_args else job.workers
-        code, text = runner.run(line(job.workers, job.launcher_args, job.train_args), local_ranks)
+        code, text = runner.run(line(job), 0 if job.launcher_args else job.workers)
         if runner.requests:
             code = runner.exit_code(code)
         if runner.requests < 2 and code not in FINAL and (rank := culprit(text)):
@@ -363,9 +351,9 @@ def wait_for_lock(folder: Path) -> None:
             time.sleep(0.2)
 
 
-def with_those_left(job: SupervisedJob, probe: Callable[[str], bool]) -> SupervisedJob:
+def with_those_left(job: Options, probe: Callable[[str], bool]) -> Options:
     """Reduce workers to slots of hosts that answer; without `--host`, by one."""
-    if job.least == job.workers:
+    if job.least in (0, job.workers):
         return job
     slots = hosts_of(job.launcher_args)
     if not slots:

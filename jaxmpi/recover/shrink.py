@@ -65,7 +65,7 @@ class ShrinkCoordinator:
 
     def vote(self) -> None:
         """Go on together; raises `Lost` if a rank is gone."""
-        why = self.comm.why if isinstance(self.comm, FaultTolerantComm) and self.comm.is_lost else ""
+        why = self.comm.why_lost if isinstance(self.comm, FaultTolerantComm) else ""
         if not self.control.vote(not why):
             raise Lost(why)
 

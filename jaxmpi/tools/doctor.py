@@ -33,10 +33,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.recover.watchdog import watching
 from jaxmpi.runtime import c_library, failures, process, provenance
 
-TEST_S = 5.0  # seconds of exchanges, in all
-LENGTHS = (1 << 10, 1 << 20)  # floats
-TRIALS = 3  # before them, to see how many there is time for
-MOST_ROUNDS = 1000
+LENGTHS = {1 << 10: 100, 1 << 20: 10}  # floats of an exchange: rounds
 PAIR_FLOATS = 1 << 17  # f64, to another rank and back
 SLOW = 4  # times slower than the median of pairs: reported
 STALL_S = 30.0  # for ranks that never come
@@ -95,45 +92,32 @@ def interfaces(folder: Path = Path("/sys/class/net")) -> dict[str, str]:
 
 
 def time_exchanges(control: Processes) -> list[ExchangeTime]:
-    """Time short and long exchanges by a portable and the best strategy.
-
-    This takes about TEST_S seconds in all. All ranks call it together.
-    """
+    """Time short and long exchanges by a portable and the best strategy; all ranks call it together."""
     comm = world()
     if comm.size == 1:
         return []
-    strategies = ("asa32", "shm" if len(set(comm.hosts)) == 1 else "ring32")
-    budget_s, rows = TEST_S / (len(strategies) * len(LENGTHS)), []
-    for strategy in strategies:
+    rows = []
+    for strategy in ("asa32", "shm" if len(set(comm.hosts)) == 1 else "ring32"):
         try:
-            rows += [time_exchange(control, strategy, floats, budget_s) for floats in LENGTHS]
+            rows += [time_exchange(control, strategy, floats, rounds) for floats, rounds in LENGTHS.items()]
         except UsageError as error:  # on all ranks alike: no room in memory; the page is to say how much there is
             if control.rank == 0:
                 print(f"jaxmpi doctor: {strategy} is not timed: {error}", file=sys.stderr, flush=True)
     return rows
 
 
-def time_exchange(control: Processes, strategy: str, floats: int, budget_s: float) -> ExchangeTime:
-    """Time exchanges with a known mean, as often as the budget allows.
-
-    Each result is compared with that mean bit for bit. All ranks call this together.
-    """
+def time_exchange(control: Processes, strategy: str, floats: int, rounds: int) -> ExchangeTime:
+    """Time exchanges with a known mean, with which each result is compared bit for bit."""
     failures.set_phase(f"self-test: {strategy}, {floats} floats")
     x = np.arange(floats, dtype=np.float32) % 1024 + control.rank
     expected = np.arange(floats, dtype=np.float32) % 1024 + np.float32((control.size - 1) / 2)
-
-    def once() -> tuple[float, bool]:
+    took, is_right = [], True
+    for _ in range(1 + rounds):  # the first compiles
         begin = time.perf_counter()
         mean = np.asarray(exchange(x, strategy))
-        return time.perf_counter() - begin, bool((mean == expected).all())
-
-    begin = time.perf_counter()
-    once()  # compiles
-    tried = np.array([once()[0] for _ in range(TRIALS)])
-    *each_s, spent_s = control.allgather_array(np.append(tried, time.perf_counter() - begin)).max(axis=0)
-    rounds = int(min(MOST_ROUNDS, max(1, (budget_s - spent_s) / np.median(each_s))))
-    took, right = zip(*(once() for _ in range(rounds)), strict=True)
-    rows = control.allgather_array(np.array([*took, float(all(right))]))
+        took.append(time.perf_counter() - begin)
+        is_right = is_right and bool((mean == expected).all())
+    rows = control.allgather_array(np.array([*took[1:], float(is_right)]))
     seconds = float(np.median(rows[:, :-1].max(axis=0)))
     carried = 2 * (control.size - 1) / control.size * 4 * floats
     return ExchangeTime(strategy, floats, seconds, carried / seconds / 1e9, bool(rows[:, -1].all()))

@@ -1,4 +1,4 @@
-"""`jaxmpi plan`: estimates of speed with more workers, as table and plot.
+"""`jaxmpi plan`: estimates of speed with more workers.
 
 Users want to know the efficiency on more hosts before they ask for them. The cost model predicts the exchange
 from link prices, which are probed or given. The step time of one worker is known, so efficiency follows for every
@@ -8,6 +8,7 @@ there.
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,24 +20,10 @@ from jaxmpi.allreduce.measuring import Probe
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError
-from jaxmpi.observe import plots
 from jaxmpi.runtime import process
 
 MOST = 4096  # workers
 BUCKET_BYTES = 4 << 20
-
-
-class Question(NamedTuple):
-    """Inputs of an estimate."""
-
-    net: Net  # its links and prices count, not its size
-    probe: Probe  # probe whose measured strategies count
-    source: str  # source of the prices, for the heading
-    sizes: tuple[int, ...]  # floats of every leaf
-    step_s: float  # seconds of one worker's step, without any exchange
-    slots: tuple[int, ...]
-    wires: tuple[str, ...]
-    first: float | None  # share of the step after which the exchange can overlap it; None: no overlap
 
 
 class ScalingEstimate(NamedTuple):
@@ -45,57 +32,35 @@ class ScalingEstimate(NamedTuple):
     net: Net
     strategy: str
     exchange_s: float
-    exposed_s: float
-    step_s: float
-    efficiency: float  # one worker's step time over this one's
-    others: dict[str, float]  # seconds of all strategies
+    exposed_s: float  # of it, beside what hides behind the step
 
 
 def main(options: argparse.Namespace) -> None:
-    """Print the table; under a launcher, probe its ranks first."""
-    question = read_question(options)
-    if question is None:  # a rank other than 0
-        return
-    estimates = [estimate(question, net) for net in layouts(question)]
-    print("\n".join(table(question, estimates)), flush=True)
-    if options.plot:
-        plots.save(panels(question, estimates), options.plot)
-        print(f"plot: {options.plot}")
-
-
-def read_question(options: argparse.Namespace) -> Question | None:
-    """Build the question from the options; None on ranks other than 0.
+    """Print the table; under a launcher, probe its ranks first.
 
     Raises:
         UsageError: no prices are known.
     """
     if options.alpha_s is None and process.launched_workers() > 1:
         process.prepare()  # an experiment starts the device, and later timings depend on this rank's cores
-    sizes, wires = leaf_sizes(options), tuple(options.wires)
-    for wire in wires:  # now that the experiment file has been read, which may add one
+    sizes = leaf_sizes(options)
+    for wire in options.wires:  # now that the experiment file has been read, which may add one
         wire_format(wire)
     comm = None if options.alpha_s is not None else world()
-    if options.alpha_s is not None:
+    if comm is None:
         probe, source = given_prices(options), "given prices"
     elif isinstance(comm, MpiComm):
-        probe, source = measuring.probe(comm, wires), "probe of these ranks"
+        probe, source = measuring.probe(comm, tuple(options.wires)), "probe of these ranks"
     else:
         probe, source = newest_probe()
     if comm is not None and comm.rank != 0:
-        return None
+        return
+    if options.alpha_s is None and probe.net.slots == 1:  # it has no prices inside a host
+        probe = probe._replace(net=probe.net._replace(inside=probe.net.between))
     source += "" if probe.net.hosts > 1 else ", on one host: nothing is known of others"
-    net = without_gaps(probe.net) if options.alpha_s is None else probe.net
     slots = tuple(options.slots or sorted({1, probe.net.slots}))
-    return Question(
-        net=net,
-        probe=probe,
-        source=source,
-        sizes=sizes,
-        step_s=options.step_s,
-        slots=slots,
-        wires=wires,
-        first=options.overlap,
-    )
+    estimates = [estimate(probe, net, sizes, options) for net in layouts(probe.net, slots)]
+    print("\n".join(table(estimates, sizes, options.step_s, source)), flush=True)
 
 
 def leaf_sizes(options: argparse.Namespace) -> tuple[int, ...]:
@@ -112,7 +77,7 @@ def given_prices(options: argparse.Namespace) -> Probe:
     between = Link(options.alpha_s, options.beta_s_per_byte)
     alpha, beta = options.alpha_inside_s, options.beta_inside_s_per_byte
     inside = Link(between.alpha_s if alpha is None else alpha, between.beta_s_per_byte if beta is None else beta)
-    return Probe(Net(MOST, 1, inside, between, options.gamma_s_per_byte, cores=options.cores), {})
+    return Probe(Net(MOST, 1, inside, between, options.gamma_s_per_byte or 0.0, cores=options.cores or math.inf), {})
 
 
 def newest_probe() -> tuple[Probe, str]:
@@ -121,8 +86,7 @@ def newest_probe() -> tuple[Probe, str]:
     Raises:
         UsageError: there is none.
     """
-    found = measuring.newest()
-    if found is None:
+    if (found := measuring.newest()) is None:
         raise UsageError(
             "no probe is kept on this machine; run it under a launcher, as mpirun -n 8 jaxmpi plan, or give --alpha-s "
             "and --beta-s-per-byte"
@@ -131,13 +95,8 @@ def newest_probe() -> tuple[Probe, str]:
     return probe, "probe of " + ", ".join(f"{name} x {slots}" for name, slots in key["hosts"].items())
 
 
-def without_gaps(net: Net) -> Net:
-    """Use prices between hosts inside them, if the probe had none there."""
-    return net if net.slots > 1 else net._replace(inside=net.between)
-
-
-def layouts(question: Question) -> list[Net]:
-    """Layouts of 2 to 4,096 workers.
+def layouts(net: Net, slots: Sequence[int]) -> list[Net]:
+    """Layouts of 2 to 4,096 workers, with these numbers of them on a host.
 
     One host has 2, 4, ... up to its slots; then come 2, 4, ... hosts, if their prices are known.
 
@@ -145,91 +104,42 @@ def layouts(question: Question) -> list[Net]:
         UsageError: none are left.
     """
     powers = [1 << power for power in range(MOST.bit_length())]
-    most_hosts = MOST if question.net.hosts > 1 else 1
-    shapes = []
-    for slots in question.slots:
-        shapes += [(1, ranks) for ranks in powers if ranks < slots]
-        shapes += [(hosts, slots) for hosts in powers if hosts <= most_hosts]
-    shapes = [(hosts, slots) for hosts, slots in shapes if 2 <= hosts * slots <= MOST]
+    most_hosts = MOST if net.hosts > 1 else 1
+    shapes: list[tuple[int, int]] = []
+    for each in slots:
+        shapes += [(1, ranks) for ranks in powers if ranks < each]
+        shapes += [(hosts, each) for hosts in powers if hosts <= most_hosts]
+    shapes = [(hosts, each) for hosts, each in shapes if 2 <= hosts * each <= MOST]
     if not shapes:
-        raise UsageError(f"--slots: got {question.slots}; on one host there is nothing to predict for one rank")
-    return [question.net._replace(hosts=hosts, slots=slots, even=True) for hosts, slots in dict.fromkeys(shapes)]
+        raise UsageError(f"--slots: got {slots}; on one host there is nothing to predict for one rank")
+    return [net._replace(hosts=hosts, slots=each, even=True) for hosts, each in dict.fromkeys(shapes)]
 
 
-def estimate(question: Question, net: Net) -> ScalingEstimate:
-    """The best strategy for one layout, and the resulting step."""
-    names = cost_model.candidates(net, question.wires)
-    fits = question.probe.fits_of_all(names)
-    seconds = {name: cost_model.step_seconds(net, question.sizes, name, BUCKET_BYTES, fits) for name in names}
+def estimate(probe: Probe, net: Net, sizes: Sequence[int], options: argparse.Namespace) -> ScalingEstimate:
+    """The best strategy for one layout."""
+    names = cost_model.candidates(net, tuple(options.wires))
+    fits = probe.fits_of_all(names)
+    seconds = {name: cost_model.step_seconds(net, sizes, name, BUCKET_BYTES, fits) for name in names}
     best = min(names, key=seconds.__getitem__)
-    hidden = 0.0 if question.first is None else (1 - question.first) * question.step_s
-    exposed = max(0.0, seconds[best] - hidden)
-    step = question.step_s + exposed
-    return ScalingEstimate(
-        net=net,
-        strategy=best,
-        exchange_s=seconds[best],
-        exposed_s=exposed,
-        step_s=step,
-        efficiency=question.step_s / step if step else 1.0,
-        others=seconds,
-    )
+    hidden = 0.0 if options.overlap is None else (1 - options.overlap) * options.step_s
+    return ScalingEstimate(net, best, seconds[best], max(0.0, seconds[best] - hidden))
 
 
-def table(question: Question, estimates: Sequence[ScalingEstimate]) -> list[str]:
-    """Lines for the terminal."""
-    floats = sum(question.sizes)
+def table(estimates: Sequence[ScalingEstimate], sizes: Sequence[int], alone_s: float, source: str) -> list[str]:
+    """Lines for the terminal; `alone_s` are seconds of one worker's step."""
+    net = estimates[0].net
     lines = [
-        f"{4 * floats / 1e6:,.1f} MB of gradients in {len(question.sizes)} leaves, {question.step_s:g} s a step; "
-        f"{question.source}",
-        describe(question.net),
-        "workers  hosts x slots  best             exchange s  exposed s     step s  efficiency",
-    ]
-    return lines + [
-        f"{a.net.workers:7}  {f'{a.net.hosts} x {a.net.slots}':13}  {a.strategy:15} {a.exchange_s:11.4g} "
-        f"{a.exposed_s:10.4g} {a.step_s:10.4g} {100 * a.efficiency:9.1f} %"
-        for a in estimates
-    ]
-
-
-def describe(net: Net) -> str:
-    """A line on the prices."""
-    return (
+        f"{4 * sum(sizes) / 1e6:,.1f} MB of gradients in {len(sizes)} leaves, {alone_s:g} s a step; {source}",
         f"inside a host {1e6 * net.inside.alpha_s:.3g} us + {1e9 * net.inside.beta_s_per_byte:.3g} ns/byte; between "
         f"hosts {1e6 * net.between.alpha_s:.3g} us + {1e9 * net.between.beta_s_per_byte:.3g} ns/byte; additions "
-        f"{1e9 * net.gamma_s_per_byte:.3g} ns/byte; {net.cores:g} cores a host"
-    )
-
-
-def panels(question: Question, estimates: Sequence[ScalingEstimate]) -> list[plots.Panel]:
-    """Seconds by strategy for the last number of slots, efficiency for all."""
-    slots = question.slots[-1]
-    last = with_slots(estimates, slots)
-    names = dict.fromkeys(name for each in last for name in each.others)
-    lines = {n: [(float(e.net.workers), e.others[n]) for e in last if e.others.get(n, 0) > 0] for n in names}
-    workers = plots.Quantity("workers", base=2)
-    return [
-        plots.Lines(
-            f"One exchange, {slots} rank{'s' * (slots > 1)} a host",
-            workers,
-            plots.Quantity("time of one exchange", "s"),
-            {name: line for name, line in lines.items() if line},
-        ),
-        plots.Lines(
-            "Step time of one worker over that of all, with the best strategy",
-            workers,
-            plots.Quantity("efficiency", "%", base=None),
-            {
-                f"{n} rank{'s' * (n > 1)} a host": [
-                    (float(a.net.workers), 100 * a.efficiency) for a in with_slots(estimates, n)
-                ]
-                for n in question.slots
-            },
-            bound=[(2.0, 100.0), (float(MOST), 100.0)],
-        ),
+        f"{1e9 * net.gamma_s_per_byte:.3g} ns/byte; {net.cores:g} cores a host",
+        "workers  hosts x slots  best             exchange s  exposed s     step s  efficiency",
     ]
-
-
-def with_slots(estimates: Sequence[ScalingEstimate], slots: int) -> list[ScalingEstimate]:
-    """Estimates for hosts of `slots` ranks, or fewer on one host."""
-    return [a for a in estimates if a.net.slots == min(slots, a.net.workers)]
+    for net, strategy, exchange_s, exposed_s in estimates:
+        step_s = alone_s + exposed_s
+        efficiency = alone_s / step_s if step_s else 1.0
+        lines.append(
+            f"{net.workers:7}  {f'{net.hosts} x {net.slots}':13}  {strategy:15} {exchange_s:11.4g} "
+            f"{exposed_s:10.4g} {step_s:10.4g} {100 * efficiency:9.1f} %"
+        )
+    return lines

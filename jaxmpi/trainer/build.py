@@ -20,9 +20,8 @@ from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import exchange_handlers
 from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.zero import make_zero
-from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import RankComm
-from jaxmpi.comm.shared_compile import compiled_for, loaded_jit
+from jaxmpi.comm.shared_compile import compiled_for
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, mean_of_floats, size_bytes
 from jaxmpi.core.train_state import Batch, TrainState
@@ -72,7 +71,7 @@ def build_functions(plan: Plan) -> Functions:
     experiment, workers = plan.experiment, plan.workers
     form, order, flops = choose_form(plan), Order(), StepFlops()
     # One rank of a host compiles for all.
-    jit = partial(mesh_jit, plan=plan) if workers.mesh else workers.comm.jit
+    jit = partial(steps.over_devices, mesh=workers.mesh) if workers.mesh else workers.comm.jit
     exchanges = exchange_for(plan, order, form.overlaps)
     forward = forward_of(plan)
     gradients = steps.local_gradients(forward, plan.micro_batch)
@@ -152,7 +151,7 @@ def split_step(
     if form.is_early:
         assert isinstance(workers.comm, RankComm)
         assert exchanges.zero
-        gradients = exchanges.zero.scatter_early(gradients, workers.comm.sum_name)
+        gradients = exchanges.zero.scatter_early(gradients, workers.comm.shared_sum.name)
     # Synchronised batch statistics put a communicator into the gradients, so each rank compiles its own.
     jitted = jax.jit(gradients) if experiment.batch_statistics == "synchronised" else jit(gradients)
     step = partial(
@@ -168,16 +167,6 @@ def split_step(
     jits = "gradients with their sum, and update" if form.is_early else "gradients, exchange and update"
     devices = f", of {workers.devices} devices of each process" if workers.devices > 1 else ""
     return rule, step, compile_step, f"split form: {jits} are jits of their own{devices}"
-
-
-def mesh_jit(function: Callable, donate_argnums: tuple[int, ...] = (), *, plan: Plan) -> Callable:
-    """A jit over all devices; if ranks share a host's cores, one compiles for all."""
-    mesh, control = plan.workers.mesh, plan.workers.processes
-    assert mesh is not None
-    jitted = steps.over_devices(function, mesh, donate_argnums)
-    if isinstance(control, MpiProcesses) and control.local_size > 1 and jax.default_backend() == "cpu":
-        return loaded_jit(jitted, list(mesh.devices.flat), control)
-    return jitted
 
 
 def forward_of(plan: Plan) -> steps.Forward:
@@ -266,7 +255,6 @@ def build_rule(plan: Plan, exchanges: base.Exchange) -> Rule:
         whole = trace_mask(optim.decay_mask, params)  # a mask goes by shapes, which shards do not have
         optim = dataclasses.replace(optim, decay_mask=lambda _: whole)
     tx = optimizers.optimizer(optim, plan.lr, clips=not exchanges.zero)
-    optimizers.check_takes_gradients(experiment.optim, tx, params)
     is_averaged = optimizers.is_averaged(tx, params)
     scaling = [type(callback).__name__ for callback in experiment.callbacks if callback.scales_rate]
     if is_averaged and exchanges.zero:
@@ -281,7 +269,7 @@ def build_rule(plan: Plan, exchanges: base.Exchange) -> Rule:
         tx,
         exchanges,
         optimizer=optim.name + " with clip_norm" * bool(optim.clip_norm),
-        linear=optimizers.is_linear(experiment.optim, tx, params),
+        linear=optimizers.is_linear(experiment.optim),
     )
     name = experiment.rule.name
     if is_averaged:

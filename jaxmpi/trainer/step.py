@@ -268,7 +268,7 @@ def predict(forward: Forward, params: PyTree, model_state: PyTree, batch: Batch)
 # ---------------------------------------------------------------- several workers in one process
 
 
-def over_devices(function: Callable, mesh: Mesh, donate: tuple[int, ...] = ()) -> Callable:
+def over_devices(function: Callable, donate_argnums: tuple[int, ...] = (), *, mesh: Mesh) -> Callable:
     """`function` on each device of a mesh, with arguments and results [workers, ...]."""
 
     def on_one_worker(*args: PyTree) -> PyTree:
@@ -276,4 +276,4 @@ def over_devices(function: Callable, mesh: Mesh, donate: tuple[int, ...] = ()) -
         return jax.tree.map(lambda x: x[None], function(*alone))
 
     mapped = jax.shard_map(on_one_worker, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
-    return jax.jit(mapped, donate_argnums=donate)
+    return jax.jit(mapped, donate_argnums=donate_argnums)

@@ -21,7 +21,6 @@ from jaxmpi.comm.base import ring_order
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm
-from jaxmpi.comm.shared_compile import loaded_jit
 from jaxmpi.comm.xla_mesh import global_mesh
 from references import padded, sum_over_workers
 from test_strategies import ROWS, SUMS, oracle
@@ -48,8 +47,7 @@ def on_mesh(function: Any, x: np.ndarray) -> Any:
     along = NamedSharding(MESH, P("w"))
     whole = jax.make_array_from_process_local_data(along, x[None])
     row = lambda x: jax.tree.map(lambda y: y[None], function(x[0]))  # noqa: E731
-    spread = jax.jit(jax.shard_map(row, mesh=MESH, in_specs=P("w"), out_specs=P("w"), check_vma=False))
-    run = loaded_jit(spread, list(MESH.devices.flat), CONTROL)  # one compilation for all ranks
+    run = jax.jit(jax.shard_map(row, mesh=MESH, in_specs=P("w"), out_specs=P("w"), check_vma=False))
     return jax.tree.map(lambda y: np.asarray(y.addressable_data(0))[0], run(whole))
 
 

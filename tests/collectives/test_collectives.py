@@ -94,7 +94,7 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many
     "one rank alone makes the first call on a communicator of mpi4py": (
         "from mpi4py import MPI\nsub = MPI.COMM_WORLD.Split(rank == 1, -rank)\n"
         "if rank == 0: mpi.allreduce(x, comm=sub)" + ALONE,
-        r"the first call on a communicator of 2 ranks has waited 5 s for rank \[2\];" + AT.format(2),
+        r"the first call on a communicator of 2 ranks has waited 5 s for one of rank \[0, 2\]",
         3,
     ),
     "a started receive without a send": (
@@ -274,9 +274,9 @@ REFUSED = [
     (lambda: mpi.recv(jnp.ones(3), tag=-2), "recv: tag: got -2"),
     (lambda: mpi.recv(jnp.ones(3), -1), "recv: source: got -1"),
     (lambda: mpi.send(jnp.ones(3), 0), "send: got one worker"),
-    (lambda: mpi.sendrecv(1, 2, 0, 0, sendtag=1, recvtag=2), "waits for tag 2, but sends itself tag 1"),
+    (lambda: mpi.sendrecv(1, 2, 0, 0, sendtag=1, recvtag=2), "tag 2 from itself, but got int32.. and tag 1"),
     (lambda: mpi.sendrecv([1, 2], [1], 0, 0), "sendrecv: rank 0: got 2 leaves"),
-    (lambda: mpi.sendrecv(jnp.ones(2), jnp.ones(3), 0, 0), r"float32\[3\], but got float32\[2\]"),
+    (lambda: mpi.sendrecv(jnp.ones(2), jnp.ones(3), 0, 0), r"float32\[3\] .*, but got float32\[2\]"),
     (lambda: mpi.allreduce(jnp.ones(3), comm=jaxmpi.AxisComm("w", 2)), "comm: got AxisComm"),
     (lambda: mpi.allreduce({"k": jax.random.key(0)}), "allreduce: got a random key"),
     (lambda: jaxmpi.world().split(-1), "split: color: rank 0: got -1"),

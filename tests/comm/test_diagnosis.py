@@ -2,10 +2,8 @@
 
 import re
 
-import jax
 import pytest
 
-from jaxmpi.allreduce import call_order
 from launching import CLUSTER, NOT_PERMITTED, ROOT, mpirun, run
 
 PREAMBLE = """
@@ -172,20 +170,6 @@ print("numbers", float(total.sum()), flush=True)
 """
 
 
-def test_two_functions_of_one_line_differ_in_their_columns():
-    found = []
-
-    def note(x: jax.Array) -> jax.Array:
-        found.append((call_order.callers(), call_order.columns()))
-        return x
-
-    f, g = jax.jit(lambda x: note(x)), jax.jit(lambda x: note(x))
-    f(0.0)
-    g(0.0)
-    assert found[0][0] == found[1][0]
-    assert found[0][1] != found[1][1]
-
-
 AFTER_A_FAILURE = """
 import time
 from jaxmpi.comm import diagnosis
@@ -236,23 +220,6 @@ print("end", flush=True)
     assert ended.out.count("end\n") == 2, ended.out
     said = r"rank 0 waits in exchange 1 of the job .* for rank 1, whose script has ended"
     assert re.search(said, ended.out), ended.out
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_always_last_hears_those_that_wait():
-    """Else messages to it would pile up for as long as the job runs."""
-    script = """
-import time
-f = jax.jit(lambda x: jaxmpi.exchange(x, strategy))
-f(x).block_until_ready()
-time.sleep(3 * rank)
-f(x).block_until_ready()
-time.sleep(1.5)
-print("heard", [[*call] for call in jaxmpi.world().processes.waits.waiting_ranks.values()], flush=True)
-"""
-    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=60)
-    assert ended.code == 0, ended.out
-    assert re.search(r"heard \[\[\d+, 2\]\]", ended.out), ended.out  # of the second call
 
 
 def check_both_are_named(said: str, one: int = 0, other: int = 1) -> None:

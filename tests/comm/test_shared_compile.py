@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.comm.shared_compile import shared_jit
+from jaxmpi.comm.shared_compile import SharedJit
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.runtime import host_callbacks
 
@@ -26,7 +26,7 @@ def test_a_program_with_effects_is_compiled_once_and_called_often(caplog):
     """Its first state comes from elsewhere, the others from itself."""
     host_callbacks.register(NAME, double)
     try:
-        run = shared_jit(step, (0,), SoloProcesses())
+        run = SharedJit(step, (0,), SoloProcesses())
         state, x = {"p": jnp.ones(3)}, np.ones(3, np.float32)
         state, _ = run(state, x)
         with jax.log_compiles(), caplog.at_level(logging.WARNING):
@@ -41,4 +41,4 @@ def test_a_program_with_effects_is_compiled_once_and_called_often(caplog):
 
 def test_a_program_for_all_ranks_of_a_host_runs_with_jit_disabled():
     with jax.disable_jit():
-        assert shared_jit(lambda x: x + 1, (), SoloProcesses())(jnp.ones(2)).tolist() == [2.0, 2.0]
+        assert SharedJit(lambda x: x + 1, (), SoloProcesses())(jnp.ones(2)).tolist() == [2.0, 2.0]

@@ -41,11 +41,11 @@ class Threads:
 
 
 class Containers(Threads):
-    """Ranks of which number 1 does not see the folder of the others."""
+    """Ranks that do not see the processes of the others."""
 
     def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
-        made = super().bcast_from_host_leader(make)
-        return made._replace(path=made.path + self.local_rank * "-elsewhere")
+        pid, *rest = super().bcast_from_host_leader(make)
+        return 0 * pid, *rest
 
 
 def together(size: int, work: Callable[[SharedSum, int], Any], host: type = Threads, **options) -> list[Any]:
@@ -216,34 +216,6 @@ def test_nan_and_infinity_of_one_rank_reach_all(size_of_vector, tiny):
         assert (total[4:] == 1).all()
 
 
-@pytest.mark.parametrize("sizes", [(), (0,), (1, 15, 16, 17, 0, 48), (2**31 + 7, 3, 2**33)])
-def test_pieces_cover_every_vector_once(sizes):
-    chunks = shared_sum.cut(sizes, 1 << 22 if max(sizes, default=0) > 1000 else 32)
-    ends = [0] * len(sizes)
-    for chunk in chunks:
-        at = 0
-        for vector, part, place in chunk.pieces:
-            assert part.start == ends[vector]
-            assert 0 < part.stop - part.start == place.stop - place.start
-            assert at <= place.start < at + 16
-            assert place.start % 16 == 0
-            ends[vector], at = part.stop, place.stop
-        assert at <= chunk.floats
-    assert ends == list(sizes)
-
-
-@pytest.mark.parametrize("size", [1, 256])
-def test_shared_memory_stays_under_48_mib_a_host_whatever_the_vectors(size):
-    path, _, chunk, trouble = shared_sum.make_file(size, max(16, 2 * size), "")
-    try:
-        assert trouble == ""
-        assert chunk % 16 == 0 < chunk
-        assert Path(path).stat().st_size <= 48 << 20
-        assert Path(path).stat().st_mode & 0o777 == 0o600
-    finally:
-        Path(path).unlink()
-
-
 # ---------------------------------------------------------------- what goes wrong
 
 
@@ -256,11 +228,6 @@ def test_a_rank_with_another_list_is_found_before_results_are_used(expected, odd
     found = [str(error) for error in came if isinstance(error, UsageError)]
     assert found
     assert "all ranks must sum the same list" in found[0]
-
-
-def test_another_divisor_is_found(tiny):
-    came = together(2, lambda engine, rank: engine.add([np.ones(3, np.float32)], [np.ones(3, np.float32)], rank + 1))
-    assert any("in other parts or with another divisor" in str(error) for error in came)
 
 
 @pytest.mark.e2e
@@ -309,18 +276,6 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
     assert next(looks) == 21
 
 
-def test_a_rank_that_was_stopped_still_names_who_does_not_come(monkeypatch):
-    clock, waiting, looks = Clock(monkeypatch), board(timeout_s=60.0), iter(range(10_000))
-
-    def sleep_on(address: int, seen: int, timeout_s: float) -> None:
-        clock.now_s += 3600.0 if next(looks) == 8 else timeout_s
-
-    monkeypatch.setattr(shared_sync, "sleep_on", sleep_on)
-    with pytest.raises(TrainingError, match="local rank 0 waited 60 s in a sum for local rank 1; all ranks must come"):
-        waiting.wait(1, ARRIVED, 1)
-    assert clock.now_s == pytest.approx(1000 + 3600 + 60, abs=2)
-
-
 @pytest.mark.parametrize(("comes_at", "came"), [(230, True), (10**6, False)])
 def test_a_wait_for_a_message_does_not_count_the_time_in_which_it_was_stopped(comes_at, came, monkeypatch):
     clock, looks = Clock(monkeypatch), iter(range(10**6))
@@ -357,44 +312,25 @@ def test_a_failed_rank_ends_the_sums_of_all_and_later_ones(tiny):
         assert all("local rank 2 failed in a sum over this host" in text for text in texts)
 
 
-def test_ranks_that_share_no_memory_are_told_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(shared_memory, "folder", lambda: str(tmp_path))
+def test_ranks_that_share_no_memory_are_told_so():
     came = together(3, lambda engine, rank: None, host=Containers)
     assert [str(error).split(" share")[0] for error in came] == [
         "local ranks [1, 2]",
         "local ranks [0, 2]",
         "local ranks [0, 1]",
     ]
-    assert not list(tmp_path.iterdir())
 
 
-LITTLE_ROOM = """
-import resource, sys
-from jaxmpi.comm import shared_sum
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
-path, _, chunk, trouble = shared_sum.make_file(8, 16, "")
-print(bool(path), chunk, trouble)
-if path: shared_sum.os.unlink(path)
-"""
-
-
-@pytest.mark.e2e
-def test_little_room_makes_small_chunks_and_none_an_error():
-    """A limit on a file's size stands for a full /dev/shm."""
-    half = run([sys.executable, "-c", LITTLE_ROOM, str(7 << 20)], timeout_s=60, cwd=ROOT)
-    assert half.out.split()[:2] == ["True", str(shared_sum.CHUNK // 2)], half.out
-    none = run([sys.executable, "-c", LITTLE_ROOM, "1000"], timeout_s=60, cwd=ROOT)
-    assert none.out.startswith("False 0 no "), none.out
-    assert f"bytes for 8 ranks in {shared_memory.folder()} (File too large); it must be writable" in none.out
+def test_no_room_is_an_error_on_all_ranks(monkeypatch):
+    monkeypatch.setattr(shared_memory, "available_bytes", lambda: 1000)
+    came = together(2, lambda engine, rank: None)
+    assert all(isinstance(error, UsageError) and "asa" in str(error) for error in came), came
 
 
 DEATH = """
 import multiprocessing, os, pickle, sys, time
 import numpy as np
-from jaxmpi.core import shared_memory
 from jaxmpi.comm import shared_sum
-
-shared_memory.folder = lambda: sys.argv[3]
 
 class Host:
     def __init__(self, rank, barrier):
@@ -432,16 +368,15 @@ if __name__ == "__main__":
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("floats", [10, 10**6])
-def test_a_killed_rank_is_noticed_and_named_and_leaves_nothing(floats, tmp_path):
+def test_a_killed_rank_is_noticed_and_named(floats, tmp_path):
     (tmp_path / "job.py").write_text(DEATH)
-    line = [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "box"), str(floats), str(tmp_path)]
+    line = [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "box"), str(floats)]
     ended = run(line, timeout_s=60, cwd=ROOT)
     assert not ended.timed_out
     assert "rank 0: TrainingError: local rank " in ended.out, ended.out
     assert "rank 2: TrainingError: local rank " in ended.out
     assert "TrainingError: local rank 1 has ended; local rank " in ended.out
     assert all(float(text.split(" s")[0]) < 10 for text in ended.out.split(" after ")[1:])
-    assert {file.name for file in tmp_path.iterdir()} == {"job.py", "box"}
 
 
 # ---------------------------------------------------------------- in programs
@@ -458,9 +393,7 @@ def test_one_rank_in_jit_means_its_own_and_keeps_shapes():
     assert [x.shape for x in came] == [(2, 3), (0, 2), ()]
 
 
-def test_a_thousand_sums_leave_no_file_and_no_map(tiny, monkeypatch, tmp_path):
-    monkeypatch.setattr(shared_memory, "folder", lambda: str(tmp_path))
-
+def test_a_thousand_sums_leave_no_map(tiny):
     def maps() -> int:
         return len(Path("/proc/self/maps").read_text().splitlines())
 
@@ -474,4 +407,3 @@ def test_a_thousand_sums_leave_no_file_and_no_map(tiny, monkeypatch, tmp_path):
 
     for before, after in together(2, work):
         assert after <= before + 4  # what malloc does meanwhile
-    assert not list(tmp_path.iterdir())

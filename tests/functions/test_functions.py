@@ -1,6 +1,5 @@
 """Data-parallel functions over devices of one process, and their arithmetic; other workers: test_functions_led."""
 
-import functools
 import itertools
 import json
 import os
@@ -22,7 +21,7 @@ import jaxmpi
 from jaxmpi import functions as jm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.core import shared_memory
-from jaxmpi.functions import programs, reductions, shared_array
+from jaxmpi.functions import reductions, shared_array
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.groups import RankGroup
 from jaxmpi.functions.lifecycle import current_group
@@ -162,13 +161,11 @@ class NoRoom:
 
 
 @pytest.mark.parametrize("is_pickled", [False, True])
-def test_no_message_is_sent_before_all_are_made(is_pickled, monkeypatch):
+def test_no_message_is_sent_before_all_are_made(is_pickled):
     def inputs(rank):
         if rank == 2:
             return [NoRoom()] if is_pickled else NoRoom().__reduce__()
         return [np.ones((2, 3)).T]
-
-    monkeypatch.setattr(shared_array, "_freed", ["freed"])
 
     transport = FailingTransport()
     group = failing_group(transport)
@@ -176,7 +173,7 @@ def test_no_message_is_sent_before_all_are_made(is_pickled, monkeypatch):
     with pytest.raises(MemoryError):
         perform(group, "put", lambda: Command("put", "put", {}, inputs))
     group.check_usable()
-    assert (transport.sent, group.dropped, shared_array.take_freed()) == ([], [7], ["freed"])
+    assert (transport.sent, group.dropped) == ([], [7])
 
 
 def test_a_command_that_not_all_workers_have_received_is_the_last():
@@ -187,41 +184,6 @@ def test_a_command_that_not_all_workers_have_received_is_the_last():
     assert transport.sent == [(1, [[1, 1]])]
     with pytest.raises(jaxmpi.UsageError, match="no longer in step: cannot send to worker 2"):
         group.check_usable()
-
-
-# ---------------------------------------------------------------- functions by name
-
-
-def doubled(f):
-    @functools.wraps(f)
-    def twice(x):
-        return 2 * f(x)
-
-    return twice
-
-
-@doubled
-def once(x):
-    return x
-
-
-def test_a_function_is_found_by_its_name():
-    jitted = jax.jit(once)
-    assert programs.import_function(programs.qualified_name(once))(3) == 6
-    assert programs.import_function(programs.qualified_name(jitted)) is once
-    assert programs.import_function(programs.qualified_name(once.__wrapped__))(3) == 3
-    for hidden in (lambda x: x, [].append, functools.partial(once)):
-        with pytest.raises(jaxmpi.UsageError, match="cannot find it by name"):
-            programs.qualified_name(hidden)
-
-
-@pytest.mark.parametrize("is_script", [True, False])
-def test_a_script_that_ends_when_it_is_imported_is_named(is_script, tmp_path, monkeypatch):
-    (tmp_path / "ends_early.py").write_text("import sys\nsys.exit(3)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    script = str(tmp_path / "ends_early.py") if is_script else ""
-    with pytest.raises(jaxmpi.UsageError, match=r"ends_early.* ends its process \(3\)"):
-        programs.import_function(programs.FunctionName("ends_early", "f", script))
 
 
 # ---------------------------------------------------------------- copies
@@ -239,7 +201,7 @@ def test_an_unchanged_broadcast_argument_moves_no_bytes(monkeypatch):
     assert moved.count(2500) == moved.count(700) == 2
     moved.clear()
     f(x, p, q)
-    assert set(moved) == {50}
+    assert not {2500, 700} & set(moved)
 
 
 def test_results_do_not_alias_what_the_caller_may_overwrite():

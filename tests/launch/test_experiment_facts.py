@@ -48,7 +48,7 @@ def test_a_mistake_is_named_before_ranks_start(capfd):
 
 UNANSWERED = {  # an experiment file: why its facts are not known
     "import time\nrule = time.sleep(100)": "has run for 2 s",
-    "import os\nrule = open(0).read() or os._exit(7)": "cannot be run by the launcher: exit code 7",
+    "import os\nrule = open(0).read() or os._exit(7)": "exit code 7",
 }
 
 
@@ -60,7 +60,7 @@ def test_a_file_that_gives_no_answer_is_said_and_left_to_the_ranks(text, tmp_pat
     monkeypatch.setattr(experiment_facts, "TIMEOUT_S", 2.0 if "sleep" in text else 60.0)
     assert facts_of([str(file)], file_is_here=False) is None
     said = capsys.readouterr().err
-    assert f"{file}: {UNANSWERED[text]}; starting a job that a dead rank ends" in said
+    assert f"{file}: cannot be run by the launcher: {UNANSWERED[text]}; starting a job that a dead rank ends" in said
 
 
 @pytest.mark.e2e
@@ -73,14 +73,7 @@ def test_a_mistake_on_a_host_without_ranks_is_left_to_the_ranks(tmp_path, capsys
 
 
 SURE = ["from jaxmpi.models.cnn import digits_cnn", "import os, math as m", "import jax.numpy as jnp, optax"]
-UNSURE = [
-    "from jaxmpi.experiments import gpt",
-    "from . import gpt",
-    "import my_package",
-    "eval('1')",
-    "x = (",
-    "x = {**{}}",
-]
+UNSURE = ["from jaxmpi.experiments import gpt", "from . import gpt", "import os, my_package", "eval('1')", "x = {**{}}"]
 
 
 @pytest.mark.parametrize("line", [*SURE, *UNSURE])

@@ -14,7 +14,6 @@ from jaxmpi.launch import command, supervisor
 from jaxmpi.launch.experiment_facts import facts_of
 from jaxmpi.launch.options import Options
 from jaxmpi.launch.postmortem import Culprit, culprit
-from jaxmpi.launch.supervisor import SupervisedJob
 from jaxmpi.runtime import failures, interrupts, job_folder, process
 from launching import ROOT, run, train, wait_until
 
@@ -34,35 +33,14 @@ ENDINGS = {
         "jaxmpi: rank 0/4 on vm (step 5):\nerror: a barrier: rank [2, 3] did not answer in time; all\n",
         Culprit("2,3", "", "error: a barrier: rank [2, 3] did not answer in time"),
     ),
-    "late for a bucket": (
-        "jaxmpi: rank 0/4 on node0 (step 25):\nerror: bucket 1 of 1 (b and 1 more) has waited 12 s for rank [2]; all\n",
-        Culprit("2", "", "error: bucket 1 of 1 (b and 1 more) has waited 12 s for rank [2]"),
-    ),
     "no progress": (
         "jaxmpi: no progress for 60 s; late: rank 2 on vm, rank 3 on vm\n",
         Culprit("2", "vm", "no progress for 60 s"),
-    ),
-    "left": (
-        "jaxmpi: rank 1/2 on vm left early (step 3); ending the job\n",
-        Culprit("1", "vm", "left early (step 3); ending the job"),
-    ),
-    "silent exit": (
-        "exited\n   Process name: [prterun-vm-20310@1,1]\n   Exit code:    75\n",
-        Culprit("1", "", "Exit code:    75"),
-    ),
-    "a link that is gone": (
-        'prterun has exited due to process rank 0 with PID 0 on node node0 calling\n"abort". This may\n',
-        Culprit("0", "node0", 'calling "abort"'),
     ),
     "a host that is gone": (
         RULE + "A daemon failed to report back after being spawned. This could\nbe due to several\n\n"
         "  Local host:    node0\n  Remote host:   node2\n  Daemon exit status: 0\n" + RULE,
         Culprit("", "node2", "daemon failed to report back"),
-    ),
-    "a host that is lost": (
-        RULE + "PRTE has lost communication with a remote daemon.\n\n  HNP daemon   : [prterun-node0-7@0,0] on node "
-        "node0\n  Remote daemon: [prterun-node0-7@0,3] on node node2\n",
-        Culprit("", "node2", "lost communication with a remote daemon"),
     ),
     "srun": ("srun: error: node01: task 2: Killed\n", Culprit("2", "node01", "Killed")),
     "center": (
@@ -116,15 +94,6 @@ def test_a_run_directory_of_the_experiment_file_is_the_supervisors_too(tmp_path)
     assert other == (str(file), "--run-dir", "b")
 
 
-@pytest.mark.e2e
-def test_a_start_that_is_refused_leaves_no_run_directory(tmp_path):
-    """`--resume` took the empty folder for the newest run."""
-    line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "--restarts", "1"]
-    ended = run([*line, str(ROOT / "experiments" / "digits.py"), "--optim.lr", "-1"], timeout_s=60, cwd=tmp_path)
-    assert ended.code == 2, ended.out
-    assert not list(tmp_path.rglob("*"))
-
-
 @pytest.mark.slow  # two jobs; other losses are told with -m e2e and -m faults
 def test_a_worker_lost_before_the_first_checkpoint_leaves_the_examples_of_a_step(tmp_path):
     """33 examples do not divide by the two that are left, and the restart was refused."""
@@ -173,19 +142,20 @@ def test_an_experiment_file_begins_anew_with_its_first_start_alone(tmp_path, giv
     ],
 )
 def test_workers_that_are_left(launcher_args, dead, workers, hosts):
-    left = supervisor.with_those_left(SupervisedJob(8, 2, 1, launcher_args, ()), lambda host: host not in dead)
+    left = supervisor.with_those_left(Options(8, "mpirun", launcher_args, (), 1, 2), lambda host: host not in dead)
     assert left.workers == workers
     if hosts is not None:
         assert supervisor.hosts_of(left.launcher_args) == supervisor.hosts_of(("--host", hosts))
-    assert supervisor.with_those_left(SupervisedJob(8, 8, 1, launcher_args, ()), lambda host: False).workers == 8
+    assert supervisor.with_those_left(Options(8, "mpirun", launcher_args, (), 1), lambda host: False).workers == 8
 
 
 SUPERVISED = """
 import sys
 from jaxmpi.launch import supervisor
+from jaxmpi.launch.options import Options
 print("began", flush=True)
-asked = supervisor.SupervisedJob(4, 4, int(sys.argv[2]), (), ("a.py", "--run-dir", sys.argv[1]))
-sys.exit(supervisor.supervise(asked, lambda n, launcher, train: ["sh", "-c", sys.argv[3], *train], lambda host: True))
+asked = Options(4, "mpirun", (), ("a.py", "--run-dir", sys.argv[1]), int(sys.argv[2]))
+sys.exit(supervisor.supervise(asked, lambda job: ["sh", "-c", sys.argv[3], *job.train_args], lambda host: True))
 """
 
 

@@ -326,3 +326,17 @@ def test_a_full_disk_ends_a_run_with_the_file_and_the_way_out(case, tmp_path):
         again = train(1, *line, "--resume", env=env)
         assert again.code == 0, again.out
         assert [row["step"] for row in rows(folder, "train")] == [*range(1, 21)]
+
+
+@pytest.mark.e2e
+def test_a_quiet_run_with_profile_and_tensorboard_says_nothing_and_writes_both(tmp_path):
+    pytest.importorskip("tensorboardX")
+    steps = ("--train-for", "8st", "--log-every", "4", "--eval-every", "0st", "--checkpoint-every", "0st")
+    more = ("--quiet", "--sinks", "tensorboard", "--profile", "3:5", "--exchange.strategy", "ring32")
+    ended = train(1, "experiments/digits.py", *steps, *more, "--run-dir", str(tmp_path / "run"))
+    assert (ended.code, ended.out.strip()) == (0, "")
+    assert [row["step"] for row in rows(tmp_path / "run", "train")] == [1, 4, 8]
+    [profile] = (tmp_path / "run" / "profile" / "rank_00000").rglob("*.xplane.pb")
+    assert profile.stat().st_size > 1000
+    [events] = (tmp_path / "run" / "tensorboard").iterdir()
+    assert events.stat().st_size > 500

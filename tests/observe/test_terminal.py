@@ -110,8 +110,9 @@ def test_a_panel_follows_the_width_of_its_window(no_launcher, monkeypatch):
 ASK = "import sys; from jaxmpi.runtime.progress import terminal_columns; print('columns', terminal_columns(sys.stdout))"
 SUPERVISED = """
 import sys
-from jaxmpi.launch.supervisor import SupervisedJob, supervise
-sys.exit(supervise(SupervisedJob(1, 1, 0, (), ()), lambda *_: sys.argv[1:], lambda host: True))
+from jaxmpi.launch.options import Options
+from jaxmpi.launch.supervisor import supervise
+sys.exit(supervise(Options(1, "mpirun", (), ()), lambda job: sys.argv[1:], lambda host: True))
 """
 LAUNCHERS = {"mpirun": mpirun_line(1), "train": [sys.executable, "-c", SUPERVISED, *mpirun_line(1)]}
 

@@ -16,12 +16,8 @@ from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.core.errors import UsageError
 from jaxmpi.optim.optimizers import (
     OPTIMIZERS,
-    TRIED_SCALES,
-    TRIED_UPDATES,
-    check_takes_gradients,
     clip_by_global_norm,
     is_linear,
-    is_linear_at,
     optimizer,
     scale_biases,
     schedule_free_states,
@@ -241,47 +237,28 @@ def test_clipping_is_optax_s_within_its_roundings(dtype):
         np.testing.assert_array_equal(got["w"].astype(np.float64), wanted["w"].astype(np.float64))
 
 
-OWN = {
-    "sums of linear ones": (optax.chain(optax.trace(0.9), optax.add_decayed_weights(0.1), optax.scale(-0.1)), True),
-    "clipped where gradients are large": (optax.chain(optax.clip(300.0), optax.sgd(0.1)), False),
-    "every second step": (optax.MultiSteps(optax.sgd(0.1), 2), True),
-    "clipped at every 30th step, decayed at each": (
-        optax.chain(
-            optax.MultiSteps(optax.chain(optax.clip(0.0005), optax.sgd(0.1)), 30).gradient_transformation(),
-            optax.add_decayed_weights(-0.1),
-        ),
-        False,
-    ),
-    "not linear from the sixth update on": (optax.MultiSteps(optax.radam(0.1), 300), False),
-    "never": (optax.set_to_zero(), False),
-    "linear for kernels alone": (
-        optax.multi_transform(
-            {"kernel": optax.sgd(0.1), "rest": optax.adam(0.1)},
-            lambda params: {"conv": {"kernel": "kernel", "bias": "rest"}, "scale": "rest"},
-        ),
-        False,
-    ),
-    "some tensors frozen": (
-        optax.multi_transform(
-            {"kernel": optax.sgd(0.1), "rest": optax.set_to_zero()},
-            lambda params: {"conv": {"kernel": "kernel", "bias": "rest"}, "scale": "rest"},
-        ),
-        True,
-    ),
-}
-
-
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *OWN])
-def test_whether_an_optimizer_is_linear_is_known_or_tried_out(name):
-    """The table says so of its own; those of users are tried out, and so are the table's here."""
-    transform, linear = OWN.get(name, (None, None))
-    config = Optim(name=name, transform=transform)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_the_table_says_to_be_linear_is(name):
+    """Two workers' mean update beside that of their mean gradient, twenty times: some begin as another."""
+    config, rng = Optim(name=name), np.random.default_rng(0)
     tx = optimizer(config, falling)
-    if linear is not None:
-        assert is_linear(config, tx, PARAMS) == linear
-    else:
-        assert all(is_linear_at(tx, PARAMS, scale) for scale in TRIED_SCALES) == is_linear(config, tx, PARAMS)
+
+    def noise() -> Any:
+        return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32), PARAMS)
+
+    params, states, apart = jax.tree.map(jnp.asarray, PARAMS), [tx.init(PARAMS)] * 3, 0.0
+    update = jax.jit(tx.update)
+    for _ in range(20):
+        gradients = [noise(), noise()]
+        gradients.append(jax.tree.map(lambda a, b: (a + b) / 2, *gradients))
+        a, b, one = made = [update(g, s, params) for g, s in zip(gradients, states, strict=True)]
+        states = [state for _, state in made]
+        off = jax.tree.map(lambda x, y, z: abs((x + y) / 2 - z).max() / abs(z).max(), a[0], b[0], one[0])
+        apart = max(apart, *map(float, jax.tree.leaves(off)))
+        params = optax.apply_updates(params, one[0])
+    assert apart < 1e-3 or not is_linear(config)
+    assert not is_linear(Optim("mine", transform=optax.sgd))
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -291,22 +268,20 @@ def test_every_setting_of_an_optimizer_moves_its_params(name):
     everywhere = {"weight_decay": 0.5, "bias_lr_factor": 3.0}
     own = {"b1": 0.3, "b2": 0.3, "eps": 1e6, "momentum": 0.5, "rate_in_velocity": True}
     settings = everywhere | {setting: own[setting] for setting in OPTIMIZERS[name].takes}
-    was = run(configured(name=name), TRIED_UPDATES)
+    was = run(configured(name=name), 20)
     for setting, value in settings.items():
-        now = run(configured(name=name, **{setting: value}), TRIED_UPDATES)
+        now = run(configured(name=name, **{setting: value}), 20)
         assert not jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), was, now)), setting
 
 
 def test_clipping_is_not_linear():
-    config = Optim(name="sgd", clip_norm=1.0)
-    assert not is_linear(config, optimizer(config, falling), PARAMS)
+    assert not is_linear(Optim(name="sgd", clip_norm=1.0))
 
 
 NOT_OWN = {
     "a name of the table": (Optim(transform=optax.sgd), "got one with the name 'momentum', which is jaxmpi's own"),
     "no optimizer": (Optim("mine", transform=3), "optim.transform of 'mine': got a builtins.int; expected an Optax"),
     "a function that gives none": (Optim("mine", transform=lambda lr: lr), "'mine': got a .*; expected an Optax"),
-    "a function of nothing": (Optim("mine", transform=lambda: optax.sgd(0.1)), "got a function that takes no schedule"),
     "decay beside it": (Optim("mine", transform=optax.sgd, weight_decay=0.1), "optim.weight_decay: got optim.tr"),
     "moments of what has none": (Optim("sgd", b1=0.5, eps=1.0), "optim.b1: got 0.5; optimizer 'sgd' has none: leave"),
     "no share of the average": (Optim("schedule_free_sgd", b1=0.0), r"optim.b1: got 0 with 'schedule_free_sgd'"),
@@ -320,12 +295,6 @@ def test_settings_that_an_optimizer_has_not_are_refused(case):
     config, message = NOT_OWN[case]
     with pytest.raises(UsageError, match=message):
         optimizer(config, falling)
-
-
-def test_an_optimizer_that_wants_the_loss_is_refused():
-    config = Optim("mine", transform=optax.lbfgs())
-    with pytest.raises(UsageError, match=r"'mine' wants more than gradients and params \(.*jaxmpi.optimizer gives"):
-        check_takes_gradients(config, optimizer(config, falling), PARAMS)
 
 
 def test_a_run_that_goes_on_at_another_step_has_the_rates_of_that_step():
@@ -371,8 +340,6 @@ def test_an_optimizer_in_the_place_of_its_name_is_told_its_place():
 def test_refusals():
     with pytest.raises(UsageError, match="unknown optimizer 'adan'; did you mean 'adam'"):
         optimizer(Optim(name="adan"), optax.constant_schedule(1.0))
-    with pytest.raises(UsageError, match="bias_lr_factor: got 0; expected > 0"):
-        scale_biases(0)
 
 
 @pytest.mark.parametrize(
@@ -398,18 +365,9 @@ def test_an_optax_schedule_is_taken_as_it_is_times_the_factor_of_the_workers():
         Schedule("cosine", warmup="1ep", rate=theirs)
 
 
-NO_RATES = {
-    "a number": (0.1, "got a float; expected a function of the step .* a constant rate is optim.lr"),
-    "a text": (lambda step: "fast", r"got a function that gives no rate \(.*\); expected \(step\) -> rate"),
-    "a vector": (lambda step: jnp.ones(2), r"got a function that gives float32\[2\]; expected \(step\) -> rate"),
-}
-
-
-@pytest.mark.parametrize("case", NO_RATES)
-def test_what_gives_no_rate_is_named(case):
-    rate, message = NO_RATES[case]
-    with pytest.raises(UsageError, match=rf"schedule\.rate: {message}"):
-        schedule(Schedule(rate=rate), CLOCK, 0.1, 1)
+def test_a_number_in_place_of_a_schedule_is_named():
+    with pytest.raises(UsageError, match=r"got a float; .* a constant rate is optim.lr"):
+        Schedule(rate=0.1)  # pyright: ignore[reportArgumentType] # what is tried
 
 
 # ---------------------------------------------------------------- in a run

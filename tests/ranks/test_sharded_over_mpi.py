@@ -28,7 +28,7 @@ from jaxmpi.allreduce.comm_thread import exchange_handlers
 from jaxmpi.allreduce.host_engine import DONE, OPEN, START
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.allreduce.zero import make_zero
-from jaxmpi.comm import shared_params, shared_sync
+from jaxmpi.comm import shared_params
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.shared_params import SharedParams
@@ -229,8 +229,8 @@ def test_ranks_that_have_summed_with_others_before_give_a_new_sum_one_name():
     assert isinstance(part, MpiComm)
     assert isinstance(world, MpiComm)
     if RANK == SIZE - 1:
-        assert part.sum_name
-    assert len(set(world.processes.allgather_object(world.sum_name))) == 1
+        assert part.shared_sum.name
+    assert len(set(world.processes.allgather_object(world.shared_sum.name))) == 1
 
 
 # ---------------------------------------------------------------- params that the ranks of a host share
@@ -310,7 +310,7 @@ def test_gradients_that_are_scattered_as_they_come_give_the_params_of_those_that
         assert halves.shared_params
         assert isinstance(COMM, MpiComm)
         whole = early_scatter.scattering(differentiated, 100, passed_on)
-        of = COMM.jit(halves.scatter_early(differentiated, COMM.sum_name) if early else whole)
+        of = COMM.jit(halves.scatter_early(differentiated, COMM.shared_sum.name) if early else whole)
         state, params = COMM.jit(rule.sharding.init)(begin, np.int32(RANK)), halves.shared_params.fill(begin)
         seen = []
         for step in range(3):
@@ -340,13 +340,6 @@ def test_no_rank_writes_shared_params_before_all_have_let_go_of_those_before():
     before = np.array(params["w"])
     assert np.array(place.update(own)["w"]).all()
     assert not before.any()
-
-
-@pytest.mark.skipif(SIZE == 1, reason="one worker shares nothing")
-def test_shared_params_need_no_room_where_files_in_memory_lie(monkeypatch, tmp_path):
-    monkeypatch.setattr(shared_sync, "folder", lambda: str(tmp_path / "not there"))
-    place, _, own = shared_zeros()
-    assert np.array(place.update(own)["w"]).all()
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker shares nothing")

@@ -65,7 +65,7 @@ def build(config: RuleConfig, optim: Optim | None = None, workers: int = 1, lr: 
     comm, optim = AxisComm("w", workers) if workers > 1 else SoloComm(), optim or Optim("sgd")
     mean, total = (functools.partial(exchange, op=op, comm=comm) for op in ("mean", "sum"))
     tx = optimizer(optim, lambda step: jnp.float32(lr))
-    return registry.build(config, tx, base.Exchange(mean, total), optimizer=optim.name, linear=is_linear(optim, tx, {}))
+    return registry.build(config, tx, base.Exchange(mean, total), optimizer=optim.name, linear=is_linear(optim))
 
 
 def asynchronous(name: str, **options: Any) -> Asynchronous:

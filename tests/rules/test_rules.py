@@ -66,7 +66,7 @@ def distributed(name: str, config: Optim, lr: float, *, average_momentum: bool =
             return exchange(tree, op=op, comm=comm)
 
         means_and_sums = base.Exchange(functools.partial(share, op="mean"), functools.partial(share, op="sum"))
-        rule = registry.build(rule_config, tx, means_and_sums, optimizer=config.name, linear=is_linear(config, tx, {}))
+        rule = registry.build(rule_config, tx, means_and_sums, optimizer=config.name, linear=is_linear(config))
         params, state = rule.update({"w": gradient(params["w"], curvature, center)}, state, params)
         ops.extend(op for op, _ in seen)
         return params, state, [tree for _, tree in seen]
@@ -220,7 +220,7 @@ def test_one_worker_is_the_plain_optimizer_bit_for_bit(name, optimizer_name):
     share = functools.partial(exchange, comm=SoloComm())
     means_and_sums = base.Exchange(functools.partial(share, op="mean"), functools.partial(share, op="sum"))
     rule = registry.build(
-        RuleConfig(name, force=True), tx, means_and_sums, optimizer=config.name, linear=is_linear(config, tx, {})
+        RuleConfig(name, force=True), tx, means_and_sums, optimizer=config.name, linear=is_linear(config)
     )
     apply = jax.jit(optax.apply_updates)
 
@@ -256,7 +256,7 @@ def build(name: str, config: Optim, force: bool = False) -> base.Rule:
     means_and_sums = base.Exchange(lambda tree: tree, lambda tree: tree)
     tx = optimizer(config, lambda step: jnp.float32(ETA))
     return registry.build(
-        RuleConfig(name, force=force), tx, means_and_sums, optimizer=config.name, linear=is_linear(config, tx, {})
+        RuleConfig(name, force=force), tx, means_and_sums, optimizer=config.name, linear=is_linear(config)
     )
 
 

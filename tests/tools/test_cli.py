@@ -1,7 +1,6 @@
 import contextlib
 import importlib.metadata
 import json
-import os
 import re
 import signal
 import subprocess
@@ -49,16 +48,6 @@ def test_version(monkeypatch, capsys):
     assert f"jaxmpi {importlib.metadata.version('jaxmpi')}  jax {importlib.metadata.version('jax')}  " in out
 
 
-def test_output_that_nobody_reads_any_more_ends_a_command_without_a_traceback():
-    """As after `| head`."""
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    line = [sys.executable, "-m", "jaxmpi.tools.cli", "--help"]
-    with os.fdopen(write_end, "w") as unread:
-        ended = subprocess.run(line, stdout=unread, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT)
-    assert ended.stderr == ""
-
-
 def test_an_unknown_command_lists_what_exists(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["jaxmpi", "trian"])
     with pytest.raises(SystemExit) as ended:
@@ -100,15 +89,6 @@ def test_what_no_command_can_take_is_refused_without_jax():
     ended = subprocess.run([sys.executable, "-c", code, json.dumps([*MISTAKES])], capture_output=True, text=True)
     said = json.loads(ended.stdout)
     assert {line: got for line, got in said.items() if got[0] != 2 or MISTAKES[line] not in got[1]} == {}, ended.stderr
-
-
-@pytest.mark.e2e
-def test_train_prints_its_line_and_hands_on_the_trainers_exit_code():
-    job = run("train", "digits", "--optim.lr", "-1")
-    assert job.stdout.splitlines()[0] == f"+ {sys.executable} -m jaxmpi.train digits --optim.lr -1"
-    assert job.returncode == 2
-    assert "optim.lr: got -1.0; expected" in job.stderr
-    assert "Traceback" not in job.stderr
 
 
 @pytest.mark.e2e

@@ -8,17 +8,12 @@ import numpy as np
 import pytest
 
 from jaxmpi.comm import mpi_info
-from jaxmpi.comm.link_times import met
 from jaxmpi.core.env import getting_mpi
 from jaxmpi.core.errors import UsageError
 from jaxmpi.tools import cli
 from jaxmpi.tools.doctor import (
-    ExchangeTime,
-    format_cores,
     format_pairs,
-    interfaces,
     pair_speeds,
-    self_test_problems,
     slow_pairs,
     suggest_changes,
 )
@@ -69,28 +64,6 @@ def test_every_ill_has_its_advice(name, monkeypatch):
     assert list(suggest_changes(GOOD, MULTIPLE)) == []
 
 
-def test_what_the_self_test_shows():
-    right, wrong = ExchangeTime("asa32", 1024, 1e-3, 1.0, True), ExchangeTime("ring32", 1024, 1e-3, 1.0, False)
-    assert self_test_problems([right], [0.0, 1e-5, 1e-5, 1e-5]) == []
-    told = self_test_problems([right, wrong], [0.0, 1e-5, 1e-5, 5e-3])
-    assert told[0] == "ring32 gave a wrong mean of 1024 floats: do not train here"
-    assert told[1].startswith("rank 3 is 5.0 ms away from rank 0")
-    assert self_test_problems([], [0.0]) == []
-
-
-def test_cores_are_spelled_as_ranges():
-    assert format_cores([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
-    assert format_cores([]) == "unknown"
-
-
-@pytest.mark.parametrize("size", [2, 5, 8])
-def test_every_pair_of_ranks_meets_once(size):
-    even = size + size % 2
-    turns = [[met(rank, turn, even) for rank in range(even)] for turn in range(even - 1)]
-    assert all(row[row[rank]] == rank != row[rank] for row in turns for rank in range(even))
-    assert sorted(row[0] for row in turns) == list(range(1, even))
-
-
 def test_a_pair_with_a_slow_link_is_named():
     """A trip is 1 MiB there and 1 MiB back; 0.5 GB/s between hosts but for one pair, 5 GB/s inside one."""
     hosts = ["a", "a", "b", "c"]
@@ -108,15 +81,6 @@ def test_a_pair_with_a_slow_link_is_named():
     [line] = slow_pairs(pairs, hosts)
     assert line.startswith(told)
     assert slow_pairs(pair_speeds(np.full((1, 1), np.nan), ["a"]), ["a"]) == []
-
-
-def test_interfaces(tmp_path):
-    for name, files in {"eth0": {"operstate": "up", "speed": "25000"}, "lo": {}, "veth": {"operstate": "down"}}.items():
-        (tmp_path / name).mkdir()
-        for file, text in files.items():
-            (tmp_path / name / file).write_text(text + "\n")
-    assert interfaces(tmp_path) == {"eth0": "up, 25000 Mbit/s", "veth": "down"}
-    assert interfaces(tmp_path / "none") == {}
 
 
 def test_wrong_options(monkeypatch):

@@ -308,7 +308,7 @@ def test_over_devices_gives_each_device_its_row():
     def shift(x, by):
         return {"sum": jax.lax.psum(x, topology.AXIS), "own": x + by}
 
-    got = step.over_devices(shift, mesh)(np.arange(4.0, dtype=np.float32), np.full(4, 10, np.float32))
+    got = step.over_devices(shift, mesh=mesh)(np.arange(4.0, dtype=np.float32), np.full(4, 10, np.float32))
     assert jax.tree.map(lambda x: x.tolist(), got) == {"sum": [6] * 4, "own": [10, 11, 12, 13]}
 
 
