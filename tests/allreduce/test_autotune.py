@@ -317,7 +317,7 @@ WRONG = [
     ([*GIVEN, "--bytes", "3"], "--bytes: got 3.0; expected a number >= 4"),
     (["--bytes", "8", "--cores", "2", "--gamma-s-per-byte", "1e-10"], "--gamma-s-per-byte, --cores: a probe has its"),
     (["--bytes", "8", "--alpha-inside-s", "0"], "--alpha-inside-s: a probe has its own; give --alpha-s and"),
-    ([*GIVEN, "--plot", "plan.jpg"], "--plot: got 'plan.jpg'; expected a name that ends in .png, .svg or .pdf"),
+    ([*GIVEN, "--plot", "plan.jpg"], "--plot: got 'plan.jpg'; expected a name that ends in .png"),
     ([*GIVEN, "--plot", "absent/plan.png"], "cannot write 'absent/plan.png'"),
 ]
 
