@@ -25,12 +25,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxmpi.allreduce.buckets import assign_buckets, places
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.runtime.host_callbacks import can_go
 
+Jaxpr = Any  # JAX's types say too little of what variables and literals have
+JaxprEqn = Any
 LARGE = 1 << 20  # bytes of a constant that is not made before it is used
 
 # (leaves of a bucket, values that go through) -> (their shards, those values)
@@ -64,13 +66,14 @@ def scattering(function: Callable[..., tuple], bucket_bytes: int | None, scatter
             for equation in part.equations:
                 values |= zip(equation.outvars, results_of(equation, [*map(read, equation.invars)]), strict=True)
             if bucket:
-                numbers = [jnp.asarray(untyped(each.invars[0]).val, var_of(each).aval.dtype) for each in part.fills]
+                fills = [(each.outvars[0], each.invars[0].val) for each in part.fills]
+                numbers = [jnp.asarray(number, var.aval.dtype) for var, number in fills]
                 leaves = [read(program.outvars[i]) for i in bucket]
                 mine, through = scatter(leaves, [*map(read, part.through), *numbers])
                 shards |= zip(bucket, mine, strict=True)
                 values |= zip(part.through, through, strict=False)
-                for each, number in zip(part.fills, through[len(part.through) :], strict=True):
-                    values[var_of(each)] = jnp.broadcast_to(number.reshape(()), var_of(each).aval.shape)
+                for (var, _), number in zip(fills, through[len(part.through) :], strict=True):
+                    values[var] = jnp.broadcast_to(number.reshape(()), var.aval.shape)
         results = [shards[i] if i in shards else read(var) for i, var in enumerate(program.outvars)]
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -87,7 +90,7 @@ class Part(NamedTuple):
 
 def buckets_of_results(program: Jaxpr, count: int, bucket_bytes: int | None) -> list[list[int]]:
     """Buckets of the first `count` results, ordered by when they are full."""
-    computed, leaves = places(program), [untyped(atom).aval for atom in program.outvars[:count]]
+    computed, leaves = places(program), [atom.aval for atom in program.outvars[:count]]
     ready = sorted(range(count), key=lambda i: (computed[i], -i))
     buckets = assign_buckets([leaf.size for leaf in leaves], bucket_bytes, ready)
     return sorted(buckets, key=lambda bucket: max(computed[i] for i in bucket))
@@ -121,10 +124,10 @@ def parts_of(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> li
     forward = max((computed_at.get(var, -1) for var in others), default=-1)
     fills: list[list[JaxprEqn]] = [[] for _ in range(last + 1)]
     for i, equation in enumerate(equations):
-        if is_large_fill(equation) and 0 < (first := min(users.get(var_of(equation), [0]))) <= last:
+        if is_large_fill(equation) and 0 < (first := min(users.get(equation.outvars[0], [0]))) <= last:
             fills[first - 1].append(equation)
             part_of[i] = -1  # in none
-    filled = {var_of(each) for part in fills for each in part}
+    filled = {each.outvars[0] for part in fills for each in part}
 
     def goes_through(var: Any, k: int) -> bool:
         if var in gradients or var in filled or not can_go(var.aval.dtype):
@@ -191,21 +194,10 @@ def is_large_fill(equation: JaxprEqn) -> bool:
     """Return True if an equation fills a large array with one number."""
     if equation.primitive.name != "broadcast_in_dim" or variables(equation.invars):
         return False
-    aval = var_of(equation).aval
-    is_number = np.size(untyped(equation.invars[0]).val) == 1
-    return is_number and aval.size * aval.dtype.itemsize >= LARGE and can_go(aval.dtype)
-
-
-def var_of(equation: JaxprEqn) -> Any:
-    """The first variable that an equation computes."""
-    return equation.outvars[0]
+    aval, number = equation.outvars[0].aval, equation.invars[0].val
+    return np.size(number) == 1 and aval.size * aval.dtype.itemsize >= LARGE and can_go(aval.dtype)
 
 
 def variables(atoms: Sequence[Any]) -> list[Any]:
     """Without literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
-
-
-def untyped(atom: Any) -> Any:
-    """A variable or a literal, of which JAX's types say too little."""
-    return atom
