@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend import core
+from jax.extend.core import ClosedJaxpr, DebugInfo, Literal
 
 from jaxmpi.allreduce.buckets import assign_buckets, places
 from jaxmpi.core.pytrees import PyTree
@@ -183,11 +184,12 @@ def inlined(traced: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def results_of(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Apply one equation."""
-    functions, params = equation.primitive.get_bind_params(equation.params)
-    with equation.ctx.manager:  # as of x64
-        found = equation.primitive.bind(*functions, *operands, **params)
-    return [*found] if equation.primitive.multiple_results else [found]
+    """Apply one equation; operands of literals are not used."""
+    pairs = zip(equation.invars, operands, strict=True)
+    taken = {var: x for var, x in pairs if not isinstance(var, Literal)}  # one may be there twice
+    names = DebugInfo("an equation", equation.primitive.name, None, None)
+    program = core.Jaxpr([], list(taken), equation.outvars, [equation], equation.effects, names)
+    return core.jaxpr_as_fun(ClosedJaxpr(program, ()))(*taken.values())
 
 
 def is_large_fill(equation: JaxprEqn) -> bool:
