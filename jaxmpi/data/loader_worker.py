@@ -103,18 +103,11 @@ def _round_up(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-class Open(NamedTuple):
-    """A new job: who reads its examples."""
+class Note(NamedTuple):
+    """What loaders must know of a job beforehand: who reads its examples, then where its rows lie; None: its end."""
 
     job: int
-    reader: ExampleReader | SharedPickle
-
-
-class Attach(NamedTuple):
-    """The memory of a job's batches."""
-
-    job: int
-    ring: Ring
+    content: "ExampleReader | SharedPickle | Ring | None"
 
 
 class Make(NamedTuple):
@@ -127,12 +120,6 @@ class Make(NamedTuple):
     first: int
     stride: int
     indices: Sequence[int] | np.ndarray
-
-
-class Close(NamedTuple):
-    """The end of a job."""
-
-    job: int
 
 
 class RowFailure(NamedTuple):
@@ -159,10 +146,15 @@ class LoaderWorker:
         self.readers: dict[int, ExampleReader | Exception] = {}
         self.rings: dict[int, Ring] = {}
 
-    def handle(self, message: Any) -> Answer | None:
+    def handle(self, message: Note | Make) -> Answer | None:
         """Do what one message says."""
         match message:
-            case Open(job, SharedPickle() as shared):
+            case Note(job, None):
+                self.readers.pop(job, None)
+                self.rings.pop(job, None)
+            case Note(job, Ring() as ring):
+                self.rings[job] = ring
+            case Note(job, SharedPickle() as shared):
                 try:
                     self.readers[job] = shared.open()
                 except Exception as error:  # mostly a class whose module this process cannot import
@@ -171,20 +163,11 @@ class LoaderWorker:
                         f"({type(error).__name__}: {error}); use data.loader = threads, or functions and classes of a "
                         "module: an experiment file is none"
                     )
-            case Open(job, ExampleReader() as reader):
+            case Note(job, ExampleReader() as reader):
                 self.readers[job] = reader
-            case Attach(job, ring):
-                self.rings[job] = ring
-            case Close(job):
-                self.readers.pop(job, None)
-                self.rings.pop(job, None)
             case Make():
                 try:
-                    reader = self.readers[message.job]
-                    if not isinstance(reader, ExampleReader):
-                        raise reader
-                    make = self._find_first_row if message.slot == NO_SLOT else self._make_rows
-                    return make(message, reader)
+                    return self._make(message)
                 except BaseException as error:  # the worker raises it, whatever it is
                     return Answer(message.ticket, [RowFailure(0, error)])
                 finally:
@@ -195,32 +178,28 @@ class LoaderWorker:
         self.board[SINCE] = time.monotonic_ns()  # first: a reader between the two must not combine it with an old time
         self.board[JOB], self.board[INDEX] = job, index
 
-    def _find_first_row(self, message: Make, reader: ExampleReader) -> Answer:
-        for index in message.indices:
-            if self.board[STOP]:
-                break
-            self._note(message.job, reader.number(message.epoch, int(index)))
-            try:
-                return Answer(message.ticket, [], reader.row(message.epoch, int(index)))
-            except CorruptExample as error:
-                if not reader.skip:
-                    return Answer(message.ticket, [RowFailure(0, error)])
-        return Answer(message.ticket, [])
-
-    def _make_rows(self, message: Make, reader: ExampleReader) -> Answer:
-        ring = self.rings[message.job]
-        rows = ring.rows(message.slot)
+    def _make(self, message: Make) -> Answer:
+        reader = self.readers[message.job]
+        if not isinstance(reader, ExampleReader):
+            raise reader
+        ring = None if message.slot == NO_SLOT else self.rings[message.job]
+        rows = ring.rows(message.slot) if ring else {}
         failures: list[RowFailure] = []
         for i, index in enumerate(np.asarray(message.indices).tolist()):
-            if ring.closed[0] or self.board[STOP]:
+            if self.board[STOP] or (ring and ring.closed[0]):
                 break
             position, number = message.first + i * message.stride, reader.number(message.epoch, index)
             self._note(message.job, number)
             try:
-                _write_row(reader.row(message.epoch, index), rows, position, reader.source, number)
+                row = reader.row(message.epoch, index)
+                if ring is None:
+                    return Answer(message.ticket, [], row)
+                _write_row(row, rows, position, reader.source, number)
             except BaseException as error:
-                failures.append(RowFailure(position, error))
-                if not (reader.skip and isinstance(error, CorruptExample)):
+                is_skipped = reader.skip and isinstance(error, CorruptExample)
+                if ring or not is_skipped:
+                    failures.append(RowFailure(position, error))
+                if not is_skipped:
                     break
                 # Frames would keep what was read, and so a worker's whole part of a data set, in memory.
                 error.__traceback__ = error.__cause__ = error.__context__ = None
@@ -237,22 +216,20 @@ def _write_row(row: Example, rows: dict[str, np.ndarray], position: int, source:
         fits = got.dtype == target.dtype or got.dtype.kind == target.dtype.kind == "f"
         if got.shape != target.shape or not fits:
             way_out = "set data.crop" if field == "image" else "pad it, and give the mask as a field"
-            what, pair = "type", (got.dtype, target.dtype)
-            if got.shape != target.shape:
-                what, pair = "shape", (got.shape, target.shape)
             raise UsageError(
-                f"{where(source, number)}: got {field} of {what} {pair[0]}; expected {pair[1]} as before it; {way_out}"
+                f"{where(source, number)}: got {field} {got.dtype}{list(got.shape)}; expected "
+                f"{target.dtype}{list(target.shape)} as before it; {way_out}"
             )
         if isinstance(got, np.ndarray) and got.ndim == 3 and got.strides[2] == 0:
             for channel in range(got.shape[2]):  # a grey image broadcast to channels: five times as fast so
                 target[..., channel] = got[..., channel]
             continue
-        try:
-            with np.errstate(over="raise"):
+        with np.errstate(over="raise"):
+            try:
                 rows[field][position : position + 1] = got  # a slice: a row may be a number
-        except FloatingPointError as error:
-            name = f"{where(source, number)}: {field}"
-            raise UsageError(f"{name}: got {got.dtype} beyond 3.4e38; expected 32-bit floats") from error
+            except FloatingPointError as error:
+                name = f"{where(source, number)}: {field}"
+                raise UsageError(f"{name}: got {got.dtype} beyond 3.4e38; expected 32-bit floats") from error
 
 
 # ---------------------------------------------------------------- in a process of its own
