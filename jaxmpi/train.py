@@ -4,11 +4,11 @@ import atexit
 import gc
 import sys
 
-from jaxmpi.runtime import failures, interrupts, job_folder, process, progress
+from jaxmpi.runtime import failures, job_folder, process, progress
 
 if __name__ == "__main__":
     job_folder.end_with_supervisor()
-    interrupts.leave_on_interrupt()
+    failures.leave_on_interrupt()
     failures.open_streams()
     failures.install_excepthooks()
     if process.my_rank() == 0 and not {"--quiet", "--help", "-h"} & {*sys.argv}:

@@ -104,7 +104,7 @@ class Rank:
         def exchange() -> None:
             while thread.arrived:
                 arrived = thread.arrived.popleft()
-                self.w = rule.merge(self.w, wire.decode(arrived.body), arrived.share)
+                self.w = rule.merge(self.w, wire.decode(arrived.body, len(self.w)), arrived.share)
             if push := rule.draw(thread.closed_peers()):
                 thread.push(push.to, push.share, wire.encode(self.w))
 

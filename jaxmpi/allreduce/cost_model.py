@@ -13,8 +13,15 @@ from jaxmpi.core.errors import UsageError
 
 
 def candidates(net: Net, wires: Sequence[str]) -> list[str]:
-    """Full names, such as ring:16, of strategies that `jaxmpi plan` may name."""
-    names = spelled(lambda row: bool(row.seconds) and row.is_candidate(net))
+    """Full names, such as ring:16, of strategies that `jaxmpi plan` may name.
+
+    Not MPI's own sum, which another version of the library may not repeat, nor none, which would always win. A
+    hierarchy on one host, or of hosts with one rank each, is another strategy.
+    """
+    hosts = [host for host in range(net.hosts) for _ in range(net.slots)]
+    names = spelled(lambda row: bool(row.seconds) and row.exchanges and row.fits(hosts))
+    is_flat = net.hosts == 1 or net.slots == 1 or not net.even
+    names = [name for name in names if name != "ar" and not (is_flat and name.startswith("hier-"))]
     return [f"{name}:{wire}" for name in names for wire in wires if wire in find(name).wires]
 
 

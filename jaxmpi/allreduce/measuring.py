@@ -28,7 +28,7 @@ from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
-from jaxmpi.runtime import caches, process
+from jaxmpi.runtime import compile_cache, process
 from jaxmpi.runtime.provenance import versions
 
 BUDGET_S = seconds_from("JAXMPI_PROBE_S", 2)  # seconds in which candidates are timed by turns, about
@@ -56,9 +56,8 @@ def identity(comm: MpiComm) -> dict[str, Any]:
 
 def cores_of_a_host(comm: MpiComm) -> float:
     """Cores that a host's ranks may use, on the host with fewest."""
-    count = os.cpu_count() or 1
-    quota = process.quota_cores(process.QUOTA, count)
-    every = comm.processes.allgather_object([process.core_mask() or list(range(count)), quota])
+    mine = process.core_mask() or list(range(os.cpu_count() or 1))
+    every = comm.processes.allgather_object([mine, process.quota_cores()])
     sets: dict[int, set[int]] = {}
     for host, (cores, _) in zip(comm.hosts, every, strict=True):
         sets.setdefault(host, set()).update(cores)
@@ -124,7 +123,7 @@ def probe(comm: MpiComm, wires: Sequence[str]) -> Probe:
 
 def newest() -> tuple[dict[str, Any], Probe] | None:
     """The last readable probe that this machine has cached, with its `identity`."""
-    folder = caches.cache_folder("probes")
+    folder = compile_cache.cache_folder("probes")
     for path in sorted(folder.glob("*.json"), key=lambda path: path.lstat().st_mtime, reverse=True):
         try:
             value = json.loads(path.read_text())
@@ -136,13 +135,13 @@ def newest() -> tuple[dict[str, Any], Probe] | None:
 
 def save(key: dict[str, Any], probe: Probe) -> None:
     """Cache a probe."""
-    caches.write_json("probes", key, as_json(probe))
+    compile_cache.write_json("probes", key, as_json(probe))
 
 
 def _read(key: dict[str, Any]) -> dict[str, Any] | None:
     """The cached probe; None if missing, damaged, or with JAXMPI_PROBE=fresh."""
     try:
-        value = json.loads(caches.json_file("probes", key).read_text())
+        value = json.loads(compile_cache.json_file("probes", key).read_text())
         from_json(value)
     except DAMAGED:
         return None

@@ -23,7 +23,7 @@ from jaxmpi.allreduce.api import (
     settle,
 )
 from jaxmpi.allreduce.autotune import is_auto
-from jaxmpi.allreduce.buckets import Order, fuse, split_all
+from jaxmpi.allreduce.buckets import Order, fuse, split
 from jaxmpi.allreduce.call_order import caller, compared, number_of, one_thread
 from jaxmpi.allreduce.comm_thread import all_reduce_on_comm_thread, unavailable_reason
 from jaxmpi.comm.base import Comm
@@ -137,4 +137,8 @@ def exchange(
     flats = [fuse([given[i] for i in bucket], alignment) for bucket in buckets]
     with compared(workers, number):
         sums = all_reduce_on_comm_thread(flats, choice.strategy, workers, plan, labels, portable=portable)
-    return jax.tree.unflatten(structure, split_all([x / divisor for x in sums], leaves, buckets, alignment))
+    out = [*leaves]
+    for bucket, total in zip(buckets, sums, strict=True):
+        for i, part in zip(bucket, split(total / divisor, [leaves[i] for i in bucket], alignment), strict=True):
+            out[i] = part
+    return jax.tree.unflatten(structure, out)

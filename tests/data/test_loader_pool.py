@@ -29,8 +29,8 @@ from jaxmpi.data.loader_worker import (
     PID,
     SharedPickle,
 )
+from jaxmpi.launch.postmortem import children_of
 from jaxmpi.model.contract import Model
-from jaxmpi.runtime.process import children_of
 from launching import ROOT, mpirun, mpirun_line, run, train, wait_until
 from loader_sources import PX, Numbered, TwoArguments, Unpicklable
 
@@ -337,7 +337,7 @@ def apply(params, model_state, image, key, train):
 experiment = Experiment(
     model=Model("softmax", init, apply, input_shape=({px}, {px}, 3), classes={classes}),
     data={data},
-    optim=Optim("sgd", lr=0.01, lr_scaling="none"),
+    optim=Optim("sgd", lr=0.01),
     exchange=ExchangeConfig("asa32"),
     effective_batch=4,
     train_for="3ep",

@@ -31,6 +31,8 @@ def pairwise(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     rows = pad(x, p).reshape(p, -1)  # each is encoded by itself
     if folds:
         rows = rows + wire.decode(comm.permute(wire.encode(rows), folds))
+    # A worker rounds only the half that it sends, and adds what comes to its own, unrounded. Each half is kept by one
+    # partner, so every entry is summed once, and its bits are the same wherever the sum goes.
     mine = 0  # the row that is summed here
     for level, pairs in enumerate(partners):
         halves, side = rows.reshape(2, -1, rows.shape[-1]), (place >> level) & 1
