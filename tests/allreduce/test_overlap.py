@@ -210,7 +210,7 @@ from jaxmpi.models.cnn import digits_cnn_tiny
 experiment = Experiment(
     model=digits_cnn_tiny(),
     data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
-    optim=Optim("momentum", lr=0.05, lr_scaling="none"),
+    optim=Optim("momentum", lr=0.05),
     exchange=ExchangeConfig("ring16", bucket_bytes=4096),
     effective_batch=60, train_for="20st", eval_every="10st", checkpoint_every="10st", log_every=10,
 )

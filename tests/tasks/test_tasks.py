@@ -302,7 +302,7 @@ def test_a_figure_of_normalised_images_is_monitored(model, figure, mode, tmp_pat
             validation={"image": image, "label": label},
             loader="threads",
         ),
-        optim=Optim("sgd", lr=0.01, lr_scaling="none"),
+        optim=Optim("sgd", lr=0.01),
         effective_batch=8,
         train_for="1st",
         monitor=figure,
