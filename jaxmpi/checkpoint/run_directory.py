@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from jaxmpi.comm.job import Processes
     from jaxmpi.comm.topology import Workers
 
-CONFIG, MOST_CONFIG_BYTES = "config.json", 1 << 24  # a run's configuration, and a plausible limit of its size
+CONFIG = "config.json"  # a run's configuration
 # Names that a run writes to as files.
 FILES = ("record.jsonl", "record.tmp", CONFIG, "config.tmp", "trace.json", "trace.tmp", "lock")
 
@@ -277,7 +277,7 @@ def stored(experiment: Experiment, name: str) -> StoredSettings | None:
 def begun(experiment: Experiment, run_dir: Path) -> StoredSettings | None:
     """Settings of a run without checkpoints; None if batch or exchange differ."""
     try:
-        facts = read_json(run_dir / CONFIG, MOST_CONFIG_BYTES, "a run's configuration")
+        facts = read_json(run_dir / CONFIG, experiment_file.MOST_CONFIG_BYTES, "a run's configuration")
         workers, scaled_for, batch = (int(facts[name]) for name in ("workers", "scaled_for", "effective_batch"))
         exchange = {name: facts["experiment"]["exchange"][name] for name in ("strategy", "bucket_bytes", "overlap")}
         is_same = facts["asked"] == experiment.exchange.strategy
