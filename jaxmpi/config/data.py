@@ -16,11 +16,9 @@ from typing import Any, Literal, NamedTuple
 from jaxmpi.config import durations
 from jaxmpi.config.validate import (
     InPython,
-    check_ranges,
-    check_words,
+    check_fields,
     incompatible,
     refuse_incompatible,
-    use_python_numbers,
 )
 from jaxmpi.core.errors import UsageError
 
@@ -81,9 +79,7 @@ class Data:
     augment: InPython[Callable[[Any, dict[str, Any]], dict[str, Any]] | None] = None
 
     def __post_init__(self) -> None:
-        use_python_numbers(self)
-        check_words(self, "data.")
-        check_ranges(
+        check_fields(
             self,
             "data.",
             max_skipped="[0, 1], a share",
