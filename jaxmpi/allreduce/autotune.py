@@ -30,7 +30,7 @@ from jaxmpi.comm.agreement import fingerprint
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError, lookup
-from jaxmpi.runtime import caches, process
+from jaxmpi.runtime import compile_cache, process
 
 MOST = 4  # strategies to time
 BUCKET_BYTES = 4 << 20  # by default
@@ -118,7 +118,7 @@ def choose(
         if not is_quiet:
             how += ", and not cached: other processes compute"
         elif control.rank == 0:
-            caches.write_json("auto", key, {"strategy": name, "seconds": seconds, "floats": sum(sizes)})
+            compile_cache.write_json("auto", key, {"strategy": name, "seconds": seconds, "floats": sum(sizes)})
     slots = max(comm.hosts.count(host) for host in set(comm.hosts))
     pays = len(set(comm.hosts)) > 1 or facts["cores"] >= 2 * slots
     times = ", ".join(f"{each} {seconds[each]:.2g} s" for each in sorted(seconds, key=seconds.__getitem__))
@@ -283,7 +283,7 @@ def read(key: dict[str, Any]) -> dict[str, Any] | None:
     if os.environ.get("JAXMPI_PROBE") == "fresh":
         return None
     try:
-        value = json.loads(caches.json_file("auto", key).read_text())
+        value = json.loads(compile_cache.json_file("auto", key).read_text())
         seconds = {str(name): float(s) for name, s in value["seconds"].items()}
         found = {"strategy": value["strategy"], "seconds": seconds, "floats": max(1, int(value["floats"]))}
         return found if seconds[found["strategy"]] > 0 else None

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxmpi.core.errors import lookup
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.runtime import c_library
+from jaxmpi.runtime import compile_cache
 
 BLOCK = 256  # floats that share a scale on wires 16 and 8: 0.8 and 1.6 % on top of the bytes
 SMALLEST_NORMAL = 2.0**-126
@@ -172,7 +172,7 @@ def codec() -> ctypes.CDLL | None:
     """Encoding and decoding in C; None without a compiler."""
     header = Path(__file__).with_name("compiled_wires.h")
     try:
-        return c_library.load(header.with_suffix(".c"), [header], WIRE_CONSTANTS)
+        return compile_cache.load_c(header.with_suffix(".c"), [header], WIRE_CONSTANTS)
     except (OSError, subprocess.SubprocessError):
         return None
 

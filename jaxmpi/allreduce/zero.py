@@ -356,18 +356,6 @@ def over_devices(zero: Zero, half: str, like: tuple[jax.ShapeDtypeStruct, ...]) 
 
 # ---------------------------------------------------------------- of a run's options
 
-NO_HALVES = (
-    "got strategy {strategy!r} for sharded updates; expected one whose sum is a reduce-scatter and an allgather: "
-    "{able}, or auto"
-)
-NO_FIT = (
-    "got strategy {strategy!r} for sharded updates, which is not for ranks on these hosts; expected {able}, or auto"
-)
-NO_WIRE = (
-    "got gather_wire {wire} with strategy {strategy!r}, whose new params never leave the memory of the host, in 32 "
-    "bits; leave it out, or take {able}"
-)
-
 
 def make_zero(
     strategy: str,
@@ -402,12 +390,16 @@ def make_zero(
         raise UsageError(f"clip_norm: got {clip_norm}; expected a largest norm >= 0, 0 for none")
     able = ", ".join(with_halves(comm.hosts, gather_wire))
     spec = None if is_compressor(strategy) else parse(strategy).spec
-    if not (spec and spec.halves):
-        raise UsageError(NO_HALVES.format(strategy=strategy, able=able))
-    if not spec.fits(comm.hosts):
-        raise UsageError(NO_FIT.format(strategy=strategy, able=able))
+    if not (spec and spec.halves and spec.fits(comm.hosts)):
+        raise UsageError(
+            f"got strategy {strategy!r} for sharded updates; expected one whose sum is a reduce-scatter and an "
+            f"allgather, for ranks on these hosts: {able}, or auto"
+        )
     if gather_wire not in spec.halves.gathers:
-        raise UsageError(NO_WIRE.format(wire=gather_wire, strategy=strategy, able=able))
+        raise UsageError(
+            f"got gather_wire {gather_wire} with strategy {strategy!r}, whose new params never leave the memory of the "
+            f"host, in 32 bits; leave it out, or take {able}"
+        )
     choice = Choice(strategy=parse(strategy).name, op=op, comm=comm, bucket_bytes=bucket_bytes, order=beside)
     workers = comm.size * (mesh.size if mesh else 1)
     if sharding is None or workers == 1:
@@ -415,6 +407,6 @@ def make_zero(
     if isinstance(sharding, TensorSharding):
         sharding = sharding._replace(block=math.lcm(parse(strategy).wire.block, WIRES[gather_wire].block))
     zero = Zero(choice, sharding, clip_norm, gives_square, gather_wire, early=early, mesh=mesh)
-    return (
-        zero._replace(shared_params=SharedParams(host, sharding, zero.shard_indices[host.local_rank])) if host else zero
-    )
+    if host:
+        zero = zero._replace(shared_params=SharedParams(host, sharding, zero.shard_indices[host.local_rank]))
+    return zero

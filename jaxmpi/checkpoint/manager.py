@@ -23,12 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.checkpoint import manifests
+from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.checkpoint.manifests import FORMAT, best_first, found, sealed, step_of, worker_file
 from jaxmpi.checkpoint.restore import halves
 from jaxmpi.comm.agreement import on_all_ranks
 from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import TrainingError, UsageError
-from jaxmpi.core.files import HeldFolder, sync_file
+from jaxmpi.core.files import sync_file
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.runtime import fault_injection

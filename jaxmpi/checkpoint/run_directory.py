@@ -12,23 +12,22 @@ This module imports no JAX: the supervisor of a job chooses the folder, too.
 import contextlib
 import dataclasses
 import datetime
-import fcntl
 import itertools
 import json
 import os
 import re
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxmpi.checkpoint.held_folder import HeldFolder, locked
 from jaxmpi.checkpoint.manifests import AGAIN, candidates, found, newest
 from jaxmpi.config import experiment_file, flags
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError, check
-from jaxmpi.core.files import NO_LOCKS, HeldFolder, refuse_ways_out
+from jaxmpi.core.files import refuse_ways_out
 from jaxmpi.core.json_tree import MALFORMED, flatten_json, read_json
 from jaxmpi.runtime import provenance
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from jaxmpi.comm.job import Processes
     from jaxmpi.comm.topology import Workers
 
-CONFIG, MOST_CONFIG_BYTES = "config.json", 1 << 24  # a run's configuration, and a plausible limit of its size
+CONFIG = "config.json"  # a run's configuration
 
 # ---------------------------------------------------------------- which directory
 
@@ -138,52 +137,6 @@ def still_usable() -> Iterator[None]:
         raise TrainingError(f"the run directory cannot be used any more: {error}") from error
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[HeldFolder]:
-    """Hold and lock a run directory; see `lock`."""
-    with contextlib.ExitStack() as held:
-        home = HeldFolder(folder)
-        held.callback(home.close)
-        lock(home, held)
-        yield home
-
-
-def lock(home: HeldFolder, held: contextlib.ExitStack) -> None:
-    """Lock the run directory against other jobs, if possible on all hosts.
-
-    Both the folder and its file `lock` are locked: NFS locks no folders, and a file can be removed. The file names the
-    holder. The lock ends with the process.
-
-    Args:
-        held: closes the file `lock`.
-
-    Raises:
-        UsageError: another job has it: its host and process.
-    """
-    path = home.path / "lock"
-    try:
-        is_locked = home.try_lock()
-        file = held.enter_context(path.open("a+"))
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        home.lock = None if is_locked else file.fileno()
-    except BlockingIOError:
-        holder = ""
-        with contextlib.suppress(OSError), path.open(errors="backslashreplace") as file:  # it may have been removed
-            holder = file.read(200).strip()
-        raise UsageError(
-            f"run directory {str(home.path)!r} is in use by {holder or 'another job'}; wait for its end, or name "
-            "another with --run-dir"
-        ) from None
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-    file.truncate(0)
-    try:
-        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode(errors="backslashreplace"))
-    except OSError as error:  # as on a full disk; it does not name the file
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
 # ---------------------------------------------------------------- what it holds
 
 
@@ -235,7 +188,7 @@ class StoredSettings(NamedTuple):
     """Settings of a resumed run that its newest checkpoint decides."""
 
     workers: int  # that wrote it
-    scaled_for: int  # initial number of workers, by which the learning rate is scaled
+    scaled_for: int  # initial number of workers
     effective_batch: int
     exchange: dict[str, Any]  # asked, strategy, bucket_bytes and, except in old checkpoints, overlap
     group_size: int = 0  # workers that held one copy of the data in memory; 0: not known
@@ -277,7 +230,7 @@ def stored(experiment: Experiment, name: str) -> StoredSettings | None:
 def begun(experiment: Experiment, run_dir: Path) -> StoredSettings | None:
     """Settings of a run without checkpoints; None if batch or exchange differ."""
     try:
-        facts = read_json(run_dir / CONFIG, MOST_CONFIG_BYTES, "a run's configuration")
+        facts = read_json(run_dir / CONFIG, experiment_file.MOST_CONFIG_BYTES, "a run's configuration")
         workers, scaled_for, batch = (int(facts[name]) for name in ("workers", "scaled_for", "effective_batch"))
         exchange = {name: facts["experiment"]["exchange"][name] for name in ("strategy", "bucket_bytes", "overlap")}
         is_same = facts["asked"] == experiment.exchange.strategy

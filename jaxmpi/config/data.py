@@ -13,13 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-import tyro
-
 from jaxmpi.config import durations
-from jaxmpi.config.validate import check_ranges, check_words, incompatible, refuse_incompatible, use_python_numbers
+from jaxmpi.config.validate import (
+    InPython,
+    check_fields,
+    incompatible,
+    refuse_incompatible,
+)
 from jaxmpi.core.errors import UsageError
 
-InPython = tyro.conf.Suppress  # a field that an experiment file sets and no flag can
 _PERIOD = re.compile(r"\d+(\.\d+)?(ep|st|ex)")
 MOST_LOADERS = 1024  # per worker; each is a thread or a process
 REFUSALS = incompatible(
@@ -38,6 +40,7 @@ class Data:
     name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
     train_split: str = "train"  # folder under `dir` or tfds split
     validation_split: str = "validation"  # the same, for evaluation
+    holdout: float = 0.0  # share of the training examples, of each class, to validate on in place of a validation split
     # tables: names of the input and of the label, or any other number of names for a task; empty: image label
     columns: tuple[str, ...] = ()
     resize: int = 0  # px: shorter side after decoding, aspect kept; 0 keeps the size; not for crops by `crop_area`
@@ -76,12 +79,11 @@ class Data:
     augment: InPython[Callable[[Any, dict[str, Any]], dict[str, Any]] | None] = None
 
     def __post_init__(self) -> None:
-        use_python_numbers(self)
-        check_words(self, "data.")
-        check_ranges(
+        check_fields(
             self,
             "data.",
             max_skipped="[0, 1], a share",
+            holdout="[0, 1), such as 0.2",
             resize=">= 0 px",
             crop=">= 0 px",
             channels=">= 1",

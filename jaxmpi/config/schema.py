@@ -9,11 +9,9 @@ sets them. The table `REFUSALS` lists settings that exclude each other.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
-
-from jaxmpi.config.data import Data, InPython
+from jaxmpi.config.data import Data
 from jaxmpi.config.durations import check_divides, duration_steps, step_range
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim, Schedule
@@ -21,19 +19,14 @@ from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.validate import (
     GIVE_ONE,
     PAIR,
-    check_ranges,
-    check_words,
+    InPython,
+    Repeatable,
+    check_fields,
     incompatible,
     refuse_incompatible,
-    use_python_numbers,
 )
 from jaxmpi.core.errors import UsageError
 
-WORDS = "words"  # marks a tuple of words and objects: flags name its words, and an experiment file both
-if TYPE_CHECKING:
-    Sinks = tuple[str | Callable[[dict[str, Any]], None], ...]
-else:  # as the command line's parser is to see it
-    Sinks = Annotated[tuple[str, ...], WORDS]
 # What a job does once late ranks are named.
 ON_STALL = {"abort": "ends, with a code other than 0", "warn": "says so and goes on"}
 # The parts of an experiment, and how each is spelled: objects of other libraries, such as Optax's, are none of them.
@@ -87,7 +80,8 @@ class Experiment:
     quiet: bool = False  # nothing on the terminal but errors; the record is written all the same
     trace: str = ""  # first and last step, as 10:20: what all ranks do when, as trace.json in the run directory
     profile: str = ""  # first and last step, as 10:20: JAX's own profiler, into profile/ in the run directory
-    sinks: Sinks = ()  # csv, mlflow, tensorboard, wandb: get every line of the record; functions may, too
+    # csv, mlflow, tensorboard, wandb: get every line of the record; functions may, too
+    sinks: tuple[str | Callable[[dict[str, Any]], None], ...] = ()
     callbacks: InPython[tuple[Any, ...]] = ()  # jaxmpi.Callback objects: EarlyStop(), ReduceOnPlateau(), your own
     stall_timeout_s: float = 600.0  # seconds without progress after which late ranks are named, with stacks; 0 = never
     on_stall: Literal["abort", "warn"] = "abort"  # action once late ranks are named
@@ -103,7 +97,7 @@ class Experiment:
     # if a worker dies the job ends (--restarts starts it again), or the others repeat the step without it and continue:
     # on one host, under mpirun --with-ft ulfm (experimental)
     on_rank_loss: Literal["end", "shrink"] = "end"
-    inject: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # kind:key=value,...: a fault on order; repeatable
+    inject: Repeatable[tuple[str, ...]] = ()  # kind:key=value,...: a fault on order; repeatable
     seed: int = 0  # seed of initialisation, order, augmentation and dropout
     # batch norm normalises by a worker's own batch and evaluates with its own running statistics (local) or their mean
     # over workers (averaged), or normalises by the batches of all workers, exchanged at every layer (synchronised)
@@ -116,7 +110,6 @@ class Experiment:
     comm: Literal["mpi", "xla"] = "mpi"
 
     def __post_init__(self) -> None:
-        use_python_numbers(self)
         for name, (part, way_out) in PARTS.items():
             got = getattr(self, name)
             kind = f"{type(got).__module__.partition('.')[0]}.{type(got).__name__}"
@@ -124,7 +117,7 @@ class Experiment:
                 raise UsageError(f"{name}: got a {kind}; expected jaxmpi.config.{part.__name__}: {way_out}")
         if self.run_dir.startswith("-"):
             raise UsageError(f"run_dir: got {self.run_dir!r}; expected a path: write ./{self.run_dir}")
-        check_ranges(
+        check_fields(
             self,
             local_batch=">= 0",
             effective_batch=">= 0",
@@ -137,7 +130,6 @@ class Experiment:
             devices=">= 1",
             stall_timeout_s=">= 0",
         )
-        check_words(self)
         if not isinstance(self.sinks, (tuple, list)):
             raise UsageError(f"sinks: got {self.sinks!r}; expected a tuple, as ('csv',)")
         for sink in self.sinks:

@@ -1,6 +1,6 @@
 """Typed random keys as arrays of numbers, which can travel, and back."""
 
-import operator
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -12,44 +12,13 @@ from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@jax.tree_util.register_dataclass
+@dataclass(eq=False)
 class KeyData:
     """Typed keys as u32[..., words]; the tree's structure names their generator."""
 
-    def __init__(self, data: Any, implementation: Any) -> None:
-        self.data, self.implementation = data, implementation
-
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], Any]:
-        """The numbers as the one leaf, with its name in paths."""
-        return ((jax.tree_util.GetAttrKey("key_data"), self.data),), self.implementation
-
-    def tree_flatten(self) -> tuple[tuple[Any], Any]:
-        """The numbers as the one leaf."""
-        return (self.data,), self.implementation
-
-    @classmethod
-    def tree_unflatten(cls, implementation: Any, data: tuple[Any]) -> "KeyData":
-        """The node around a leaf of any kind."""
-        return cls(*data, implementation)
-
-
-def key_from_seed(what: str, seed: Any) -> jax.Array:
-    """`jax.random.key(seed)`, all 64 bits of which count.
-
-    Without 64-bit types JAX takes the low 32 bits alone; here the high ones, if any, are folded in.
-
-    Raises:
-        UsageError: the seed is no whole number from 0 to 2^64 - 1; `what` names it.
-    """
-    if isinstance(seed, Tracer):
-        return jax.random.key(seed)
-    try:
-        number = operator.index(seed)
-    except TypeError:
-        number = -1
-    check(0 <= number < 2**64, f"{what}: got {seed!r}; expected a whole number from 0 to 2^64 - 1")
-    low, high = np.uint32(number % 2**32), np.uint32(number // 2**32)
-    return jax.random.fold_in(jax.random.key(low), high) if high else jax.random.key(low)
+    key_data: Any
+    implementation: Any = field(metadata={"static": True})
 
 
 def is_key_data(node: Any) -> bool:
@@ -83,7 +52,7 @@ def unpacked(tree: PyTree) -> PyTree:
     def one(node: Any) -> Any:
         if not is_key_data(node):
             return node
-        return jax.random.wrap_key_data(jnp.asarray(node.data), impl=node.implementation)
+        return jax.random.wrap_key_data(jnp.asarray(node.key_data), impl=node.implementation)
 
     return jax.tree.map(one, tree, is_leaf=is_key_data)
 
@@ -95,19 +64,11 @@ def key_leaves(structure: Any) -> list[bool]:
 
 
 def check_op(op: str, shape: tuple[int, ...], where: str) -> None:
-    """Refuse operations that give no keys; `shape` is of the keys' numbers.
-
-    Raises:
-        UsageError: arithmetic on keys, or rows of a single key.
-    """
+    """Refuse operations that give no keys, or rows of one key; `shape` is of the keys' numbers."""
     check(op in ("", "gather"), f"{where}: got random keys, which {op} cannot take: use gather or local")
     check(op != "gather" or len(shape) > 1, f"{where}: got one random key; gather needs a first axis: use key[None]")
 
 
 def check_rows(shape: tuple[int, ...], where: str) -> None:
-    """Refuse a single key if rows are wanted.
-
-    Raises:
-        UsageError: there is no first axis of keys.
-    """
+    """Refuse a single key if rows are wanted."""
     check(len(shape) > 1, f"{where}: got one random key; scatter needs a first axis: use jax.random.split(key, n)")

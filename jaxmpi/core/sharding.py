@@ -30,8 +30,6 @@ OF_TX, MASTERS = "of_tx", "masters"  # fields of a rule's state that keeps a sha
 WORDS = (
     "'element' if the update of an entry depends on that entry alone, 'tensor' if it depends on its own tensor alone"
 )
-NO_WORD = "{option}: got {by!r} for an optimizer whose sharding is not known; expected " + WORDS
-WRONG_WORD = "{option}: got {by!r}, but {why} with this optimizer; expected " + WORDS + ", else leave it unsharded"
 
 # ---------------------------------------------------------------- by element
 
@@ -401,12 +399,13 @@ def check_sharding(tx: Any, params: PyTree, by: str, workers: int, option: str =
         UsageError: a missing or unknown word, with what both mean; a word that the trial disproves, with the tensor.
     """
     if by not in ("element", "tensor"):
-        raise UsageError(NO_WORD.format(option=option, by=by))
+        raise UsageError(f"{option}: got {by!r} for an optimizer whose sharding is not known; expected {WORDS}")
     leaves, structure = jax.tree.flatten(jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), params))
     # The first and the last tensor of each number of axes: a trial of all 128 of GoogLeNet compiles for 9 s.
     first = {leaf.ndim: i for i, leaf in reversed([*enumerate(leaves)])}
     few = {*first.values(), *{leaf.ndim: i for i, leaf in enumerate(leaves)}.values()}
     some = [x if i in few else optax.MaskedNode() for i, x in enumerate(leaves)]
+    cause = None
     try:
         with jax.ensure_compile_time_eval():
             try:
@@ -416,10 +415,10 @@ def check_sharding(tx: Any, params: PyTree, by: str, workers: int, option: str =
         if not found and by == "element":
             found = _state_by_size(tx, jax.tree.unflatten(structure, leaves), workers)
     except Exception as error:  # whatever a user's code raises that knows the model's tensors alone
-        why = f"a shard alone fails ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-        raise UsageError(WRONG_WORD.format(option=option, by=by, why=why)) from error
+        cause, found = error, f"a shard alone fails ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     if found:
-        raise UsageError(WRONG_WORD.format(option=option, by=by, why=found))
+        what = f"{option}: got {by!r}, but {found} with this optimizer"
+        raise UsageError(f"{what}; expected {WORDS}, else leave it unsharded") from cause
 
 
 def _trial(tx: Any, like: PyTree, by: str) -> str:

@@ -100,7 +100,7 @@ def _spawn(size: int, board: Segment) -> tuple[Any, Any]:
     waited = WaitClock()
     while not started.done():
         if waited.look() > failures.START_TIMEOUT_S:
-            failures.note_spawned()
+            failures.job.has_spawned = True
             raise TrainingError(
                 f"data.loader spawn: MPI has not started {size} loaders within {failures.START_TIMEOUT_S:g} s "
                 "(JAXMPI_START_TIMEOUT_S sets the time); start the job again, or take --data.loader processes"
@@ -113,7 +113,7 @@ def _spawn(size: int, board: Segment) -> tuple[Any, Any]:
             f"data.loader: got spawn, but MPI cannot start {size} loaders a worker ({error}): no slots are left, or "
             "its launcher does not allow it; start the job with more slots than ranks, or use processes"
         ) from error
-    failures.note_spawned()
+    failures.job.has_spawned = True
     return MPI, comm
 
 

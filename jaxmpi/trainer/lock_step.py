@@ -18,7 +18,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from jaxmpi.checkpoint import run_directory
+from jaxmpi.checkpoint import held_folder, run_directory
 from jaxmpi.comm.topology import gather_fault_tolerant, to_device
 from jaxmpi.core.errors import AgreedError
 from jaxmpi.core.pytrees import size_bytes
@@ -29,7 +29,7 @@ from jaxmpi.observe.step_timing import StepTimer
 from jaxmpi.recover import decisions
 from jaxmpi.recover.watchdog import watching
 from jaxmpi.runtime import failures, progress
-from jaxmpi.runtime.allocator import give_back_freed_memory
+from jaxmpi.runtime.process import give_back_freed_memory
 from jaxmpi.trainer import memory
 from jaxmpi.trainer.build import build_functions
 from jaxmpi.trainer.loop import Coordinator, Position, RunProgress, run_steps
@@ -291,7 +291,7 @@ def take_over_record(run: Run, step: int, ends: contextlib.ExitStack) -> Recorde
     assert shrinking is not None
     if shrinking.recorder is None:
         with run_directory.still_usable():
-            run_directory.lock(run.home, ends)
+            held_folder.lock(run.home, ends)
             shrinking.recorder = open_recorder(run.plan, run.folder, run.recorder.elapsed_s(), run.hosts)
         ends.push(shrinking.recorder)
     shrinking.recorder.go_back(step)

@@ -2,6 +2,7 @@
 
     python -m jaxmpi.train EXPERIMENT.py [--field value ...]              one worker
     mpirun -n 8 python -m jaxmpi.train EXPERIMENT.py [--field value ...]  eight
+    python -m jaxmpi.train --from RUN [--field value ...]                 as a run was started
 
 A mistake should end a run before it has cost much time. So the parts stand in the order in which they can fail:
 experiment file, workers, the model's shapes, data, exchange, step, run directory, state. Then the loop makes the steps
@@ -11,6 +12,7 @@ on all ranks.
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import shutil
 import sys
@@ -21,6 +23,7 @@ from typing import Any
 
 from jaxmpi.allreduce import algorithms
 from jaxmpi.checkpoint import run_directory
+from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.checkpoint.manager import check_disk, total_bytes, warn
 from jaxmpi.checkpoint.restore import Saved
 from jaxmpi.comm.control import MpiProcesses
@@ -30,7 +33,7 @@ from jaxmpi.config import experiment_file
 from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.files import HeldFolder, write_whole
+from jaxmpi.core.files import write_whole
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data import SOURCES
 from jaxmpi.model.check import check_model
@@ -80,7 +83,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     with failures.at_work():
         code = 0
         try:
-            train(experiment, path.stem, provenance.project_root(path), digest=provenance.file_digest(path))
+            train(
+                experiment,
+                path.stem,
+                provenance.project_root(path),
+                digest=hashlib.sha256(path.read_bytes()).hexdigest(),
+            )
         except decisions.Preempted as preempted:
             code = preempted.code
         failures.wait_for_ending_thread()

@@ -8,6 +8,7 @@ come on top. `jaxmpi forecast` prints the same table before there is a run.
 
 import argparse
 import contextlib
+import os
 from dataclasses import dataclass, fields, replace
 
 import jax
@@ -25,7 +26,7 @@ from jaxmpi.core.train_state import worker_key
 from jaxmpi.rules import registry
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime import process
-from jaxmpi.runtime.allocator import give_back_at_once, is_settled, keep_freed_memory
+from jaxmpi.runtime.process import give_back_at_once, keep_freed_memory
 from jaxmpi.trainer import step as steps
 from jaxmpi.trainer.build import forward_of, rule_of_shapes, rule_state_shapes, shares_params
 from jaxmpi.trainer.plan import Plan, make_plan
@@ -153,7 +154,8 @@ def allocated(memory: WorkerMemory, here: int) -> int:
 
 def is_short(memory: WorkerMemory, here: int, free_bytes: int) -> bool:
     """Return True if memory lacks room for holes between freed buffers: on CPUs, unless JAXMPI_ALLOCATOR decides."""
-    return KEEP_FACTOR * memory.on_host(here) > free_bytes and jax.default_backend() == "cpu" and not is_settled()
+    is_decided = os.environ.get("JAXMPI_ALLOCATOR") in ("system", "keep")
+    return KEEP_FACTOR * memory.on_host(here) > free_bytes and jax.default_backend() == "cpu" and not is_decided
 
 
 def make_room(memory: WorkerMemory, plan: Plan, free_bytes: int) -> None:

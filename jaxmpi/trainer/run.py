@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.checkpoint.manager import Retention, Saver
 from jaxmpi.comm.agreement import check_may_send
 from jaxmpi.comm.topology import Workers, local_rows
 from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.data.feed import DeviceFeed

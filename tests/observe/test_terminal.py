@@ -107,7 +107,7 @@ def test_a_panel_follows_the_width_of_its_window(no_launcher, monkeypatch):
     os.close(mine)
 
 
-ASK = "import sys; from jaxmpi.runtime.progress import terminal_columns; print('columns', terminal_columns(sys.stdout))"
+ASK = "import sys; from jaxmpi.observe.terminal import terminal_columns; print('columns', terminal_columns(sys.stdout))"
 SUPERVISED = """
 import sys
 from jaxmpi.launch.options import Options

@@ -546,17 +546,20 @@ def test_what_one_rank_cannot_save_is_refused_on_all_and_the_next_call_works(
     assert jaxmpi.metrics.sum(1) == SIZE
 
 
-class Unruly:
-    """A node of a tree that cannot be put together again on one rank."""
-
-
-jax.tree_util.register_pytree_node(Unruly, lambda node: ((jnp.ones(2),), None), lambda _, leaves: unruly(leaves))
-
-
-def unruly(leaves):
-    if RANK == SIZE - 1 and isinstance(leaves[0], np.ndarray):
-        raise RuntimeError("not this one")
-    return Unruly()
+def test_a_step_is_a_whole_number_of_64_bits(tmp_path_factory):
+    kept = jaxmpi.Checkpoints(Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))))
+    for step in (jnp.int32(5), 1_764_300_000_123_456_789, 2**63 - 1):
+        kept.save(step, {"w": jnp.ones(2)})
+        saved = kept.restore({"w": jnp.zeros(2)})
+        assert saved is not None
+        assert saved.step == int(step)
+    wrong: list[Any] = [1.9, -1, 2**63, None]
+    for step in wrong:
+        with pytest.raises(jaxmpi.UsageError, match="step"):
+            kept.save(step, {"w": jnp.zeros(2)})
+    saved = kept.restore({"w": jnp.zeros(2)})
+    assert saved is not None
+    assert float(saved.shared["w"][0]) == 1
 
 
 # ---------------------------------------------------------------- docs/porting.md

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from jaxmpi.allreduce.wires import BLOCK
+from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint
 from jaxmpi.checkpoint.manifests import found
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.launch import command, postmortem
 from jaxmpi.launch.experiment_facts import facts_of

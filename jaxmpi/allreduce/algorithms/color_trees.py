@@ -21,7 +21,7 @@ import numpy as np
 from jaxmpi.allreduce.algorithms.spec import ALL, Net, StrategySpec, add, code, turn, wire_format
 from jaxmpi.allreduce.buckets import round_up
 from jaxmpi.allreduce.building_blocks import pad, place_of, put, take
-from jaxmpi.allreduce.schedules import MESSAGE_BYTES, Group, Part, Schedule, Span, columns
+from jaxmpi.allreduce.schedules import HOST_MESSAGE_BYTES, MESSAGE_BYTES, Group, Part, Schedule, Span, columns
 from jaxmpi.allreduce.wires import BLOCK, Wire
 from jaxmpi.comm.base import Comm
 from jaxmpi.core.pytrees import PyTree
@@ -231,25 +231,17 @@ def message_of(length: int, most: int) -> int:
 
 
 def coloured_trees_seconds(net: Net, n: float, wire: str, colours: int) -> float:
-    """Seconds of coloured trees, between hosts or inside one.
+    """Seconds of 2 H messages one after another, for height H, and of n / k floats for each edge of the busiest place.
 
-    Between hosts, by `coloured_parts`: 2 H messages one after another, for trees of height H. The seconds also count
-    n / k floats for each edge of the busiest place; other messages travel meanwhile. Inside one, by `coloured_trees`:
-    m + 2 H turns, each of 2 max(k, a) rounds of n / (k m), for m packets a part and arity a; packets without content
-    travel too. Kumar et al. 2018, section 4.2.
+    Other messages travel meanwhile, as those of `coloured_parts`. Kumar et al. 2018, section 4.2.
     """
     k, arity, height = forest(net.workers, colours)
-    packets = packets_of(n, k, height)
-    if net.hosts > 1:
-        crossing = 1 if k == 1 else net.slots
-        message = min(n / (k * packets), MESSAGE_BYTES / wire_format(wire)[1])
-        sent, added = most_edges(net.workers, k, arity) * n / k, arity * n / k
-        volume = turn(net, sent, wire, crossing) - turn(net, 0, wire, crossing)
-        return 2 * height * turn(net, message, wire, crossing) + volume + add(net, added) + code(net, n + added, wire)
-    turns, rounds = packets + 2 * height, 2 * max(arity, min(k, net.workers - 1))
-    packet = n / (k * packets)
-    each = rounds * turn(net, packet, wire, crossing=0)
-    return turns * (each + add(net, (k + rounds / 2) * packet) + code(net, (k + rounds / 2) * packet, wire))
+    crossing = 0 if net.hosts == 1 else 1 if k == 1 else net.slots
+    most = HOST_MESSAGE_BYTES if net.hosts == 1 else MESSAGE_BYTES
+    message = min(n / (k * packets_of(n, k, height)), most / wire_format(wire)[1])
+    sent, added = most_edges(net.workers, k, arity) * n / k, arity * n / k
+    volume = turn(net, sent, wire, crossing) - turn(net, 0, wire, crossing)
+    return 2 * height * turn(net, message, wire, crossing) + volume + add(net, added) + code(net, n + added, wire)
 
 
 def most_edges(workers: int, k: int, arity: int) -> int:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.allreduce.wires import host_wire
+from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.checkpoint.manager import UncoordinatedCheckpoint, written
 from jaxmpi.core.errors import TrainingError
-from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.rules.asynchronous.center import ABANDONED, OVER, CenterClient, Counters, Order, Report, Status
