@@ -15,8 +15,9 @@ if __name__ == "__main__":
         progress.start_progress()
     gc.disable()  # modules stay: to search them for garbage while they load takes a tenth of the time
     with progress.phase("importing JAX"):
-        from jaxmpi.config.experiment_file import refuse_early
+        from jaxmpi.config.experiment_file import refuse_early, take_run
 
+        sys.argv[1:] = take_run(sys.argv[1:])  # so a run's directory keeps a line that needs no other run
         refuse_early(sys.argv[1:])
         from jaxmpi.trainer.main import main  # takes a second
 

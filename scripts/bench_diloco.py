@@ -93,7 +93,7 @@ def recipe(contender: Contender, sizes: Sizes, seed: int) -> Experiment:
     return Experiment(
         model=model,
         data=Data("stdlib", window=model.input_shape[0]),
-        optim=Optim("adamw", lr=contender.rate * sizes.lr, lr_scaling="none", weight_decay=DECAY, decay_bias=False),
+        optim=Optim("adamw", lr=contender.rate * sizes.lr, weight_decay=DECAY, decay_bias=False),
         schedule=Schedule("constant", warmup=f"{max(sizes.steps // 20, 1)}st"),
         rule=RuleConfig(contender.rule, local_steps=sizes.period, noise_scale=False),
         exchange=ExchangeConfig(contender.strategy, overlap="off" if contender.strategy == "none" else "auto"),

@@ -26,7 +26,7 @@ import numpy as np
 import plan_check
 
 import jaxmpi
-from jaxmpi.allreduce import measuring, overlap, probes
+from jaxmpi.allreduce import measuring, overlap
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.comm.job import processes
 from jaxmpi.model.contract import Model
@@ -127,7 +127,7 @@ def main() -> None:
     options = parser.parse_args()
     size = floats(options.shrink)
     print(f"{size:,} params, {BATCH} examples of {WINDOW} words a host, {options.rate}, {options.rounds} rounds")
-    probe = probes.from_json(
+    probe = measuring.from_json(
         harness.on_ranks(
             plan_check.probe_and_measure,
             *([STRATEGY], min(size, 1_000_000), 1),

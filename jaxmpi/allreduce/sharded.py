@@ -94,7 +94,7 @@ def sharded(
         strategy: asa, ring, hier-asa or hier-ring, with any wire, which gradients take; shm, ar; or auto.
         op: mean or sum, of gradients.
         comm: as of `exchange`.
-        bucket_bytes: as of `exchange`; for shards outside jit on one host at most 1 MiB, if it is a number.
+        bucket_bytes: as of `exchange`, by element; outside jit on one host at most 1 MiB, if it is a number.
         clip_norm: largest global norm of the mean gradient, or of the sum by `op`, as `optax.clip_by_global_norm`
             before tx; 0: any.
         gather_wire: of the updates. With a coarser one than 32 each worker keeps its shard of params in 32 bits.

@@ -7,7 +7,9 @@ be one of the experiments that ship with jaxmpi (docs/decisions/0022).
 """
 
 import functools
+import hmac
 import importlib.util
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,11 +20,15 @@ from jaxmpi.config import flags
 from jaxmpi.config.data import data_dir
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError, nearest
-from jaxmpi.runtime import failures, process
+from jaxmpi.core.json_tree import read_json
+from jaxmpi.runtime import failures, process, provenance
 from jaxmpi.runtime.provenance import PACKAGE, project_root
 
 NO_FILE = "name an experiment file first: python -m jaxmpi.train experiments/digits.py"
 HELP = {"-h", "--help"}
+FROM_PYTHON = "from_python.py"  # experiment file of a run that jaxmpi.Trainer started in processes of its own
+MOST_CONFIG_BYTES = 1 << 24  # of a run's config.json that is plausible
+OF_ONE_RUN = {"run-dir", "resume", "from-start"}  # flags that `--from` does not take over
 PROGRAMS = ("collectives/", "functions/")  # begin the names of files that run without the trainer
 
 
@@ -81,6 +87,79 @@ def refuse_unknown(argv: Sequence[str]) -> None:
     known = flags.flags(Experiment())
     for name, _ in flags.words_by_flag(_without_rule(argv)):
         flags.find_flag(name, known)
+
+
+# ---------------------------------------------------------------- from a run
+
+
+def take_run(argv: Sequence[str]) -> list[str]:
+    """The arguments with `--from RUN` replaced by the experiment file and the flags with which that run was started.
+
+    A flag that is given besides takes the place of the run's. With `--resume` and no `--run-dir` RUN itself goes on.
+    """
+    at = next((i for i, arg in enumerate(argv) if arg.partition("=")[0] == "--from"), None)
+    if at is None:
+        return list(argv)
+    run_dir, after = argv[at].partition("=")[2], argv[at + 1 :]
+    if not run_dir and after:
+        run_dir, after = after[0], after[1:]
+    if not run_dir or run_dir.startswith("-"):
+        raise UsageError("--from: got no run directory; expected one, as in --from runs/first")
+    given = {flags.hyphens(arg)[2:].partition("=")[0].removeprefix("no-") for arg in [*argv[:at], *after]}
+    if {"local-batch", "effective-batch"} & given:  # either replaces the other
+        given |= {"local-batch", "effective-batch"}
+    file, *words = command_of(Path(run_dir))
+    taken = [
+        word
+        for name, values in flags.words_by_flag(words)
+        if name.removeprefix("no-") not in given | OF_ONE_RUN
+        for word in (f"--{name}", *values)
+    ]
+    if "resume" in given and "run-dir" not in given:
+        taken += ["--run-dir", run_dir]
+    return [*argv[:at], file, *taken, *after]
+
+
+def command_of(run_dir: Path) -> list[str]:
+    """The experiment file of a run, and the flags with which it was started.
+
+    An experiment file is code. One that config.json names may be executed only if it comes with jaxmpi, or if the
+    signature shows that this user has begun the run with it.
+    """
+    config = read_config(run_dir)
+    command = file_first(config["command"][1:])
+    if not (command and is_experiment(command[0], "")) or Path(command[0]).name == FROM_PYTHON:
+        raise UsageError(
+            f"{run_dir} was started from Python: name a file that has its `experiment = Experiment(...)`, --experiment "
+            "FILE.py, or use jaxmpi.Trainer(experiment) there"
+        )
+    path = locate(command[0])
+    if path.resolve() not in map(Path.resolve, find_shipped().values()):
+        mine = provenance.sign([config["command"], config.get("experiment_path")])
+        if not (mine and hmac.compare_digest(mine.encode(), str(config.get("signature")).encode())):
+            raise UsageError(
+                f"{run_dir}/config.json: names {str(path)!r}, which is code, and nothing shows that you have begun "
+                "this run here; if you trust the file, name it: --experiment FILE.py, or jaxmpi train FILE.py"
+            )
+        path = Path(config["experiment_path"])
+    if not path.is_file():
+        raise UsageError(f"{run_dir} was started with {shlex.join(command)}; {path} is gone: name the file")
+    return [str(path), *command[1:]]
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """A run's config.json, which has its command and its experiment."""
+    file = run_dir / "config.json"
+    if not file.is_file():
+        raise UsageError(f"{file}: no such file; name a run directory")
+    config = read_json(file, MOST_CONFIG_BYTES, "a run's configuration")
+    words = config.get("command") if isinstance(config, dict) and "experiment" in config else None
+    if not (isinstance(words, list) and words and all(isinstance(word, str) for word in words)):
+        raise UsageError(f"{file}: damaged: expected a run's command and experiment")
+    return config
+
+
+# ---------------------------------------------------------------- parts of a command line
 
 
 def _without_rule(argv: Sequence[str]) -> list[str]:

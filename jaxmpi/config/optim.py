@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from jaxmpi.config.validate import InPython, check_ranges, check_words, use_python_numbers
+from jaxmpi.config.validate import InPython, check_fields
 from jaxmpi.core.errors import UsageError
 
 
@@ -13,10 +13,9 @@ class Optim:
     """The optimizer that every worker runs."""
 
     name: str = "momentum"  # name of the optimizer: docs/rules.md
-    lr: float = 0.01  # learning rate of each worker, before `lr_for_batch` and `lr_scaling`
-    lr_for_batch: int = 0  # local batch that lr is for: with b examples it is b / this times lr; 0 = with any
-    # growth of lr with the number of workers; rule = the rule's own default
-    lr_scaling: Literal["rule", "none", "linear", "sqrt"] = "rule"
+    lr: float = 0.01  # learning rate, the same on any number of workers
+    lr_for_batch: int = 0  # effective batch that lr is for: with B examples it is multiplied by B / this; 0 = with any
+    lr_scaling: Literal["linear", "sqrt"] = "linear"  # with lr_for_batch: multiply by B / this, or its square root
     momentum: float | None = None  # mu, in [0, 1), if the optimizer has one; None: its own
     rate_in_velocity: bool = False  # momentum, nesterov: v <- mu v - eta g; else w <- w - eta v
     b1: float | None = None  # decay of the mean of gradients, if the optimizer has one; None: its own
@@ -33,14 +32,12 @@ class Optim:
     shard_by: InPython[str] = ""
 
     def __post_init__(self) -> None:
-        use_python_numbers(self)
         if not isinstance(self.name, str):
             raise UsageError(
                 f"optim.name: got a {type(self.name).__name__}; expected a name, such as adamw; an optimizer of Optax "
                 'has a field of its own: Optim("mine", transform=...)'
             )
-        check_words(self, "optim.")
-        check_ranges(
+        check_fields(
             self,
             "optim.",
             lr="(0, inf)",
@@ -58,6 +55,10 @@ class Optim:
             raise UsageError(
                 f"optim.shard_by: got {self.shard_by!r}; expected element or tensor, beside optim.transform: "
                 "optimizers by name know theirs"
+            )
+        if self.lr_scaling != "linear" and not self.lr_for_batch:
+            raise UsageError(
+                f"optim.lr_scaling: got {self.lr_scaling!r} without optim.lr_for_batch; give the batch that lr is for"
             )
         if self.decay_mask is not None and not self.decay_bias:
             raise UsageError("got optim.decay_mask and optim.decay_bias False; give one of them")
@@ -79,7 +80,6 @@ class Schedule:
     rate: InPython[Callable[[Any], Any] | None] = None  # (step) -> lr, such as an Optax schedule, in place of all this
 
     def __post_init__(self) -> None:
-        use_python_numbers(self)
         given = [f.name for f in fields(self) if f.name != "rate" and getattr(self, f.name) != f.default]
         if self.rate is not None and given:
             raise UsageError(f"got schedule.rate and schedule.{', '.join(given)}; give one of them")
@@ -88,7 +88,7 @@ class Schedule:
                 f"schedule.rate: got a {type(self.rate).__name__}; expected a function of the step that gives the "
                 "rate, such as an Optax schedule; a constant rate is optim.lr"
             )
-        check_ranges(self, "schedule.", factor="> 0", warmup_lr=">= 0", power="> 0", warmup_from="[0, 1], a share")
+        check_fields(self, "schedule.", factor="> 0", warmup_lr=">= 0", power="> 0", warmup_from="[0, 1], a share")
         if self.warmup_lr and self.warmup_from:
             raise UsageError(
                 f"got schedule.warmup_lr {self.warmup_lr} and schedule.warmup_from {self.warmup_from}; give one of them"

@@ -19,7 +19,7 @@ from jaxmpi.data.augment import Augment, load_mean_image
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import Example, ExampleReader
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
-from jaxmpi.data.loader_worker import NO_SLOT, Ring, RowFailure
+from jaxmpi.data.loader_worker import NO_SLOT, Ring
 from jaxmpi.data.sampler import Sampler, Share
 from jaxmpi.data.sources.base import Source
 
@@ -201,13 +201,13 @@ class Loader:
             self._filler = {name: value.copy() for name, value in row.items()}  # a view would keep a part of a data set
         return self._filler
 
-    def _find_corrupt(self, failures: list[RowFailure]) -> list[int]:
+    def _find_corrupt(self, failures: list[tuple[int, BaseException]]) -> list[int]:
         """Positions of corrupt examples to skip; raise the first other failure."""
-        for failure in sorted(failures, key=lambda failure: failure.position):
-            if not (self._reader.skip and isinstance(failure.error, CorruptExample)):
-                raise failure.error
-            _LOG.warning("skipped: %s", failure.error.fault)
-        return [failure.position for failure in failures]
+        for _, error in sorted(failures, key=lambda failure: failure[0]):
+            if not (self._reader.skip and isinstance(error, CorruptExample)):
+                raise error
+            _LOG.warning("skipped: %s", error.fault)
+        return [position for position, _ in failures]
 
     def _to_batch(self, pending: _Pending, corrupt: list[int]) -> Batch:
         """The batch of a slot; corrupt rows, and those behind the share, repeat good ones with weight 0."""

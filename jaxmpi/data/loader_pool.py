@@ -30,9 +30,18 @@ import numpy as np
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import TrainingError, UsageError, lookup
 from jaxmpi.core.shared_memory import Segment
-from jaxmpi.data import loader_worker
 from jaxmpi.data.example import ExampleReader
-from jaxmpi.data.loader_worker import Answer, Make, Note, Ring, SharedPickle
+from jaxmpi.data.loader_worker import (
+    BOARD,
+    NOTHING,
+    Answer,
+    LoaderWorker,
+    Make,
+    Note,
+    Ring,
+    SharedPickle,
+    answer_from_bytes,
+)
 from jaxmpi.data.sources.base import Source, where
 
 JOIN_S = 5.0  # a loader stuck in a read must not keep an error from being shown
@@ -65,7 +74,7 @@ class LoaderPool:
         self._start = lookup(KINDS, kind, "data.loader")
         self._loaders: Any = None  # made by a row of KINDS
         self._stop_loaders: Callable[[], object] = lambda: None
-        self._board = np.zeros((size, loader_worker.BOARD_ROW), np.int64)
+        self._board = np.zeros(size, BOARD)
         self.jobs: dict[int, Job] = {}  # that are not closed
         self._tickets: dict[int, tuple[int, int]] = {}  # ticket -> job, loader
         self._answers: dict[int, Answer] = {}
@@ -80,7 +89,7 @@ class LoaderPool:
         """
         if self._loaders is None:
             board = Segment(self._board.nbytes)
-            self._board = board.array(0, self._board.shape, np.int64)
+            self._board = board.array(0, self._board.shape, BOARD)
             self._loaders = self._start(self.size, board)
             self._stop_loaders = weakref.finalize(self, _stop, self._loaders, self._board)
         job, prepared = next(self._numbers), self._loaders.prepare(reader)
@@ -143,9 +152,7 @@ class LoaderPool:
         if how:
             raise TrainingError(f"loader {number} of {self.size} {how} {place or 'between examples'}")
         silent_s = time.monotonic() - (since_s if place else max(begin, since_s))  # since its last message
-        if silent_s > (
-            self.stall_timeout_s if self._board[number, loader_worker.PID] else max(self.stall_timeout_s, START_S)
-        ):
+        if silent_s > max(self.stall_timeout_s, 0 if self._board["pid"][number] else START_S):
             raise TrainingError(
                 f"loader {number} of {self.size} has been {place or 'silent'} for {silent_s:.0f} s; "
                 "data.stall_timeout_s sets how long it may"
@@ -153,10 +160,8 @@ class LoaderPool:
 
     def current_example(self, number: int) -> tuple[str, float]:
         """A loader's example, empty if none, and since when by `time.monotonic`; 0 before its first message."""
-        job, index, since_ns = self._board[
-            number, [loader_worker.JOB, loader_worker.INDEX, loader_worker.SINCE]
-        ].tolist()
-        if not since_ns or index == loader_worker.NOTHING or job not in self.jobs:
+        job, index, since_ns = (int(self._board[field][number]) for field in ("job", "index", "since"))
+        if not since_ns or index == NOTHING or job not in self.jobs:
             return "", since_ns / 1e9
         source = self.jobs[job].reader.source
         awaited_s = getattr(source, "awaited_s", lambda index: 0.0)(index)
@@ -189,7 +194,7 @@ class LoaderPool:
 
 
 def _stop(loaders: Any, board: np.ndarray) -> None:
-    board[:, loader_worker.STOP] = 1
+    board["stop"] = 1
     loaders.stop()
 
 
@@ -213,10 +218,15 @@ class Threads:
     def __init__(self, size: int, board: Segment) -> None:
         self.done: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self.inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
-        rows = board.array(0, (size, loader_worker.BOARD_ROW), np.int64)
+        rows = board.array(0, (size,), BOARD)
         self.threads = [
-            threading.Thread(target=_work, args=(row, inbox, self.done), daemon=True, name=f"jaxmpi-loader-{number}")
-            for number, (row, inbox) in enumerate(zip(rows, self.inboxes, strict=True))
+            threading.Thread(
+                target=_work,
+                args=(rows[number : number + 1], inbox, self.done),
+                daemon=True,
+                name=f"jaxmpi-loader-{number}",
+            )
+            for number, inbox in enumerate(self.inboxes)
         ]
         for thread in self.threads:
             thread.start()
@@ -238,7 +248,7 @@ class Threads:
     def ended(self, number: int) -> str:
         return ""  # a thread does not end before `stop`
 
-    def stop(self) -> None:  # queued requests are passed over, since the board says loader_worker.STOP
+    def stop(self) -> None:  # queued requests are passed over, since the board says so
         for inbox in self.inboxes:
             inbox.put(None)
         deadline = time.monotonic() + JOIN_S
@@ -247,7 +257,7 @@ class Threads:
 
 
 def _work(board: np.ndarray, inbox: "queue.SimpleQueue[Any]", done: "queue.SimpleQueue[Answer]") -> None:
-    loader = loader_worker.LoaderWorker(board)
+    loader = LoaderWorker(board)
     while (message := inbox.get()) is not None:
         answer = loader.handle(message)
         if answer is not None:
@@ -282,7 +292,7 @@ class LoaderProcesses:
             assert isinstance(pipe, Connection)
             try:
                 while pipe.poll():
-                    answers.append(loader_worker.answer_from_bytes(pipe.recv_bytes()))
+                    answers.append(answer_from_bytes(pipe.recv_bytes()))
             except (EOFError, OSError):  # it has ended; `ended` says how
                 self.open_pipes.discard(pipe)
         return answers

@@ -26,12 +26,11 @@ from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import Example, ExampleReader
 from jaxmpi.data.sources.base import Source, where
 
-# Columns of a loader's row on the board, by which the worker names the file at which a loader died or stalled.
-# JOB and INDEX: the example that it is at, NOTHING between two messages. SINCE: from when, in ns of time.monotonic_ns,
-# 0 before its first message. PID: its process, once it has started. STOP: set by the worker to drop all work.
-JOB, INDEX, SINCE, PID, STOP = range(5)
+# A loader's row on the board, by which the worker names the file at which a loader died or stalled: one cache line.
+# job and index: the example that it is at, NOTHING between two messages. since: from when, in ns of time.monotonic_ns,
+# 0 before its first message. pid: its process, once it has started. stop: set by the worker to drop all work.
+BOARD = np.dtype({"names": ["job", "index", "since", "pid", "stop"], "formats": ["i8"] * 5, "itemsize": 64})
 NOTHING = -1
-BOARD_ROW = 8  # i64 a loader: one cache line
 NO_SLOT = -1
 COPY_FINISHED = b"copy_finished"  # Theano-MPI's message
 
@@ -122,27 +121,20 @@ class Make(NamedTuple):
     indices: Sequence[int] | np.ndarray
 
 
-class RowFailure(NamedTuple):
-    """A row that could not be made."""
-
-    position: int
-    error: BaseException
-
-
 class Answer(NamedTuple):
     """Answer to a ticket."""
 
     ticket: int
-    failures: list[RowFailure]
+    failures: list[tuple[int, BaseException]]  # positions of rows that could not be made, and why
     row: Example | None = None
 
 
 class LoaderWorker:
-    """State of a loader: its jobs, and its row of the board."""
+    """State of a loader: its jobs, and its row of the board, BOARD[1]."""
 
     def __init__(self, board: np.ndarray) -> None:
-        self.board = board  # i64[BOARD_ROW]
-        board[PID] = os.getpid()
+        self.board = board
+        board["pid"] = os.getpid()
         self.readers: dict[int, ExampleReader | Exception] = {}
         self.rings: dict[int, Ring] = {}
 
@@ -169,14 +161,16 @@ class LoaderWorker:
                 try:
                     return self._make(message)
                 except BaseException as error:  # the worker raises it, whatever it is
-                    return Answer(message.ticket, [RowFailure(0, error)])
+                    return Answer(message.ticket, [(0, error)])
                 finally:
                     self._note(message.job, NOTHING)
         return None
 
     def _note(self, job: int, index: int) -> None:
-        self.board[SINCE] = time.monotonic_ns()  # first: a reader between the two must not combine it with an old time
-        self.board[JOB], self.board[INDEX] = job, index
+        self.board["since"] = (
+            time.monotonic_ns()
+        )  # first: a reader between the two must not combine it with an old time
+        self.board["job"], self.board["index"] = job, index
 
     def _make(self, message: Make) -> Answer:
         reader = self.readers[message.job]
@@ -184,9 +178,9 @@ class LoaderWorker:
             raise reader
         ring = None if message.slot == NO_SLOT else self.rings[message.job]
         rows = ring.rows(message.slot) if ring else {}
-        failures: list[RowFailure] = []
+        failures: list[tuple[int, BaseException]] = []
         for i, index in enumerate(np.asarray(message.indices).tolist()):
-            if self.board[STOP] or (ring and ring.closed[0]):
+            if self.board["stop"][0] or (ring and ring.closed[0]):
                 break
             position, number = message.first + i * message.stride, reader.number(message.epoch, index)
             self._note(message.job, number)
@@ -198,7 +192,7 @@ class LoaderWorker:
             except BaseException as error:
                 is_skipped = reader.skip and isinstance(error, CorruptExample)
                 if ring or not is_skipped:
-                    failures.append(RowFailure(position, error))
+                    failures.append((position, error))
                 if not is_skipped:
                     break
                 # Frames would keep what was read, and so a worker's whole part of a data set, in memory.
@@ -239,7 +233,7 @@ def main(fd: int, parent: int, dies_with_thread: bool, number: int, board: tuple
     """Serve the worker behind socket `fd`, as loader `number`, until it ends or closes `fd`.
 
     With `dies_with_thread` the kernel ends this process with the parent's thread that has started it. `board` is the
-    address of i64[loaders, BOARD_ROW].
+    address of BOARD[loaders].
     """
     ignore_signals()
     # Have glibc keep the memory that an image frees for the next: fresh pages cost a tenth of the decoding.
@@ -255,7 +249,7 @@ def main(fd: int, parent: int, dies_with_thread: bool, number: int, board: tuple
     worker = Connection(fd)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(worker, inbox.put), daemon=True).start()
-    loader = LoaderWorker(attached(*board).array(number * BOARD_ROW * 8, (BOARD_ROW,), np.int64))
+    loader = LoaderWorker(attached(*board).array(number * BOARD.itemsize, (1,), BOARD))
     while True:
         try:
             answer = loader.handle(pickle.loads(inbox.get()))
@@ -284,14 +278,14 @@ def answer_to_bytes(answer: Answer) -> bytes:
     """An answer as a message."""
     if not answer.failures and answer.row is None:
         return b"%s %d" % (COPY_FINISHED, answer.ticket)
-    for failure in answer.failures:
-        failure.error.add_note("in a loader process:\n" + "".join(traceback.format_exception(failure.error)))
+    for _, error in answer.failures:
+        error.add_note("in a loader process:\n" + "".join(traceback.format_exception(error)))
     try:
         data = pickle.dumps(answer)
         pickle.loads(data)
         return data
     except Exception:  # some errors cannot be pickled, or not be unpickled: their text is sent
-        failures = [RowFailure(at, RuntimeError(f"{type(error).__name__}: {error}")) for at, error in answer.failures]
+        failures = [(at, RuntimeError(f"{type(error).__name__}: {error}")) for at, error in answer.failures]
         return pickle.dumps(answer._replace(failures=failures))
 
 

@@ -290,7 +290,8 @@ def check_room(rows: np.ndarray, hosts: Sequence[int]) -> None:
     The system would grant the memory, and kill the process that uses it. `rows` are f64[ranks, 2], `need_and_left` of
     each rank, `hosts` those of the ranks.
     """
-    for ranks, need_bytes, left_bytes in _by_host(rows, hosts):
+    for ranks in _by_host(hosts):
+        need_bytes, left_bytes = rows[ranks, 0].sum(), rows[ranks, 1].min()
         if need_bytes > left_bytes:
             raise NoRoom(
                 f"data.memory: {need_bytes / 1e9:,.1f} GB more are needed by {len(ranks)} rank{'s' * (len(ranks) > 1)} "
@@ -304,11 +305,8 @@ def check_alone(part_bytes: float, loaded_bytes: float = 0) -> None:
     check_room(need_and_left(part_bytes, loaded_bytes)[None], [0])
 
 
-def _by_host(rows: np.ndarray, hosts: Sequence[int]) -> Iterator[tuple[list[int], float, float]]:
-    """Each host's ranks, the bytes they need together, and its bytes left."""
-    for host in sorted(set(hosts)):
-        ranks = [rank for rank, other in enumerate(hosts) if other == host]
-        yield ranks, float(rows[ranks, 0].sum()), float(rows[ranks, 1].min())
+def _by_host(hosts: Sequence[int]) -> list[list[int]]:
+    return [[rank for rank, other in enumerate(hosts) if other == host] for host in sorted(set(hosts))]
 
 
 def smallest_group(total_bytes: float, copies: float, left: np.ndarray, hosts: Sequence[int], each: int = 1) -> int:
@@ -322,8 +320,7 @@ def smallest_group(total_bytes: float, copies: float, left: np.ndarray, hosts: S
     for size in sizes:
         parts = max(size // each, 1)
         need_bytes = need_and_left(total_bytes / parts, 0, copies if parts > 1 else 1)[0]
-        rows = np.stack([np.full(len(left), need_bytes), left], axis=1)
-        if all(need <= FREE_SHARE * left_bytes for _, need, left_bytes in _by_host(rows, hosts)):
+        if all(len(ranks) * need_bytes <= FREE_SHARE * left[ranks].min() for ranks in _by_host(hosts)):
             return size
     return sizes[-1]
 

@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -74,12 +75,14 @@ class MemoryShuffle:
         self._home: Arena | None = None  # what has been loaded, if it stays: shuffles bring copies of it
         self._turn, self._last_turn = -1, None
         self._placed: int | None = None  # the shuffle whose records are here or will be; None: as they were loaded
-        self._thread: threading.Thread | None = None  # the last shuffle's; it keeps this object alive until it is done
+        # That of the last shuffle, which keeps this object alive until it is done. The process must not end before: MPI
+        # would be finalized under it.
+        self._threads: list[threading.Thread] = []
+        weakref.finalize(self, _join, self._threads)
 
     def stop(self) -> None:
         """Wait for the shuffles that have begun."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        _join(self._threads)
 
     def close(self) -> None:
         """`stop`, and give the communicator back; all ranks call it together."""
@@ -145,20 +148,19 @@ class MemoryShuffle:
         if placed == self._placed:
             return False
         self.source.promise()
-        work, self._placed = partial(self._shuffle, placed, self._placed, self._thread), placed
+        work, self._placed = partial(self._shuffle, placed, self._placed, [*self._threads]), placed
         if self.in_background:
-            self._thread = threading.Thread(target=work, name=THREAD, daemon=True)
-            self._thread.start()
+            self._threads[:] = [threading.Thread(target=work, name=THREAD, daemon=True)]
+            self._threads[0].start()
         else:
             work()
         return True
 
     # ------------------------------------------------------------ in the thread
 
-    def _shuffle(self, shuffle: int, before: int | None, last: threading.Thread | None) -> None:
+    def _shuffle(self, shuffle: int, before: int | None, last: list[threading.Thread]) -> None:
         """Move records from their owners after shuffle `before`, once it is done, to those of `shuffle`."""
-        if last is not None:
-            last.join()
+        _join(last)
         group, source, sampler = self.group, self.source, self.sampler
         begin = time.perf_counter()
         order, worker = sampler.shuffled_records(shuffle)
@@ -207,6 +209,12 @@ class MemoryShuffle:
                     "(JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
                 )
             time.sleep(POLL_S)
+
+
+def _join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        if thread is not threading.current_thread():  # it is if the object has ended with its last shuffle
+            thread.join()
 
 
 def new_arena(source: MemorySource, moves: list[Move], stays: Arena | None = None) -> Arena:

@@ -16,6 +16,7 @@ from jaxmpi.core.errors import UsageError, nearest
 
 USAGE = """usage: jaxmpi train [-n N] [--restarts R] [--elastic MIN:MAX] [--launcher mpirun|srun]
                     [--launcher-args "..."] [--comm mpi|xla] [--field value ...] EXPERIMENT.py [--field value ...]
+       jaxmpi train [-n N] ... --from RUN [--field value ...]
 
 Train an experiment with N workers: print the launcher's line, run it, and say how it ended.
 
@@ -25,6 +26,7 @@ Train an experiment with N workers: print the launcher's line, run it, and say h
   --launcher NAME    mpirun (default) or srun (default inside a Slurm job of several hosts)
   --launcher-args    more arguments for it, such as "--hostfile hosts"
   --comm NAME        as the field of that name, which may also stand behind the experiment
+  --from RUN         the experiment file and flags of a run; others given here count; with --resume it goes on
   --field value      any field of the experiment: jaxmpi train EXPERIMENT.py --help lists them
 
 EXPERIMENT.py is a file, or a name that `jaxmpi experiments` lists.

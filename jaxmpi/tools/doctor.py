@@ -200,8 +200,8 @@ def suggest_for_host(host: str, ranks: Ranks, *, is_alone: bool) -> Iterator[str
         )
     if len(ranks) > 1 and first["shm free"] < SHM_BYTES:
         yield (
-            f"{host}: /dev/shm has {first['shm free'] >> 20} MiB free, expected {SHM_BYTES >> 20} or more: strategy "
-            "shm may not run; in containers: docker run --shm-size 1g"
+            f"{host}: /dev/shm has {first['shm free'] >> 20} MiB free, expected {SHM_BYTES >> 20} or more for MPI's "
+            "own memory; in containers: docker run --shm-size 1g"
         )
     if first["gpus"] and first["backend"] == "cpu" and os.environ.get("JAX_PLATFORMS", "") != "cpu":
         yield f"{host} has {len(first['gpus'])} GPUs, but JAX runs on its CPU: install jaxmpi[cuda]"

@@ -21,6 +21,7 @@ import cloudpickle
 
 from jaxmpi.checkpoint import run_directory
 from jaxmpi.comm.job import processes
+from jaxmpi.config.experiment_file import FROM_PYTHON
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.train_state import Batch, TrainState
@@ -28,7 +29,7 @@ from jaxmpi.recover import decisions
 from jaxmpi.runtime import failures, process
 from jaxmpi.trainer import finished, main
 from jaxmpi.trainer.callbacks import Callback
-from jaxmpi.trainer.finished import FROM_PYTHON, Finished, open_finished
+from jaxmpi.trainer.finished import Finished, open_finished
 from jaxmpi.trainer.options import check_program_file
 
 

@@ -63,6 +63,11 @@ STREAM, NOT_IN_LOCK_STEP = "grain with an IterDataset", "leave EarlyStop and Red
 is_streaming, is_not_gradients, is_several = ("grain", "mixture").__contains__, "gradients".__ne__, (1).__ne__
 AT_START = (
     *incompatible(
+        lambda x: lookup(registry.RULES, x.rule.name, "rule").sums_updates,
+        "a rule that sums updates, whose step grows with the number of workers already",
+        ("optim.lr_for_batch", "any", "leave it out, or take another rule"),
+    ),
+    *incompatible(
         is_asynchronous,
         "an asynchronous rule, whose workers do not meet",
         ("on_nonfinite", "rollback", "skip or stop"),
@@ -139,7 +144,7 @@ AT_START = (
         lambda x: has_own_rate(x.optim),
         "an optimizer of one's own that was made with its rates",
         ("optim.lr", "any", OWN_RATE, Optim.lr.__ne__),
-        ("optim.lr_scaling", "linear, sqrt", OWN_RATE),
+        ("optim.lr_for_batch", "any", OWN_RATE),
         ("schedule.decay", "any", OWN_RATE, Schedule.decay.__ne__),
         ("schedule.warmup", "any", OWN_RATE, Schedule.warmup.__ne__),
         ("schedule.rate", "any", OWN_RATE, callable),

@@ -20,10 +20,8 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
-import hmac
 import json
 import re
-import shlex
 import zipfile
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -38,7 +36,6 @@ import numpy as np
 from jaxmpi.checkpoint.export import choose_checkpoint, load
 from jaxmpi.checkpoint.export import export as export_params
 from jaxmpi.checkpoint.manifests import read_manifest
-from jaxmpi.checkpoint.run_directory import MOST_CONFIG_BYTES
 from jaxmpi.comm.agreement import on_all_ranks
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.topology import Workers, gather_workers
@@ -46,7 +43,7 @@ from jaxmpi.config import experiment_file, flags
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import made_whole
-from jaxmpi.core.json_tree import flatten_json, read_json
+from jaxmpi.core.json_tree import flatten_json
 from jaxmpi.core.pytrees import PyTree, by_path, named_leaves, zeros_for
 from jaxmpi.core.train_state import Batch
 from jaxmpi.data.example import nested
@@ -54,11 +51,9 @@ from jaxmpi.data.feed import DeviceFeed, open_feed
 from jaxmpi.runtime import failures, provenance
 from jaxmpi.tasks.registry import make_task
 from jaxmpi.trainer import step as steps
-from jaxmpi.trainer.options import PLATFORMS, PROGRAM, config_file, facts_file
+from jaxmpi.trainer.options import PLATFORMS, PROGRAM, facts_file
 from jaxmpi.trainer.plan import init_model
 from jaxmpi.trainer.run import gather_figures
-
-FROM_PYTHON = "from_python.py"  # experiment file of a run that jaxmpi.Trainer started in processes of its own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,36 +196,14 @@ def open_named(options: argparse.Namespace) -> Finished:
 def experiment_of(run_dir: Path, argv: Sequence[str], named: str = "") -> Experiment:
     """A run's experiment, from config.json or a named file, with `argv` applied.
 
-    An experiment file is code. One that config.json names is executed only if it comes with jaxmpi, or if the
-    signature shows that this user has begun the run with it.
+    The file that config.json names is executed as `experiment_file.command_of` allows.
     """
-    file = config_file(run_dir)
-    config = read_json(file, MOST_CONFIG_BYTES, "a run's configuration")
-    words = config.get("command") if isinstance(config, dict) and "experiment" in config else None
-    if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
-        raise UsageError(f"{file}: damaged: expected a run's command and experiment")
-    if named:
-        experiment = experiment_file.parse([named, *argv])[0]
-        refuse_other_inputs(named, config["experiment"], json.loads(json.dumps(flags.to_json(experiment))))
-        return experiment
-    command = experiment_file.file_first(words[1:])
-    if not (command and experiment_file.is_experiment(command[0], "")) or Path(command[0]).name == FROM_PYTHON:
-        raise UsageError(
-            f"{run_dir} was started from Python: name a file that has its `experiment = Experiment(...)`, --experiment "
-            "FILE.py, or use jaxmpi.Trainer(experiment).evaluate() there"
-        )
-    path = experiment_file.locate(command[0])
-    if path.resolve() not in map(Path.resolve, experiment_file.find_shipped().values()):
-        mine = provenance.sign([words, config.get("experiment_path")])
-        if not (mine and hmac.compare_digest(mine.encode(), str(config.get("signature")).encode())):
-            raise UsageError(
-                f"{file}: names {str(path)!r}, which is code, and nothing shows that you have begun this run here; if "
-                "you trust the file, name it: --experiment FILE.py"
-            )
-        path = Path(config["experiment_path"])
-    if not path.is_file():
-        raise UsageError(f"{run_dir} was started with {shlex.join(command)}; {path} is gone: --experiment FILE.py")
-    return experiment_file.parse([str(path), *command[1:], *argv])[0]
+    if not named:
+        return experiment_file.parse([*experiment_file.command_of(run_dir), *argv])[0]
+    experiment = experiment_file.parse([named, *argv])[0]
+    saved = experiment_file.read_config(run_dir)["experiment"]
+    refuse_other_inputs(named, saved, json.loads(json.dumps(flags.to_json(experiment))))
+    return experiment
 
 
 # Fields by which the outputs for one example differ, though params fit.

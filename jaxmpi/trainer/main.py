@@ -2,6 +2,7 @@
 
     python -m jaxmpi.train EXPERIMENT.py [--field value ...]              one worker
     mpirun -n 8 python -m jaxmpi.train EXPERIMENT.py [--field value ...]  eight
+    python -m jaxmpi.train --from RUN [--field value ...]                 as a run was started
 
 A mistake should end a run before it has cost much time. So the parts stand in the order in which they can fail:
 experiment file, workers, the model's shapes, data, exchange, step, run directory, state. Then the loop makes the steps

@@ -41,7 +41,7 @@ def evaluate(argv: Sequence[str]) -> argparse.Namespace:
     """Parse options of `jaxmpi evaluate`."""
     parser = run_parser("evaluate", "Evaluate a run's model on its validation data.", "runs/first --best")
     options = parse_run(parser, argv)
-    config_file(options.run_dir)
+    experiment_file.read_config(options.run_dir)
     return options
 
 
@@ -51,7 +51,7 @@ def predict(argv: Sequence[str]) -> argparse.Namespace:
     parser = run_parser("predict", does, "runs/first outputs.npz")
     parser.add_argument("out", type=Path, help="new file, .npz")
     options = parse_run(parser, argv)
-    config_file(options.run_dir)
+    experiment_file.read_config(options.run_dir)
     if options.out.suffix != ".npz":
         raise UsageError(f"{options.out}: expected a name that ends in .npz")
     refuse_existing(options.out)
@@ -111,14 +111,6 @@ def parse_run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.
         raise UsageError(f"got {several}; several workers are started by a launcher: mpirun -n 8 {parser.prog} RUN ...")
     experiment_file.refuse_unknown(options.fields)
     return options
-
-
-def config_file(run_dir: Path) -> Path:
-    """The file of a run's configuration."""
-    file = run_dir / "config.json"
-    if not file.is_file():
-        raise UsageError(f"{file}: no such file; name a run directory")
-    return file
 
 
 def check_program_file(file: Path, platforms: Sequence[str]) -> None:

@@ -45,7 +45,7 @@ class Plan:
     has_lr: bool  # False: the user's own optimizer was made with its rates
     headline: str
     data: dict[str, Any]  # facts that distinguish the data from other data, wherever it lies
-    scaled_for: int  # number of workers with which the run began, by which lr is scaled
+    scaled_for: int  # number of workers with which the run began
     micro_batch: int  # examples of an accumulation slice; 0: no accumulation
     requested: str = ""  # the strategy as the experiment has it, perhaps `auto`
     notes: tuple[str, ...] = ()  # reasons for what was left open, for the log
@@ -132,10 +132,7 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, bef
     epoch_steps = feed.samplers[0].steps_per_epoch
     total_steps = max(durations.duration_steps(experiment.train_for, epoch_steps, effective_batch), 1)
     clock = schedules.Clock(epoch_steps, effective_batch, total_steps)
-    factor, scaling = registry.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, scaled_for)
-    factor *= rate_for_batch(experiment.optim, effective_batch / scaled_for)
-    if experiment.optim.lr_for_batch:
-        scaling += f", local batch / {experiment.optim.lr_for_batch}"
+    factor = rate_factor(experiment.optim, effective_batch)
     if is_other and registry.RULES[experiment.rule.name].sums_updates:
         factor *= scaled_for / workers.size  # fewer updates are summed, each of more examples
     plan = Plan(
@@ -161,12 +158,13 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, bef
         micro_batch=micro_batch,
         requested=experiment.exchange.strategy,
     )
-    return replace(plan, headline=describe(plan, factor, scaling, wanted_classes))
+    return replace(plan, headline=describe(plan, factor, wanted_classes))
 
 
-def rate_for_batch(optim: Optim, local_batch: float) -> float:
-    """The factor on lr for the local batch with which the run began."""
-    return local_batch / optim.lr_for_batch if optim.lr_for_batch else 1.0
+def rate_factor(optim: Optim, effective_batch: int) -> float:
+    """The factor on lr: 1, or effective batch / `lr_for_batch`, or its square root."""
+    ratio = effective_batch / optim.lr_for_batch if optim.lr_for_batch else 1.0
+    return ratio**0.5 if optim.lr_scaling == "sqrt" else ratio
 
 
 def slice_size(local_batch: int, most: int) -> int:
@@ -192,8 +190,8 @@ def check_durations(experiment: Experiment, feed: DeviceFeed) -> None:
             )
 
 
-def describe(plan: Plan, factor: float, scaling: str, wanted_classes: int) -> str:
-    """Model, workers, batches and data; and how the learning rate of each worker comes about."""
+def describe(plan: Plan, factor: float, wanted_classes: int) -> str:
+    """Model, workers, batches and data; and how the learning rate comes about."""
     experiment, workers, feed, lr = plan.experiment, plan.workers, plan.feed, plan.experiment.optim.lr
     each, processes, model = len(workers.mine), workers.processes.size, experiment.model
     lines = []
@@ -210,12 +208,16 @@ def describe(plan: Plan, factor: float, scaling: str, wanted_classes: int) -> st
         f"{model.name if model else experiment.task.name}: {product}{workers.size} workers x local batch "
         f"{plan.local_batch} = effective batch {plan.clock.effective_batch}; {data}, {plan.clock.total_steps} steps"
     )
+    scaling = f" x {factor:g}" if factor != 1 else ""
+    if for_batch := experiment.optim.lr_for_batch:
+        root = "square root of " if experiment.optim.lr_scaling == "sqrt" else ""
+        scaling += f" ({root}batch {plan.clock.effective_batch} / {for_batch})"
     if optimizers.has_own_rate(experiment.optim):
         rate = f"learning rates are those of optimizer {experiment.optim.name}"
     elif experiment.schedule.rate:
-        rate = f"lr as schedule.rate says, x {factor:g} ({scaling})"
+        rate = f"lr as schedule.rate says{scaling}"
     else:
-        rate = f"lr {lr:g} x {factor:g} ({scaling}) = {lr * factor:g}"
+        rate = f"lr {lr:g}{scaling} = {lr * factor:g}" if scaling else f"lr {lr:g}"
     if plan.scaled_for != workers.size:
         slices = f"; in slices of {plan.micro_batch}" if plan.micro_batch else ""
         rate += f", as with the {plan.scaled_for} workers that the run began with{slices}"

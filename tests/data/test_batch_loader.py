@@ -59,16 +59,6 @@ class Odd(ArraySource):
         return super().__getitem__(index)
 
 
-def test_batch_fields():
-    with loader(numbered(10), batch=4, stop_step=3) as batches:
-        batch = next(batches)
-    assert batch.image.shape == (4, PX, PX, 3)
-    assert (batch.image.dtype, batch.label.dtype, batch.weight.dtype) == (np.uint8, np.int32, np.float32)
-    assert (batch.epoch, batch.step, batch.count) == (0, 0, 4)
-    assert batch.image[:, 0, 0, 0].tolist() == batch.label.tolist()
-    assert batch.weight.tolist() == [0.25] * 4
-
-
 @pytest.mark.parametrize("size", [1, 3, 5])
 @pytest.mark.parametrize(("examples", "batch"), [(1, 1), (1, 32), (11, 4), (12, 4), (12, 32)])
 def test_an_evaluation_counts_every_example_once(examples, batch, size):

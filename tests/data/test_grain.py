@@ -13,7 +13,6 @@ import jaxmpi
 from jaxmpi.config import Data, Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.data import Loader, Sampler, open_source
-from jaxmpi.data.memory_source import MemorySource
 from jaxmpi.trainer import main
 from line_task import LINE, line, lines
 
@@ -56,13 +55,6 @@ class TestMaps:
             expected = range(epoch * ROWS, (epoch + 1) * ROWS)
             assert seen == sorted(tuple(maps()[i]["image"].tolist()) for i in expected)
             assert [x for x, _ in seen] == [*range(ROWS)]
-
-    def test_examples_that_were_filtered_out_are_named_and_none_is_kept_in_memory(self):
-        source = open_source(data(train=maps().filter(lambda x: x["label"] == 0)), "train")
-        with pytest.raises(UsageError, match=r"data\.train\[1\], epoch 2: got None"):
-            source[2 * ROWS + 1]
-        with pytest.raises(UsageError, match=r"data\.memory"):
-            MemorySource(open_source(data(), "train"), data())
 
 
 # ---------------------------------------------------------------- streams

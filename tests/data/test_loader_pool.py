@@ -26,7 +26,6 @@ from jaxmpi.data import ArraySource, CorruptExample, Loader, LoaderPool, Sampler
 from jaxmpi.data.feed import open_feed
 from jaxmpi.data.loader_pool import python_line
 from jaxmpi.data.loader_worker import (
-    PID,
     SharedPickle,
 )
 from jaxmpi.launch.postmortem import children_of
@@ -242,7 +241,7 @@ class TestLoadersThatFail:
                 wait_until(
                     lambda: bool(at.extend(i for i in range(2) if str(path) in pool.current_example(i)[0]) or at)
                 )
-                os.kill(int(pool._board[at[0], PID]), signal.SIGKILL)
+                os.kill(int(pool._board["pid"][at[0]]), signal.SIGKILL)
 
             killer = threading.Thread(target=kill)
             killer.start()
@@ -280,12 +279,11 @@ PARENT = """
     import os, signal, sys, time
     from jaxmpi.config import Data
     from jaxmpi.data import Loader, Sampler, open_source
-    from jaxmpi.data.loader_worker import PID
     data = Data(source="imagefolder", dir={folder!r}, crop=24, loader="processes", loaders=3, prefetch=1)
     source = open_source(data, "train")
     batches = Loader(source, Sampler(6, 3, seed=0), data, True)
     next(batches)
-    pids = batches._pool._board[:, PID].tolist()
+    pids = batches._pool._board["pid"].tolist()
     print(*pids, flush=True)
     {stuck}
     {end}
@@ -337,7 +335,7 @@ def apply(params, model_state, image, key, train):
 experiment = Experiment(
     model=Model("softmax", init, apply, input_shape=({px}, {px}, 3), classes={classes}),
     data={data},
-    optim=Optim("sgd", lr=0.01, lr_scaling="none"),
+    optim=Optim("sgd", lr=0.01),
     exchange=ExchangeConfig("asa32"),
     effective_batch=4,
     train_for="3ep",

@@ -324,19 +324,6 @@ def test_the_command_refuses_what_no_training_could_decode_and_continues_without
 # ---------------------------------------------------------------- damage
 
 
-def test_a_failed_checksum_stops_or_is_skipped_and_counted(packed):
-    _, folder = packed
-    flip(folder / shard_name(2))
-    source, order = PackedSource(folder), Sampler(20, 5, shuffle=False)
-    with (
-        Loader(source, order, Data(loader="threads"), train=False) as loader,
-        pytest.raises(CorruptExample, match=r"shard-00002\.bin at byte 0 \(example 4\)"),
-    ):
-        list(loader)
-    with Loader(source, order, Data(on_error="skip", loader="threads"), train=False) as loader:
-        assert sum(int((batch.weight == 0).sum()) for batch in loader) == loader.skipped == 1
-
-
 @pytest.mark.parametrize("damage", [cut, Path.unlink, flip])
 def test_what_is_damaged_while_a_run_reads_it_ends_it_as_a_file_that_is_gone_does(packed, damage):
     """By TrainingError, whose code has a run started again: it may be a disk that was away, and is no wrong option."""

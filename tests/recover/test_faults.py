@@ -51,7 +51,7 @@ def apply(params, model_state, image, key, train):
 experiment = Experiment(
     model=Model("softmax", init, apply, input_shape=(8, 8, 1), classes=10),
     data=Data("digits", channels=1, mean=(0.305,), std=(0.376,)),
-    optim=Optim("momentum", lr=0.02, lr_scaling="none"), exchange=ExchangeConfig("ring32"),
+    optim=Optim("momentum", lr=0.02), exchange=ExchangeConfig("ring32"),
     effective_batch=64, train_for="40st", checkpoint_every="10st", eval_every="20st", log_every=1,
 )
 """

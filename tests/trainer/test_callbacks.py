@@ -32,7 +32,7 @@ def steps_saved(experiment: Experiment) -> list[int]:
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_run_that_does_not_improve_stops_with_a_checkpoint(devices, tmp_path):
-    frozen = Optim("sgd", lr=1e-30, lr_scaling="none")
+    frozen = Optim("sgd", lr=1e-30)
     asked = {"callbacks": (jaxmpi.EarlyStop(patience=2),), "checkpoint_every": "0st", "devices": devices}
     experiment = lines(tmp_path, optim=frozen, train_for="40st", eval_every="3st", **asked)
     means = main.train(experiment, "lines")

@@ -18,7 +18,7 @@ from jaxmpi.config import Data, Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.tools import cli
 from jaxmpi.trainer import finished, main
-from launching import mpirun_line, run, small_disk, train_here
+from launching import mpirun_line, run, small_disk, train, train_here
 from line_task import LINE, line, lines
 
 
@@ -74,6 +74,25 @@ def test_a_notebook_trains_with_processes(tmp_path, capfd, no_launcher):
         cli.run(["evaluate", experiment.run_dir])
     with pytest.raises(UsageError, match=r"2 workers refused it: .*holds a run already"):
         trainer.fit()
+
+
+@pytest.mark.e2e
+def test_a_run_is_started_again_by_its_own_line(tmp_path):
+    """`--from RUN` has its file and flags, but for those given; with `--resume` the run goes on."""
+    begun = ("--train-for", "4st", "--local-batch", "8", "--optim.lr", "0.02", "--run-dir", "first")
+    assert train(1, "digits", *begun, cwd=tmp_path).code == 0
+    other = ("--optim.lr", "0.03", "--from", "first", "--effective-batch", "16", "--run-dir", "other")
+    ended = run([sys.executable, "-m", "jaxmpi.tools.cli", "train", *other], timeout_s=120, cwd=tmp_path)
+    assert ended.code == 0, ended.out
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    assert (config["experiment"]["optim"]["lr"], config["effective_batch"]) == (0.03, 16)
+    assert config["experiment"]["train_for"] == "4st"
+    assert "--from" not in config["command"]
+    ended = train(1, "--from=other", "--resume", "--train-for", "6st", cwd=tmp_path)
+    assert ended.code == 0, ended.out
+    steps = [json.loads(line).get("step") for line in (tmp_path / "other" / "record.jsonl").read_text().splitlines()]
+    assert steps[-1] == 6
+    assert train(1, "--from", "nowhere", cwd=tmp_path).code == 2
 
 
 def test_what_cannot_go_to_processes_is_named(tmp_path):

@@ -7,7 +7,9 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -96,6 +98,22 @@ def test_one_worker_and_four_see_the_same_examples(fours, tmp_path):
     assert [fact["workers"] for fact in facts] == [1, *[4] * len(fours)]
 
 
+@pytest.mark.e2e
+@pytest.mark.parametrize("rate", [None, lambda step: 0.01 / (1 + step)], ids=["constant", "own schedule"])
+def test_the_rate_of_one_worker_is_that_of_many(rate, tmp_path, no_launcher):
+    losses_of = []
+    for devices in (1, 2, 4):
+        optim, home = Optim("adamw", lr=0.01, eps=1e-3), str(tmp_path / str(devices))
+        rest: dict[str, Any] = {"effective_batch": 60, "train_for": "8st", "log_every": 1, "checkpoint_every": "0st"}
+        one = Experiment(digits_cnn_tiny(), data=DATA, optim=optim, schedule=Schedule(rate=rate), run_dir=home, **rest)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
+            fit(dataclasses.replace(one, devices=devices), "digits")
+        losses_of.append(losses(Path(home)))
+    assert losses_of[0][0] - losses_of[0][-1] > 0.01
+    # A gradient below 1 is off by 60 x 2^-24; eps lets its update be off by lr / eps times as much, at every step.
+    np.testing.assert_allclose(losses_of[1:], [losses_of[0]] * 2, atol=8 * 60 * 2.0**-24 * 0.01 / 1e-3 * 10)
+
+
 TINY_EXPERIMENT = """
 from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
@@ -105,7 +123,7 @@ from jaxmpi.models.cnn import digits_cnn_tiny
 experiment = Experiment(
     model=digits_cnn_tiny(),
     data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
-    optim=Optim("momentum", lr=0.05, lr_scaling="none"),
+    optim=Optim("momentum", lr=0.05),
     effective_batch=60, train_for="20st", eval_every="20st", checkpoint_every="20st", log_every=1,
 )
 """
@@ -144,7 +162,7 @@ BAD = {
     "duration": ([DIGITS, "--train-for", "10 weeks"], "expected a number and a unit"),
     "source": ([DIGITS, "--data.source", "digit"], "did you mean 'digits'"),
     "adam": ([DIGITS, "--rule.name", "subgd", "--optim.name", "adam"], "not linear"),
-    "scaling": ([DIGITS, "--rule.name", "subgd", "--optim.lr-scaling", "linear"], "count them twice"),
+    "scaling": ([DIGITS, "--rule.name", "subgd", "--optim.lr-for-batch", "32"], "optim.lr_for_batch: got 32"),
     "resume": ([DIGITS, "--resume", "--run-dir", "/nowhere"], "'/nowhere' is no run directory"),
     "devices": ([DIGITS, "--devices", "2", "--effective-batch", "63"], "nearest that are: 62 or 64"),
 }
@@ -200,7 +218,7 @@ images[{index}] = np.nan
 source = ArraySource(images, np.arange(80) % 10, classes=10)
 experiment = Experiment(
     model=digits_cnn_tiny(), data=Data(source="array", train=source, validation=source, channels=1),
-    optim=Optim("sgd", lr=0.01, lr_scaling="none"), effective_batch=8, train_for="1ep",
+    optim=Optim("sgd", lr=0.01), effective_batch=8, train_for="1ep",
 )
 """
 
@@ -366,7 +384,7 @@ class Net(nnx.Module):
 experiment = Experiment(
     model=nnx_model(Net, name="net", input_shape=(8, 8, 1), classes=10),
     data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
-    optim=Optim("sgd", lr=0.1, lr_scaling="none"), effective_batch=64, train_for="30st", eval_every="30st",
+    optim=Optim("sgd", lr=0.1), effective_batch=64, train_for="30st", eval_every="30st",
     checkpoint_every="10st", exchange=__import__("jaxmpi.config").config.ExchangeConfig("asa16"),
 )
 """

@@ -13,8 +13,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.data import open_source
 from jaxmpi.optim import schedules
-from jaxmpi.rules import registry
-from jaxmpi.trainer.plan import rate_for_batch
+from jaxmpi.trainer.plan import rate_factor
 from launching import ROOT, train
 
 FILES = sorted((ROOT / "experiments").glob("*.py"))
@@ -32,8 +31,7 @@ def recipe(name: str) -> Experiment:
 
 def rates(experiment: Experiment, workers: int, epochs: list[float]) -> list[float]:
     """Return the rates that each worker runs at these epochs."""
-    factor, _ = registry.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, workers)
-    factor *= rate_for_batch(experiment.optim, experiment.local_batch)
+    factor = rate_factor(experiment.optim, experiment.local_batch * workers)
     clock = schedules.Clock(STEPS, experiment.local_batch * workers, 90 * STEPS)
     lr = schedules.schedule(experiment.schedule, clock, experiment.optim.lr * factor, workers)
     return [np.asarray(lr(round(epoch * STEPS))).item() for epoch in epochs]
@@ -87,18 +85,6 @@ def test_ibm(name, workers, local_batch):
     assert (experiment.optim.name, experiment.optim.momentum, experiment.optim.weight_decay) == ("momentum", OWN, 1e-4)
     expected = [0.1, (0.1 + peak) / 2, peak, peak, peak / 10, peak / 100]
     assert rates(experiment, workers, [0, 2.5, 5, 29.9, 30, 60]) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", ["resnet50", "googlenetbn"])
-def test_ibm_s_own_way_is_one_word(name):
-    """Packed data in memory, summed over colours; all else is the recipe's."""
-    plain, whole = recipe(name), recipe(f"dimd/{name}")
-    assert (whole.data.source, whole.data.memory, whole.exchange.strategy) == ("packed", "partition", "color4")
-    data = dataclasses.replace(whole.data, source=plain.data.source, memory=plain.data.memory)
-    assert (data, whole.optim, whole.schedule, whole.rule) == (plain.data, plain.optim, plain.schedule, plain.rule)
-    assert whole.model.name == plain.model.name
-    assert (without := whole.fallback)
-    assert (without.data.source, without.data.memory, without.exchange.strategy) == ("digits", "partition", "color4")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

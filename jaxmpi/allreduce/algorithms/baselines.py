@@ -37,7 +37,7 @@ def allreduce_seconds(net: Net, n: float, wire: str) -> float:
     for long ones. Thakur et al. 2005, section 4.5.
     """
     levels = range(max(1, math.ceil(math.log2(net.workers))))
-    doubling = sum(turn(net, n, wire, crossings(net, 1 << level)) + add(net, n) for level in levels)
+    doubling = sum(turn(net, n, wire, crossings(net.hosts, net.slots, 1 << level)) + add(net, n) for level in levels)
     return min(doubling, pairwise_seconds(net, n, wire))
 
 

@@ -65,7 +65,9 @@ class StrategySpec(NamedTuple):
     fits: Callable[[Sequence[int]], bool] = lambda hosts: True  # by the hosts of all ranks
     parts: Callable[..., Iterator[Part]] | None = None  # a `schedules.Parts`: the bits of `sum`, in C
     fits_parts: Callable[..., bool] = lambda hosts: True  # by the hosts of all ranks
-    seconds: Callable[..., float] | None = None  # a Cost; without one `auto` and `jaxmpi plan` leave it out
+    seconds: Callable[..., float] | None = (
+        None  # (net, floats, wire) -> seconds; without one `auto` and `jaxmpi plan` leave it out
+    )
     halves: Halves | None = None  # if other work can come between reduce-scatter and allgather
     # (n, workers) -> number and floats of parts, each of which is added in one order; without one as many as workers
     cut: Callable[..., tuple[int, int]] | None = None
@@ -154,9 +156,6 @@ class Net(NamedTuple):
         return max(1.0, self.slots / self.cores)
 
 
-Cost = Callable[[Net, float, str], float]  # (network, floats, wire) -> seconds
-
-
 def turn(net: Net, floats: float, wire: str, crossing: int) -> float:
     """Seconds of a round in which ranks send and receive `floats` each.
 
@@ -180,13 +179,9 @@ def code(net: Net, floats: float, wire: str) -> float:
     return floats * net.codec_s_per_float.get(wire, 0.0) * net.crowd
 
 
-def crossings(net: Net, distance: int) -> int:
-    """The most ranks of a host whose partner in recursive halving, `distance` places apart, is on another."""
-    return _crossings(net.hosts, net.slots, distance)
-
-
 @functools.cache
-def _crossings(hosts: int, slots: int, distance: int) -> int:
+def crossings(hosts: int, slots: int, distance: int) -> int:
+    """The most ranks of a host whose partner in recursive halving, `distance` places apart, is on another."""
     place = np.arange(1 << (hosts * slots).bit_length() - 1)
     host, partner = place // slots, (place ^ distance) // slots
     return int(np.bincount(host[host != partner], minlength=1).max())

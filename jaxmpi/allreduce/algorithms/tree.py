@@ -96,7 +96,7 @@ def pairwise_seconds(net: Net, n: float, wire: str) -> float:
     seconds = 0.0
     for level in range(levels):
         half = n / 2 ** (level + 1)
-        seconds += 2 * turn(net, half, wire, crossings(net, 1 << level))
+        seconds += 2 * turn(net, half, wire, crossings(net.hosts, net.slots, 1 << level))
         seconds += add(net, half) + code(net, 2 * half, wire)
     if net.workers > 1 << levels:
         fold = turn(net, n, wire, net.slots if net.hosts > 1 else 0)

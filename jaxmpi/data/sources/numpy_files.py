@@ -193,28 +193,21 @@ class _Member(NamedTuple):
             if header.is_fortran:
                 return np.ascontiguousarray(load_array(self.path, ARRAYS))
             return StoredArray(self.file, header.offset, header.dtype, header.shape)
-        errors = ValueError, EOFError, NotImplementedError, zlib.error, zipfile.BadZipFile
+        errors = ValueError, EOFError, struct.error, NotImplementedError, zlib.error, zipfile.BadZipFile
         with base.refusing(where, ARRAYS.words, *errors), zipfile.ZipFile(self.path) as archive:
             with archive.open(info) as file:
                 header = parse_header(where, file.read(min(MOST_HEAD_BYTES, info.file_size)))
                 if not ARRAYS.fits(header) or header.end != info.file_size:
                     raise UsageError(f"{where}: got {header}, {header.end} bytes of {info.file_size}; write it again")
                 if not header.is_fortran and info.compress_type == zipfile.ZIP_STORED:
-                    begin = self._find_begin(info)
+                    with open(self.path, "rb") as raw:
+                        raw.seek(info.header_offset)
+                        lengths = LOCAL_HEADER.unpack(raw.read(LOCAL_HEADER.size))
+                    begin = info.header_offset + LOCAL_HEADER.size + sum(lengths)
                     return StoredArray(self.file, begin + header.offset, header.dtype, header.shape)
                 _check_room(f"{where}, compressed or in Fortran order", header.end)
                 file.seek(0)
                 return np.ascontiguousarray(np.lib.format.read_array(file, allow_pickle=False))
-
-    def _find_begin(self, info: zipfile.ZipInfo) -> int:
-        with open(self.path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(info.header_offset)
-            lengths = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
-        begin = info.header_offset + LOCAL_HEADER.size + sum(lengths)
-        if begin + info.file_size > size:
-            raise UsageError(f"{self.path}: bytes of {info.filename} are missing; write it again")
-        return begin
 
 
 def _list_zip(path: str, number: int) -> list[tuple[str, _Member]]:

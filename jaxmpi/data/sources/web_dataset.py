@@ -31,17 +31,19 @@ IMAGES = ("jpg", "jpeg", "png", "webp")
 DEFAULT = (";".join(IMAGES), "cls")  # WebDataset's words: the first of these that an example has
 MEMBERS = f"{', '.join(IMAGES)}, cls (a whole number) or npy (an array)"
 TAR = "a tar file that is not compressed"
-VERSION = 4  # version of the index
+VERSION = 5  # version of the index
 SETTLED_S = 2.0  # an index is saved of shards that have not changed for so long
 
 
+# Bytes before a member, its bytes, and which of the column's alternatives it is.
+MEMBER = np.dtype([("offset", np.int64), ("size", np.int64), ("ending", np.int64)])
+
+
 class Index(NamedTuple):
-    """Members of all shards, at [i, c] for example i, column c."""
+    """Members of all shards."""
 
     ends: np.ndarray  # i64[shards]: of each shard, the index behind its last example
-    offsets: np.ndarray  # i64[n, columns]
-    sizes: np.ndarray  # i64[n, columns], bytes
-    endings: np.ndarray  # i64[n, columns]: which of the column's alternatives it is
+    members: np.ndarray  # MEMBER[n, columns]
     keys: np.ndarray  # u8[bytes]
     key_ends: np.ndarray  # i64[n]
     labels: np.ndarray  # i64[n] of a second column that is cls, else i64[0]
@@ -73,9 +75,8 @@ class WebDatasetSource(TableSource):
         ]
 
     def _read_member(self, shard: int, index: int, column: int) -> Any:
-        ending = self.alternatives[column][self.index.endings[index, column]]
-        blob = np.empty(self.index.sizes[index, column], np.uint8)
-        self.shards.read(shard, blob, int(self.index.offsets[index, column]))
+        offset, size, number = self.index.members[index, column].tolist()
+        blob, ending = self.shards.read(shard, np.empty(size, np.uint8), offset), self.alternatives[column][number]
         return DECODERS[ending.split(".")[-1]](blob.tobytes(), f"{self.where(index)}.{ending}")
 
     def where(self, index: int) -> str:
@@ -170,11 +171,9 @@ def build_index(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) ->
         if len(rows) == ends[-1]:
             raise UsageError(f"{path}: got no example; write it again, or take it away")
         ends.append(len(rows))
-    table = np.array(rows, np.int64).reshape(len(rows), len(alternatives), 3)
-    offsets, sizes, endings = (np.ascontiguousarray(table[..., i]) for i in range(3))
     key_ends = np.cumsum([len(key) for key in keys], dtype=np.int64)
     blob = np.frombuffer(b"".join(keys), np.uint8)
-    return Index(np.array(ends[1:], np.int64), offsets, sizes, endings, blob, key_ends, np.array(labels, np.int64))
+    return Index(np.array(ends[1:], np.int64), np.array(rows, MEMBER), blob, key_ends, np.array(labels, np.int64))
 
 
 def _find_member(members: dict[str, tarfile.TarInfo], names: Sequence[str], where: str) -> tuple[int, int, int]:
