@@ -9,6 +9,7 @@ Each communicator clones its own from MPI, so messages of mpi4py and mpi4jax nev
 so the imports are inside functions.
 """
 
+import collections
 import functools
 import itertools
 import os
@@ -120,6 +121,8 @@ _sum_numbers = [-1]  # numbers of communicators that sum in shared memory
 
 class MpiComm(RankComm):
     """MPI ranks; an error of MPI ends the job."""
+
+    serial = 0  # of the newest that was made for one of mpi4py's, higher than all earlier ones of its ranks
 
     def __init__(self, processes: MpiProcesses) -> None:
         super().__init__(processes)
@@ -348,7 +351,11 @@ def communicator(comm: Any) -> "MpiComm | SoloComm":
     if (known := comm.Get_attr(_attribute())) is None:
         known = MpiComm(control.over(comm))
         comm.Set_attr(_attribute(), known)
+        _free_dropped(known)
     return known
+
+
+_dropped: dict[tuple[int, ...], MpiComm] = {}  # of communicators that the user has freed, by serial and ranks
 
 
 @functools.cache
@@ -356,7 +363,26 @@ def _attribute() -> int:
     """MPI's key for our communicator as an attribute of the user's."""
     from mpi4py import MPI
 
-    return MPI.Comm.Create_keyval()
+    def drop(_comm: Any, _key: int, known: MpiComm) -> None:
+        _dropped[known.serial, *known.processes.numbers] = known
+
+    return MPI.Comm.Create_keyval(delete_fn=drop)
+
+
+def _free_dropped(new: MpiComm) -> None:
+    """Free what was made for communicators that the user has freed since, if all their ranks are here and know.
+
+    A rank may be at `MPI_Comm_free` before others, and to free ours needs all. So it is done when ranks next come
+    together, for another communicator's first use.
+    """
+    control = new.processes
+    present = sorted(key for key in _dropped if set(key[1:]) <= set(control.numbers))
+    rows = control.allgather_object([MpiComm.serial, present])
+    new.serial = MpiComm.serial = 1 + max(last for last, _ in rows)
+    counts = collections.Counter(tuple(key) for _, keys in rows for key in keys)
+    for key in present:  # in one order on all ranks
+        if counts[key] == len(key) - 1:
+            _dropped.pop(key).free()
 
 
 def is_cuda_aware() -> bool:

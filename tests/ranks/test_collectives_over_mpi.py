@@ -1,5 +1,6 @@
 """The collective operations against NumPy, for any number of ranks. Every rank knows what every rank holds."""
 
+import re
 from typing import Any
 
 import jax
@@ -216,6 +217,28 @@ def test_a_freed_communicator_leaves_nothing_and_is_refused():
         COMM.free()
 
 
+@pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
+def test_more_communicators_than_mpi4py_has_error_handlers_can_be_used_in_jit():
+    parts = [COMM.split(0) for _ in range(34)]
+    for part in parts:
+        assert jax.jit(lambda x, part=part: mpi.allreduce(x, comm=part))(jnp.ones(2)).tolist() == [SIZE] * 2
+    for part in parts:
+        part.free()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
+def test_what_was_made_for_a_communicator_of_mpi4py_goes_when_that_is_freed():
+    from mpi4py import MPI
+
+    kept = []
+    for turn in range(8):
+        theirs = MPI.COMM_WORLD.Split(0, -RANK) if turn % 2 else MPI.COMM_WORLD.Dup()
+        assert jax.jit(lambda x, comm=theirs: mpi.allreduce(x, comm=comm))(jnp.ones(2)).tolist() == [SIZE] * 2
+        theirs.Free()
+        kept.append((len(made), len(COMM.processes._comms)))
+    assert len(set(kept[2:])) == 1, kept
+
+
 def mappings() -> list[str]:
     """This process's shared mappings."""
     with open("/proc/self/maps") as maps:
@@ -402,6 +425,21 @@ def test_messages_of_c_and_of_python_are_the_same(size, monkeypatch):
             if RANK % 2:
                 mpi.send(x, other, tag=2)
     mpi.barrier()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+def test_messages_print_the_lines_of_mpi4jax_while_its_debug_output_is_on(capsys):
+    from mpi4jax._src.xla_bridge import set_logging
+
+    left, right = (RANK - 1) % SIZE, (RANK + 1) % SIZE
+    set_logging(True)
+    try:
+        jax.jit(lambda x: mpi.sendrecv(x, x, left, right, sendtag=3))(jnp.ones(5)).block_until_ready()
+    finally:
+        set_logging(False)
+    start, end = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"r{RANK} \| \w{{8}} \| MPI_Sendrecv .*<- {left} .*5 items.*-> {right} .*", start)
+    assert "done with code 0" in end
 
 
 @pytest.mark.skipif(SIZE == 1, reason="MPI is not started")
