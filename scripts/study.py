@@ -315,17 +315,6 @@ def title(cell: Cell, study: Study) -> str:
     return ", ".join(f"{name} {cell[name]}" for name in names if name in cell) or "the experiment as it is"
 
 
-def shares_of_workers(runs: Mapping[int, dict[str, Any]]) -> str:
-    """Each worker's share of the steps, if workers do not wait for each other."""
-    steps = [row["worker_steps"] for row in runs.values() if "worker_steps" in row]
-    shares = [[n / sum(each) for n in each] for each in steps]
-    if not shares:
-        return ""
-    means = " ".join(f"{100 * statistics.mean(share):.0f}" for share in zip(*shares, strict=True))
-    farthest = max(abs(len(each) * share - 1) for each in shares for share in each)
-    return f"; shares of workers {means} %, farthest from equal {100 * farthest:.0f} %"
-
-
 def table(study: Study, made: Sequence[Summary]) -> str:
     """Markdown table of the cells."""
     is_text = any("eval_bits_per_byte" in run for row in made for run in row.runs.values())
@@ -335,8 +324,8 @@ def table(study: Study, made: Sequence[Summary]) -> str:
         seeds = f"{len(row.runs)}, {row.failed} failed" if row.failed else len(row.runs)
         compared = [with_error(row.difference, row.difference_error, "+"), row.within] if i else ["reference", ""]
         elapsed, _ = mean_and_error([run["elapsed_s"] for run in row.runs.values()])
-        name, took = row.title + shares_of_workers(row.runs), f"{elapsed:.0f} s" if row.runs else "-"
-        cells.append([name, seeds, with_error(row.mean, row.error), *compared, took])
+        took = f"{elapsed:.0f} s" if row.runs else "-"
+        cells.append([row.title, seeds, with_error(row.mean, row.error), *compared, took])
     headings = ("cell", "seeds", unit, "difference", "within 2 standard errors", "a run")
     return f"{study.question} `{study.experiment}`\n\n{harness.table(headings, cells)}"
 
