@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
 
         measured = measure(agreed_plan(options, control), control, keep)
         if control.rank == 0:
-            report(results.case_figures(measured, options.rate_mbit), options)
+            report(results.case_figures(measured, options.rate_mbit))
         control.barrier()
 
 
@@ -92,14 +92,12 @@ def agreed_plan(options: argparse.Namespace, control: Processes) -> BenchPlan:
     return plan
 
 
-def report(cases: Sequence[Json], options: argparse.Namespace) -> None:
-    """Show the tables; draw the plot."""
+def report(cases: Sequence[Json]) -> None:
+    """Show the tables."""
     console = Console()
     for table in map(results.table, cases):
         console.width = max(console.width, Console(width=1000).measure(table).maximum)  # no number is cut short
         console.print(table)
-    if options.plot:
-        results.draw(cases, options.plot)
 
 
 def write(out: Path, cases: Sequence[Json]) -> None:
