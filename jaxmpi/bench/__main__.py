@@ -49,8 +49,8 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         UsageError: as `check_options` and `make_plan`.
     """
-    check_options(options)
     if process.launched() is None and (options.n or 2) > 1:
+        check_options(options)
         launcher = Options(options.n or 2, options.launcher, (*shlex.split(options.launcher_args),), (*options.words,))
         line = command.command(launcher, cores=process.cores(), is_root=os.geteuid() == 0, module="jaxmpi.bench")
         print("+ " + shlex.join(line), flush=True)
@@ -81,6 +81,7 @@ def agreed_plan(options: argparse.Namespace, control: Processes) -> BenchPlan:
     answer = {}
     if control.rank == 0:
         try:
+            check_options(options)  # now: an experiment file may start the device, which comes after MPI
             answer = {"plan": dataclasses.asdict(make_plan(options, control.size))}
         except UsageError as error:
             answer = {"error": str(error)}
