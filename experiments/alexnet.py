@@ -4,7 +4,7 @@ mpirun -n 8 python -m jaxmpi.train experiments/alexnet.py --data.dir /data/image
 mpirun -n 8 python -m jaxmpi.train experiments/alexnet.py
 
 Batch 128 a worker; rate 0.01 with up to 4 workers, 0.005 with 8, divided by 10 every 20 of 70 epochs, biases at twice
-the rate and without decay. SUBGD sums the workers' updates, so the rate is not scaled. With --devices 8
+the rate and without decay. SUBGD sums the workers' updates. With --devices 8
 give --optim.lr 0.005; --local-batch 32 is table 1's other row of 8 workers. Not run on ImageNet here.
 It differs from the paper in taking a mean per channel and not a mean image. It also differs in resizing the shorter
 side, aspect kept.
@@ -19,7 +19,7 @@ from jaxmpi.runtime.process import launched_workers
 fallback = Experiment(
     model=alexnet_tiny(),
     data=Data(source="digits", resize=64, mean=(0.305,), std=(0.376,)),
-    optim=Optim("adam", lr=2e-3, lr_scaling="none", clip_norm=1.0),
+    optim=Optim("adam", lr=2e-3, clip_norm=1.0),
     schedule=Schedule("poly", power=0.5, warmup="20st"),
     rule=RuleConfig("gradients"),
     exchange=ExchangeConfig("asa32"),

@@ -11,7 +11,7 @@ from jaxmpi.models.cnn import digits_cnn
 experiment = Experiment(
     model=digits_cnn(),
     data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
-    optim=Optim("momentum", lr=0.02, lr_scaling="none"),
+    optim=Optim("momentum", lr=0.02),
     schedule=Schedule("poly", power=1.0, warmup="1ep"),
     rule=RuleConfig("gradients"),
     exchange=ExchangeConfig("asa32"),

@@ -3,8 +3,9 @@
 mpirun -n 8 python -m jaxmpi.train experiments/googlenet.py --data.dir /data/imagenet
 mpirun -n 8 python -m jaxmpi.train experiments/googlenet.py
 
-Batch 32 a worker; rate 0.01 with one worker, 0.007 with two, 0.005 with more, under AWAGD times the number of workers;
-in epoch e times (1 - e / 240)^0.5; biases at twice the rate and without decay. With --devices give --optim.lr.
+Batch 32 a worker; rate 0.01 with one worker, 0.007 with two, 0.005 with more, under AWAGD times the number of workers,
+which is the batch / 32; in epoch e times (1 - e / 240)^0.5; biases at twice the rate and without decay. With --devices
+give --optim.lr.
 
 The second line trains the same model under SUBGD with the same momentum and decay. It differs where 1,437 images in two
 minutes ask for it: images of 32 px; He's initialisation, since Theano-MPI's stays at chance for hundreds of steps; a
@@ -43,6 +44,7 @@ experiment = Experiment(
     optim=Optim(
         "momentum",
         lr={1: 0.01, 2: 0.007}.get(launched_workers(), 0.005),
+        lr_for_batch=32,
         weight_decay=2e-4,
         bias_lr_factor=2.0,
         decay_bias=False,

@@ -18,7 +18,7 @@ fallback = Experiment(
     model=googlenetbn(classes=10, image_size=64),
     loss=googlenet_loss,
     data=Data(source="digits", resize=64, mean=(0.305,), std=(0.376,)),
-    optim=Optim("momentum", lr=0.02, lr_scaling="none", weight_decay=1e-4, decay_bias=False),
+    optim=Optim("momentum", lr=0.02, weight_decay=1e-4, decay_bias=False),
     schedule=Schedule("poly", power=1.0, warmup="20st"),
     rule=RuleConfig("gradients"),
     exchange=ExchangeConfig("asa32"),
@@ -41,7 +41,7 @@ experiment = Experiment(
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
     ),
-    optim=Optim("momentum", lr=0.1, lr_for_batch=256, lr_scaling="linear", weight_decay=1e-4),
+    optim=Optim("momentum", lr=0.1, lr_for_batch=256, weight_decay=1e-4),
     schedule=Schedule(
         "step",
         boundaries=("30ep", "60ep"),

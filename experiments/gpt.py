@@ -13,7 +13,7 @@ WINDOW = 128
 experiment = Experiment(
     model=gpt(window=WINDOW, width=128, heads=4, layers=4),
     data=Data(source="stdlib", window=WINDOW),
-    optim=Optim("adamw", lr=2e-3, lr_scaling="none", weight_decay=0.1, decay_bias=False, clip_norm=1.0),
+    optim=Optim("adamw", lr=2e-3, weight_decay=0.1, decay_bias=False, clip_norm=1.0),
     schedule=Schedule("cosine", warmup="50st"),
     rule=RuleConfig("gradients"),
     exchange=ExchangeConfig("asa32"),

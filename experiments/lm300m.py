@@ -18,7 +18,7 @@ WINDOW = 20
 experiment = Experiment(
     model=lm300m(window=WINDOW),
     data=Data(source="stdlib", window=WINDOW),
-    optim=Optim("sgd", lr=0.1, lr_scaling="none", clip_norm=1.0),
+    optim=Optim("sgd", lr=0.1, clip_norm=1.0),
     rule=RuleConfig("gradients"),
     exchange=ExchangeConfig("ring32"),
     local_batch=32,

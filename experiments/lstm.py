@@ -13,7 +13,7 @@ WINDOW = 128
 experiment = Experiment(
     model=lstm(window=WINDOW, width=128, cells=256),
     data=Data(source="stdlib", window=WINDOW),
-    optim=Optim("adam", lr=2e-3, lr_scaling="none", clip_norm=1.0),
+    optim=Optim("adam", lr=2e-3, clip_norm=1.0),
     schedule=Schedule("cosine", warmup="50st"),
     rule=RuleConfig("gradients"),
     exchange=ExchangeConfig("asa32"),

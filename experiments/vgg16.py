@@ -16,7 +16,7 @@ from jaxmpi.models.vgg import vgg16, vgg16_tiny
 fallback = Experiment(
     model=vgg16_tiny(),
     data=Data(source="digits", resize=32, mean=(0.305,), std=(0.376,)),
-    optim=Optim("adam", lr=1e-3, lr_scaling="none", clip_norm=1.0),
+    optim=Optim("adam", lr=1e-3, clip_norm=1.0),
     schedule=Schedule("poly", power=0.5, warmup="40st"),
     rule=RuleConfig("gradients"),
     exchange=ExchangeConfig("asa32"),

@@ -65,7 +65,6 @@ FORMS = {  # forms of a step between ranks, by name
     "no exchange": ExchangeConfig("none"),
     "asa32": ExchangeConfig("asa32", overlap="off"),
     "shm": ExchangeConfig("shm"),
-    "asa32, overlap on": ExchangeConfig("asa32", overlap="on"),
 }
 
 

@@ -42,7 +42,7 @@ def experiment(name: str) -> Experiment:
         model=googlenet(classes=10, image_size=64, init="he") if big else digits_cnn(),
         loss=googlenet_loss if big else None,
         data=size,
-        optim=Optim("adam", lr=1e-3, lr_scaling="none"),
+        optim=Optim("adam", lr=1e-3),
         exchange=ExchangeConfig("asa32"),
         local_batch=BATCH,
         train_for="1000ep",

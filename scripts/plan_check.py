@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 import jaxmpi
-from jaxmpi.allreduce import cost_model, measuring, probes
+from jaxmpi.allreduce import cost_model, measuring
 from jaxmpi.allreduce.algorithms import parse
-from jaxmpi.allreduce.probes import Probe, as_json, from_json
+from jaxmpi.allreduce.measuring import Probe, as_json, from_json
 from jaxmpi.comm.mpi import MpiComm
 
 STRATEGIES = ["asa32", "ring32", "asa16", "ring16", "tree:32"]
@@ -34,15 +34,15 @@ def probe_and_measure(strategies: list[str], floats: int, rounds: int) -> dict[s
     """Be a rank: probe, then measure; return both."""
     comm = jaxmpi.world()
     assert isinstance(comm, MpiComm)
-    probe = Probe(probes.measure_net(comm), {})
+    probe = Probe(measuring.measure_net(comm), {})
     wires = {parse(name).name.partition(":")[2] for name in strategies}
-    codecs = {wire: probes.codec_seconds(comm, probe.net, wire) for wire in sorted(wires)}
+    codecs = {wire: measuring.codec_seconds(comm, probe.net, wire) for wire in sorted(wires)}
     probe = probe._replace(net=probe.net._replace(codec_s_per_float=codecs))
     measured = {}
     for name in (parse(spelling).name for spelling in strategies):
-        long = probes.lengths_for(probe.net, name)[1]
+        long = measuring.lengths_for(probe.net, name)[1]
         short = long // 4 - long // 4 % comm.size  # longer than what a link lets pass at once, unlike the probe's own
-        probe.seconds[name] = {n: probes.time_strategy(comm, name, n) for n in (short, long)}
+        probe.seconds[name] = {n: measuring.time_strategy(comm, name, n) for n in (short, long)}
         measured[name] = times_of_exchange(comm, name, floats, rounds)
     return {"probe": as_json(probe), "measured": measured}
 

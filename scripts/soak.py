@@ -55,7 +55,7 @@ def apply(params, model_state, image, key, train):
 experiment = Experiment(
     model=Model("softmax", init, apply, input_shape=(8, 8, 1), classes=10),
     data=Data("digits", channels=1, mean=(0.305,), std=(0.376,)), effective_batch=32,
-    optim=Optim("momentum", lr=0.002, lr_scaling="none"), exchange=ExchangeConfig("ring32"), log_every=1,
+    optim=Optim("momentum", lr=0.002), exchange=ExchangeConfig("ring32"), log_every=1,
 )
 """
 

@@ -57,7 +57,7 @@ def recipe(name: str, **fields: Any) -> Experiment:
     model = MODELS[name]()
     data = Data("stdlib", window=model.input_shape[0]) if model.takes_tokens else images(model)
     loss = googlenet_loss if name.startswith("googlenet") else None
-    optim, exchange = Optim("momentum", lr_scaling="none"), ExchangeConfig("asa32")
+    optim, exchange = Optim("momentum"), ExchangeConfig("asa32")
     return Experiment(model=model, loss=loss, data=data, optim=optim, exchange=exchange, **fields)
 
 

@@ -10,7 +10,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,10 +58,6 @@ hypothesis.settings.load_profile("jaxmpi")
 THREE_TAKE_BYTES = 8 << 30
 
 
-QUICK_S = 300  # that the quick tier may take on two cores
-BEGAN_S = time.monotonic()
-
-
 def is_whole_tier(config: pytest.Config) -> bool:
     """Return True unless files are named, or slow tests asked for."""
     is_named = config.args_source is pytest.Config.ArgsSource.ARGS
@@ -76,33 +71,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 3 if "e2e" not in config.option.markexpr and available_bytes() >= THREE_TAKE_BYTES else 2
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Seconds of the quick tier beside those that it may take."""
-    if is_whole_tier(config) and "e2e" in config.option.markexpr:
-        took_s = time.monotonic() - BEGAN_S
-        over = "; --durations 30 shows where they go" if took_s > QUICK_S else ""
-        terminalreporter.write_line(f"quick tests: {took_s:.0f} s of {QUICK_S}{over}")
-
-
 # A file's tests stay in one process. If a long file began last, a core would wait for minutes. By itself xdist begins
 # with the files of most tests, which are not those that take longest (--no-loadscope-reorder, --durations).
 LONGEST = (
-    "mpirun",
-    "train",
-    "readme",
-    "overlap",
-    "functions_led",
-    "modes",
-    "bench",
-    "local_devices",
-    "asynchronous",
-    "diagnosis",
-    "run_directory",
-    "adapters",
-    "recipes",
-    "memory",
-    "comm_xla",
-)
+    "mpirun train readme overlap functions_led modes bench local_devices asynchronous diagnosis run_directory adapters "
+    "recipes memory comm_xla"
+).split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

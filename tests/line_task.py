@@ -41,7 +41,7 @@ def lines(folder: Path, task: Task = LINE, **fields) -> Experiment:
     base = {
         "task": task,
         "data": Data("array", train=line(50), validation=line(13, 1), loader="threads"),
-        "optim": Optim("sgd", lr=0.01, lr_scaling="none"),
+        "optim": Optim("sgd", lr=0.01),
         "effective_batch": 12,  # 50 = 4 x 12 + 2: an epoch's last step is short
         "train_for": f"{STEPS}st",
         "run_dir": str(folder / f"run{len(list(folder.iterdir()))}"),

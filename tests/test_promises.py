@@ -5,7 +5,6 @@ import contextlib
 import os
 import re
 import secrets
-import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import ROOT, kill_session, mpirun_line, run
+from launching import ROOT, kill_session, mpirun_line, small_disk, train
 
 PACKAGE = ROOT / "jaxmpi"
 DIGITS = str(ROOT / "experiments" / "digits.py")
@@ -102,9 +101,9 @@ BARE = "from mpi4py import MPI; MPI.COMM_WORLD.barrier(); print('ready', flush=T
 def test_nothing_listens_but_mpi_and_no_variable_of_the_environment_is_logged(tmp_path):
     secret, run_dir = secrets.token_hex(16), tmp_path / "run"
     env = {"PYTHONPATH": str(ROOT), "WANDB_API_KEY": secret, "MY_PASSWORD": secret}
-    train = ["-m", "jaxmpi.train", DIGITS, "--run-dir", str(run_dir), "--train-for", "100000st"]
-    train += ["--checkpoint-every", "5st", "--log-every", "5"]
-    assert ports_of(train, tmp_path / "train.txt", env) == ports_of(["-c", BARE], tmp_path / "bare.txt", env)
+    words = ["-m", "jaxmpi.train", DIGITS, "--run-dir", str(run_dir), "--train-for", "100000st"]
+    words += ["--checkpoint-every", "5st", "--log-every", "5"]
+    assert ports_of(words, tmp_path / "train.txt", env) == ports_of(["-c", BARE], tmp_path / "bare.txt", env)
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     assert {"config.json", "record.jsonl"} <= {path.name for path in files}
     for path in [*files, tmp_path / "train.txt"]:
@@ -115,13 +114,9 @@ def test_nothing_listens_but_mpi_and_no_variable_of_the_environment_is_logged(tm
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts a small disk: needs root")
 def test_a_disk_without_room_for_two_checkpoints_is_refused_before_the_first_step(tmp_path):
-    place = tmp_path / "small"
-    place.mkdir()
-    script = 'mount -t tmpfs -o size=400k tmpfs "$0" && "$@"; code=$?; ls "$0"/run; exit $code'
-    line = ["unshare", "--mount", "sh", "-c", script, str(place), sys.executable, "-m", "jaxmpi.train", DIGITS]
-    ended = run([*line, "--run-dir", str(place / "run")], timeout_s=200)
+    with small_disk(tmp_path / "small", "400k") as place:
+        ended = train(1, DIGITS, "--run-dir", str(place / "run"))
     assert ended.code == 2, ended.out
     assert re.search(r"checkpoints: \d+ MB are free, two checkpoints take \d+ MB", ended.out), ended.out
     assert "step 1/" not in ended.out

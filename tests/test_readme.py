@@ -20,20 +20,8 @@ from launching import ROOT, run
 
 DOCS = ROOT / "docs"
 RUN = (
-    "quickstart",
-    "tasks",
-    "extending",
-    "own_loop",
-    "launching",
-    "data",
-    "packed",
-    "plan",
-    "models",
-    "functions",
-    "seeing",
-    "strategies",
-    "collectives",
-)
+    "quickstart tasks extending own_loop launching data packed plan models functions seeing strategies collectives"
+).split()
 BLOCKS = [
     (page.stem, *block)
     for page in (ROOT / "README.md", *(DOCS / f"{name}.md" for name in RUN))
@@ -137,24 +125,9 @@ SCENARIOS = [
 ]
 # Jobs of longer runs or of what has tests of its own, in slow tests.
 BY_HAND = (
-    "words",
-    "report",
-    "around",
-    "batch_files",
-    "equinox",
-    "linen",
-    "collectives",
-    "in_memory",
-    "majority",
-    "chain",
-    "pack",
-    "weights",
-    "mpirun",
-    "devices",
-    "nnx",
-    "solo",
-    "help",
-)
+    "words report around batch_files equinox linen collectives in_memory majority chain pack weights mpirun devices "
+    "nnx solo help"
+).split()
 NOT_RUN = {
     "tests": "it is this very suite",
     "imagenet": "needs ImageNet",

@@ -6,7 +6,7 @@ sends less and keeps the rest; `algorithms`, with `building_blocks`; `schedules`
 `dispatch`, buckets at once or one after another; `comm_thread`, which sums while programs compute; `overlap` with the
 backward pass; `zero`, an exchange in two halves, with `zero_vectors`, in which shards are sent; `sharded`, the
 optimizer between the halves; `early_scatter`, the first half in the backward pass; `local_devices`, several devices a
-process; `cost_model`, `probes` of hosts, `measuring` and `autotune`, choice of a strategy.
+process; `cost_model`, `measuring` of hosts and `autotune`, choice of a strategy.
 
 It imports `core`, `runtime`, `config` and `comm`.
 """

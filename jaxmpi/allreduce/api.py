@@ -4,13 +4,13 @@ Data-parallel training needs the mean or sum of a tree over workers, inside jit 
 `exchange` fuses small leaves into buckets, has the strategy sum each bucket, and splits the sums. The division is
 chosen here alone: strategies that each divide will one day divide differently. MPI's messages do not say which exchange
 they belong to. So ranks compare trees and options first, and programs compare which exchange they have reached
-(docs/decisions/0003). Outside jit an exchange is three programs, and only the middle one communicates; it is small,
-since every rank must compile it (docs/decisions/0007). `exchange_gradients` is the same as an Optax transformation,
-whose state has room for what a compressor leaves out.
+(docs/decisions/0003). `exchange_gradients` is the same as an Optax transformation, whose state has room for what a
+compressor leaves out.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jaxmpi.allreduce import compression
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.autotune import AutotuneResult, allowed_wires, choose, is_auto, size_class
-from jaxmpi.allreduce.buckets import Alignment, Order, assign_buckets, fuse, split, split_all
+from jaxmpi.allreduce.buckets import Alignment, Order, Programs, assign_buckets, fuse, in_buckets, no_jit, split
 from jaxmpi.allreduce.building_blocks import allgather, halves, mean_of_halves
 from jaxmpi.allreduce.call_order import caller, callers, columns, compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.compression import Peers
@@ -33,7 +33,7 @@ from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of
 from jaxmpi.config.exchange_config import check_bucket_bytes
-from jaxmpi.core.errors import UsageError, check, lookup
+from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.core.pytrees import PyTree, signature
 from jaxmpi.core.to_jax import check_not_float0, check_on_one_device, to_jax
@@ -41,6 +41,7 @@ from jaxmpi.core.to_jax import check_not_float0, check_on_one_device, to_jax
 Op = Literal["mean", "sum"]
 BUCKET_BYTES = 4 << 20  # small leaves are fused up to this; a leaf at least as big travels as it is
 TRACED = "exchange in a program that ranks trace together, for the same shapes"
+INSIDE = Programs()  # part of the caller's program
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -95,32 +96,28 @@ def exchange(
     with one_thread(comm) as is_part:
         with refuse_together(comm.assert_same):
             leaves = as_numbers(tree, op, comm)
-        tree = jax.tree.unflatten(structure, leaves)
         if is_auto(strategy):
             strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
         choice = Choice(strategy=parse(strategy).name, op=op, comm=comm, bucket_bytes=bucket_bytes, order=order)
         if comm.size > 1 and any(isinstance(leaf, Tracer) for leaf in leaves):
-            exchanged = differentiable(choice, leaves, lambda held: choice.held(held, tree, is_part))
-            return jax.tree.unflatten(structure, exchanged)
-        return jax.tree.unflatten(structure, choice.held(leaves, tree, is_part))
+            run = lambda leaves: choice.run(leaves, structure, is_part)  # noqa: E731
+            return jax.tree.unflatten(structure, differentiable(choice, leaves, run))
+        return jax.tree.unflatten(structure, choice.run(leaves, structure, is_part))
 
 
-def count_of(leaves: Sequence[Any]) -> str:
-    """How much is exchanged, in words."""
-    return f"{sum(map(np.size, leaves)):,} floats in {len(leaves)} leaves"
+def check_op(op: str) -> None:
+    """Refuse what is neither mean nor sum."""
+    lookup({"mean": 0, "sum": 0}, op, "op")
 
 
 def check_strategy(strategy: str) -> None:
     """Refuse what is neither a strategy nor `auto[:wire]`."""
-    check(
-        not compression.is_compressor(strategy),
-        f"got strategy {strategy!r}: a compressor owes what it leaves out, and exchange has nowhere to keep that; "
-        f"use exchange_gradients({strategy!r}), which holds it in its state",
-    )
-    if is_auto(strategy):
-        allowed_wires(strategy)
-    else:
-        parse(strategy)
+    if compression.is_compressor(strategy):
+        raise UsageError(
+            f"got strategy {strategy!r}: a compressor owes what it leaves out, and exchange has nowhere to keep that; "
+            f"use exchange_gradients({strategy!r}), which holds it in its state"
+        )
+    allowed_wires(strategy) if is_auto(strategy) else parse(strategy)
 
 
 def settle(
@@ -152,6 +149,9 @@ def is_traced(leaves: Sequence[Any]) -> bool:
     return isinstance(_constant(), Tracer) or any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
+# ---------------------------------------------------------------- how
+
+
 class Choice(NamedTuple):
     """How to exchange, and with whom."""
 
@@ -161,81 +161,44 @@ class Choice(NamedTuple):
     bucket_bytes: int | None
     order: Order | None = None
 
-    def of(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """`exchange` of these leaves, for its derivative."""
-        return exchange(leaves, self.strategy, self.op, self.comm, self.bucket_bytes, self.order)
-
-    def in_f32(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """`of` by the comm's own allreduce, for derivatives along an axis."""
-        divisor = self.comm.size if self.op == "mean" else 1
-        wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
-        return [(self.comm.allreduce(x) / divisor).astype(leaf.dtype) for x, leaf in zip(wide, leaves, strict=True)]
-
-    def held(self, leaves: list[jax.Array], tree: PyTree, is_part: bool) -> list[jax.Array]:
-        """The exchange of leaves, inside or outside jit, without a derivative.
+    def run(self, leaves: list[jax.Array], structure: Any, is_part: bool = False) -> list[jax.Array]:
+        """The exchange of a tree's leaves, inside or outside jit, without a derivative.
 
         Args:
             is_part: this is inside another exchange, which is compared as a whole.
         """
-        if not is_traced(leaves):
-            return jax.tree.leaves(_outside_jit_of(self)(jax.tree.unflatten(jax.tree.structure(tree), leaves)))
-        self.comm.assert_same(self.fingerprint(tree, TRACED))
-        number = None if is_part else number_of(self.comm, f"{self.what(leaves)}, {caller()}")
-        leaves = [not_mapped(leaf) if over_mpi(self.comm) else leaf for leaf in leaves]  # a refused call began nothing
-        with compared(self.comm, number):
-            return self.inside_jit(leaves)
-
-    def fingerprint(self, tree: PyTree, what: str = "exchange") -> Fingerprint:
-        """Facts that must be equal on all ranks, named `what` in messages."""
-        ready = self.ready(len(jax.tree.leaves(tree)))
-        options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": ready}
-        # Else two programs of equal shapes that ranks trace in another order would be one exchange for good.
-        if what == TRACED and isinstance(self.comm, MpiComm):
-            options |= {"at": callers(), "columns": columns()}
-        return fingerprint(what, {**options, "leaf": signature(tree)})
-
-    def what(self, leaves: Sequence[Any]) -> str:
-        """Describe the exchange of these leaves, for messages."""
-        return f"{self.strategy}, {self.op} of {count_of(leaves)}"
-
-    def ready(self, count: int) -> list[int] | None:
-        """Leaves in the order in which they come to exist, or None."""
-        return self.order.leaves(count) if self.order else None
-
-    def buckets(self, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[list[int]]:
-        """Buckets of leaves that travel together, by index.
-
-        Leaves that are summed in their own type are in none. A strategy that takes all leaves at once gains nothing
-        from fusing them.
-        """
-        bucket_bytes = 0 if parse(self.strategy).spec.means else self.bucket_bytes
-        sizes = [leaf.size if leaf.dtype in FLOATS else 0 for leaf in leaves]
-        return assign_buckets(sizes, bucket_bytes, self.ready(len(leaves)))
-
-    @property
-    def alignment(self) -> Alignment:
-        """Where leaves begin in buckets."""
-        strategy = parse(self.strategy)
-        return Alignment(strategy.wire.block, (strategy.spec.pieces or len)(self.comm.hosts))
-
-    def inside_jit(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """Leaves -> buckets -> sums -> leaves, in the caller's program."""
+        if is_traced(leaves):
+            leaves = [not_mapped(x) if over_mpi(self.comm) else x for x in leaves]
+            with agreed(self, jax.tree.unflatten(structure, leaves), is_part):
+                return self.program(leaves)(leaves)
         if self.comm.size == 1:
-            return [self.alone(leaf) for leaf in leaves]
-        buckets, own, alignment = self.buckets(leaves), in_own_type(leaves), self.alignment
-        flats = [fuse([leaves[i] for i in bucket], alignment) for bucket in buckets]
-        vectors = self.exchanged([*flats, *(leaves[i] for i in own)])
-        out = split_all(vectors[: len(buckets)], leaves, buckets, alignment)
-        for i, total in zip(own, vectors[len(buckets) :], strict=True):
-            out[i] = total
-        return out
+            return self.program(leaves)([jnp.asarray(leaf) for leaf in leaves])
+        key = self, structure, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+        if isinstance(self.comm, MpiComm):  # what is kept for it goes with it
+            same, run = self.comm.cached(key, lambda: _outside_jit(*key))
+        else:
+            same, run = _outside_jit_elsewhere(*key)
+        self.comm.assert_same(same)  # whenever called: two ranks may come with two trees that both have used before
+        return run(leaves)
 
-    def alone(self, leaf: jax.Array) -> jax.Array:
-        """One worker's part of a leaf."""
-        return leaf if leaf.dtype in FLOATS or self.op == "sum" else leaf / 1
+    def program(self, like: Sequence[Any], programs: Programs = INSIDE) -> Callable[[list], list]:
+        """Leaves of these shapes -> buckets -> means or sums -> leaves."""
+        if self.comm.size == 1:
+            is_whole = self.op == "mean"
+            return lambda leaves: [x / 1 if is_whole and x.dtype not in FLOATS else x for x in leaves]
+        alignment, buckets = self.alignment, self.buckets(like)
+        own = [[i] for i, leaf in enumerate(like) if leaf.dtype not in FLOATS]
+
+        def fused(leaves: list[jax.Array]) -> jax.Array:
+            return fuse(leaves, alignment) if len(leaves) > 1 else leaves[0]
+
+        def parts(x: jax.Array, bucket: list[int]) -> list[jax.Array]:
+            return split(x, [like[i] for i in bucket], alignment) if len(bucket) > 1 else [x]
+
+        return in_buckets([*buckets, *own], fused, self.exchanged, parts, programs)
 
     def exchanged(self, vectors: list[jax.Array]) -> list[jax.Array]:
-        """Every vector's mean or sum over workers; means of integers are floats.
+        """Every array's mean or sum over workers; means of integers are floats.
 
         Shapes stay, and so do all other dtypes.
         """
@@ -252,78 +215,67 @@ class Choice(NamedTuple):
             return mean_of_halves(self.comm.allreduce(halves(x)), self.comm.size, x.dtype)
         return self.comm.allreduce(x) / self.comm.size
 
+    def tangents(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """The exchange of tangents or cotangents: along an axis by the comm's own sum, in 32 bits."""
+        if isinstance(self.comm, MpiComm):
+            return exchange(leaves, self.strategy, self.op, self.comm, self.bucket_bytes, self.order)
+        divisor = self.comm.size if self.op == "mean" else 1
+        wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
+        return [(self.comm.allreduce(x) / divisor).astype(leaf.dtype) for x, leaf in zip(wide, leaves, strict=True)]
 
-def _outside_jit_of(choice: Choice) -> Callable[[PyTree], PyTree]:
-    if isinstance(choice.comm, MpiComm):  # what is kept for it goes with it
-        return choice.comm.cached(choice, lambda: _outside_jit(choice))
-    return _outside_jit_elsewhere(choice)
+    def fingerprint(self, tree: PyTree, what: str = "exchange") -> Fingerprint:
+        """Facts that must be equal on all ranks, named `what` in messages."""
+        order = self.order and self.order.leaves(len(jax.tree.leaves(tree)))
+        options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": order}
+        # Else two programs of equal shapes that ranks trace in another order would be one exchange for good.
+        if what == TRACED and isinstance(self.comm, MpiComm):
+            options |= {"at": callers(), "columns": columns()}
+        return fingerprint(what, {**options, "leaf": signature(tree)})
+
+    def what(self, leaves: Sequence[Any]) -> str:
+        """Describe the exchange of these leaves, for messages."""
+        return f"{self.strategy}, {self.op} of {sum(map(np.size, leaves)):,} floats in {len(leaves)} leaves"
+
+    def buckets(self, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[list[int]]:
+        """Buckets of leaves that travel together, by index.
+
+        Leaves that are summed in their own type, since 32 bits would falsify them, are in none. A strategy that takes
+        all leaves at once gains nothing from fusing them.
+        """
+        bucket_bytes = 0 if parse(self.strategy).spec.means else self.bucket_bytes
+        sizes = [leaf.size if leaf.dtype in FLOATS else 0 for leaf in leaves]
+        return assign_buckets(sizes, bucket_bytes, self.order and self.order.leaves(len(leaves)))
+
+    @property
+    def alignment(self) -> Alignment:
+        """Where leaves begin in buckets."""
+        strategy = parse(self.strategy)
+        return Alignment(strategy.wire.block, (strategy.spec.pieces or len)(self.comm.hosts))
 
 
-def _outside_jit(choice: Choice) -> Callable[[PyTree], PyTree]:
-    """The exchange outside jit, compiled once a structure, compared at every call."""
-    programs: dict[Any, tuple[Fingerprint, Callable[[list[jax.Array]], list[jax.Array]]]] = {}
-
-    def call(tree: PyTree) -> PyTree:
-        if choice.comm.size == 1:
-            return jax.tree.map(lambda leaf: choice.alone(jnp.asarray(leaf)), tree)
-        leaves, structure = jax.tree.flatten(tree)
-        key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        agreed = programs[key][0] if key in programs else choice.fingerprint(tree)
-        choice.comm.assert_same(agreed)  # two ranks may call with two trees that both have used before
-        if key not in programs:
-            like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-            programs[key] = agreed, _three_programs(choice, like)
-        return jax.tree.unflatten(structure, programs[key][1](leaves))
-
-    return call
+def _outside_jit(choice: Choice, structure: Any, like: tuple) -> tuple[Fingerprint, Callable[[list], list]]:
+    """What ranks compare at every call, and the three programs, compiled once for these shapes."""
+    programs = Programs(choice.comm.jit, in_turn, choice.comm.jit)
+    return choice.fingerprint(jax.tree.unflatten(structure, like)), choice.program(like, programs)
 
 
 _outside_jit_elsewhere = functools.cache(_outside_jit)
 
 
-def _three_programs(choice: Choice, like: list[jax.ShapeDtypeStruct]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """Fuse, exchange, split: three jits, of which only the middle one communicates.
+@contextmanager
+def agreed(choice: Choice, tree: PyTree, is_part: bool) -> Iterator[None]:
+    """Ranks compare an exchange that they trace; their programs compare, when they run, which one they have come to.
 
-    A program that communicates is compiled by every rank for itself. Here it sees nothing but vectors, which keeps it
-    small; the other two are compiled once a host. A leaf that is alone in its bucket passes by without a copy.
+    Whatever may be refused comes before: outside jit `jax.vmap` runs the comparison's beginning at once, and one
+    without an end would hold up all later exchanges.
     """
-    buckets = choice.buckets(like)
-    alone = [bucket[0] for bucket in buckets if len(bucket) == 1]
-    alone += in_own_type(like)
-    fused = [bucket for bucket in buckets if len(bucket) > 1]
-    groups = [[like[i] for i in bucket] for bucket in fused]
-    alignment = choice.alignment
-
-    def split_groups(flats: list[jax.Array]) -> list[list[jax.Array]]:
-        return [split(flat, group, alignment) for flat, group in zip(flats, groups, strict=True)]
-
-    fuse_each = choice.comm.jit(lambda groups: [fuse(group, alignment) for group in groups])
-    exchange_each, split_each = in_turn(choice.exchanged), choice.comm.jit(split_groups)
-
-    def run(leaves: list[jax.Array]) -> list[jax.Array]:
-        flats = fuse_each([[leaves[i] for i in bucket] for bucket in fused]) if fused else []
-        vectors = exchange_each([*flats, *(leaves[i] for i in alone)])
-        parts = split_each(vectors[: len(fused)]) if fused else []
-        out = list(leaves)
-        for bucket, part in [
-            *zip(fused, parts, strict=True),
-            *(([i], [x]) for i, x in zip(alone, vectors[len(fused) :], strict=True)),
-        ]:
-            for i, leaf in zip(bucket, part, strict=True):
-                out[i] = leaf
-        return out
-
-    return run
+    choice.comm.assert_same(choice.fingerprint(tree, TRACED))
+    number = None if is_part else number_of(choice.comm, f"{choice.what(jax.tree.leaves(tree))}, {caller()}")
+    with compared(choice.comm, number):
+        yield
 
 
-def check_op(op: str) -> None:
-    """Refuse what is neither mean nor sum."""
-    lookup({"mean": 0, "sum": 0}, op, "op")
-
-
-def in_own_type(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[int]:
-    """Which leaves no strategy sums, since 32 bits would falsify them."""
-    return [i for i, leaf in enumerate(leaves) if leaf.dtype not in FLOATS]
+# ---------------------------------------------------------------- what is taken
 
 
 def as_numbers(tree: PyTree, op: str, comm: Comm) -> list[Any]:
@@ -335,39 +287,50 @@ def as_numbers(tree: PyTree, op: str, comm: Comm) -> list[Any]:
             averaged.
     """
     leaves = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        check_not_float0(_leaf(path), leaf)
+    for name, leaf in _named(tree):
         if isinstance(leaf, np.ndarray) and leaf.dtype in FLOATS:  # programs take NumPy's arrays as fast as JAX's
-            check_unmasked(_leaf(path), leaf)
+            check_unmasked(name, leaf)
             leaves.append(leaf)
             continue
         is_number = isinstance(leaf, (int, float, np.integer, np.bool_))
         if not is_number and getattr(leaf, "dtype", None) not in (*FLOATS, jnp.float64):
-            raise _not_taken(path, leaf, "floats: cast it, leave it out, or take jaxmpi.collectives.allreduce")
+            raise _not_taken(name, leaf, "floats: cast it, leave it out, or take jaxmpi.collectives.allreduce")
         is_bool = isinstance(leaf, (bool, np.bool_))
-        array = to_jax(_leaf(path), int(leaf) if is_bool else leaf, op, comm.size)
+        array = to_jax(name, int(leaf) if is_bool else leaf, op, comm.size)
         if over_mpi(comm):
-            check_on_one_device(_leaf(path), array)
+            check_on_one_device(name, array)
         leaves.append(array.astype(jnp.int32) if is_bool else array)
     return leaves
 
 
-def _leaf(path: Any) -> str:
-    where = jax.tree_util.keystr(path, simple=True, separator="/") or "(the tree itself)"
-    return f"exchange: leaf {where!r}"
-
-
-def _not_taken(path: Any, leaf: Any, expected: str) -> UsageError:
-    return UsageError(f"{_leaf(path)} is {getattr(leaf, 'dtype', type(leaf).__name__)}; expected {expected}")
-
-
 def check_leaves(tree: PyTree) -> None:
     """Refuse leaves that a 32-bit sum would falsify."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        check_not_float0(_leaf(path), leaf)
-        check_unmasked(_leaf(path), leaf)
+    for name, leaf in _named(tree):
+        check_unmasked(name, leaf)
         if getattr(leaf, "dtype", None) not in FLOATS:
-            raise _not_taken(path, leaf, "float32, bfloat16 or float16: cast it, or leave it out")
+            raise _not_taken(name, leaf, "float32, bfloat16 or float16: cast it, or leave it out")
+
+
+def _named(tree: PyTree) -> Iterator[tuple[str, Any]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        where = jax.tree_util.keystr(path, simple=True, separator="/") or "(the tree itself)"
+        check_not_float0(f"exchange: leaf {where!r}", leaf)
+        yield f"exchange: leaf {where!r}", leaf
+
+
+def _not_taken(name: str, leaf: Any, expected: str) -> UsageError:
+    return UsageError(f"{name} is {getattr(leaf, 'dtype', type(leaf).__name__)}; expected {expected}")
+
+
+def over_mpi(comm: Comm) -> bool:
+    """Return True if an exchange sends messages between processes."""
+    return isinstance(comm, MpiComm) and comm.size > 1
+
+
+def guarded(leaf: jax.Array, comm: Comm) -> jax.Array:
+    """The leaf, which refuses derivatives and, over MPI, `jax.vmap`."""
+    leaf = not_differentiable(leaf)
+    return not_mapped(leaf) if over_mpi(comm) else leaf
 
 
 @jax.custom_jvp
@@ -395,15 +358,7 @@ def _refuse_to_map(*_: Any) -> NamedTuple:
     raise UsageError(NOT_MAPPED)
 
 
-def over_mpi(comm: Comm) -> bool:
-    """Return True if an exchange sends messages between processes."""
-    return isinstance(comm, MpiComm) and comm.size > 1
-
-
-def guarded(leaf: jax.Array, comm: Comm) -> jax.Array:
-    """The leaf, which refuses derivatives and, over MPI, `jax.vmap`."""
-    leaf = not_differentiable(leaf)
-    return not_mapped(leaf) if over_mpi(comm) else leaf
+# ---------------------------------------------------------------- for Optax
 
 
 def exchange_gradients(
@@ -423,28 +378,19 @@ def exchange_gradients(
     workers. Communicates, raises: as `exchange`.
     """
     check_op(op)
-    if compression.is_compressor(strategy):
-        return compressed(strategy, op, comm, bucket_bytes)
-    check_strategy(strategy)
-    return optax.stateless(lambda updates, params: exchange(updates, strategy, op, comm, bucket_bytes))
-
-
-def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | None) -> optax.GradientTransformation:
-    """A compressor as an Optax transformation; one worker alone compresses nothing."""
-    compressor, strategy = compression.parse(spelling)
-    mean = functools.partial(exchange, strategy=strategy.name, bucket_bytes=bucket_bytes)
-
-    @jax.jit
-    def run(updates: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        workers: Comm = workers_of(comm)
-        rows = functools.partial(allgather, comm=workers)
-        peers = Peers(functools.partial(mean, comm=workers), rows, strategy.wire, local=lambda function: function)
-        return compressor.compress(updates, state, peers)
+    if not compression.is_compressor(strategy):
+        check_strategy(strategy)
+        return optax.stateless(lambda updates, params: exchange(updates, strategy, op, comm, bucket_bytes))
+    compressor, inner = compression.parse(strategy)
 
     @functools.cache
-    def outside_jit(workers: Comm) -> Peers:
-        rows = in_turn(functools.partial(allgather, comm=workers))
-        return Peers(functools.partial(mean, comm=workers), rows, strategy.wire, local=functools.cache(workers.jit))
+    def peers(workers: Comm, is_inside: bool) -> Peers:
+        """A compressor's collectives: in a program that is being traced, or as programs of their own."""
+        mean = functools.partial(exchange, strategy=inner.name, comm=workers, bucket_bytes=bucket_bytes)
+        rows = functools.partial(allgather, comm=workers)
+        if is_inside:
+            return Peers(mean, rows, inner.wire, local=no_jit)
+        return Peers(mean, in_turn(rows), inner.wire, local=functools.cache(workers.jit))
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
@@ -452,17 +398,15 @@ def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | Non
         check_leaves(updates)
         if workers.size == 1:
             return compression.paid(updates, state)
-        choice, traced = Choice(spelling, op, workers, bucket_bytes), is_traced(jax.tree.leaves((updates, state)))
+        choice = Choice(strategy, op, workers, bucket_bytes)
         with one_thread(workers) as is_part:
-            workers.assert_same(choice.fingerprint(updates, TRACED if traced else "exchange"))
-            if traced:
-                what = f"{choice.what(jax.tree.leaves(updates))}, {caller()}"
-                number = None if is_part else number_of(workers, what)
+            if is_traced(jax.tree.leaves((updates, state))):
                 updates = jax.tree.map(lambda x: guarded(x, workers), updates)
-                with compared(workers, number):
-                    total, state = run(updates, state)
+                with agreed(choice, updates, is_part):
+                    total, state = compressor.compress(updates, state, peers(workers, True))
             else:
-                total, state = compressor.compress(updates, state, outside_jit(workers))
+                workers.assert_same(choice.fingerprint(updates))
+                total, state = compressor.compress(updates, state, peers(workers, False))
         return total if op == "mean" else jax.tree.map(lambda x: x * workers.size, total), state
 
     return optax.GradientTransformation(lambda params: compressor.init(params), update)

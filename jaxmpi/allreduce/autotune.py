@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jaxmpi.allreduce.algorithms import find, parse
 from jaxmpi.allreduce.algorithms.table import PACKAGED_STRATEGIES, STRATEGIES
-from jaxmpi.allreduce.buckets import assign_buckets, fuse, split_all
+from jaxmpi.allreduce.buckets import Programs, assign_buckets, fuse, in_buckets, split
 from jaxmpi.allreduce.dispatch import sums
 from jaxmpi.allreduce.measuring import BUDGET_S, from_rank_0, identity, slowest
 from jaxmpi.allreduce.wires import WIRES
@@ -30,7 +30,7 @@ from jaxmpi.comm.agreement import fingerprint
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError, lookup
-from jaxmpi.runtime import caches, process
+from jaxmpi.runtime import compile_cache, process
 
 MOST = 4  # strategies to time
 BUCKET_BYTES = 4 << 20  # by default
@@ -118,7 +118,7 @@ def choose(
         if not is_quiet:
             how += ", and not cached: other processes compute"
         elif control.rank == 0:
-            caches.write_json("auto", key, {"strategy": name, "seconds": seconds, "floats": sum(sizes)})
+            compile_cache.write_json("auto", key, {"strategy": name, "seconds": seconds, "floats": sum(sizes)})
     slots = max(comm.hosts.count(host) for host in set(comm.hosts))
     pays = len(set(comm.hosts)) > 1 or facts["cores"] >= 2 * slots
     times = ", ".join(f"{each} {seconds[each]:.2g} s" for each in sorted(seconds, key=seconds.__getitem__))
@@ -178,8 +178,9 @@ class Trials:
     def _exchange(self, leaves: list[jax.Array], name: str) -> list[jax.Array]:
         bucket_bytes = 0 if parse(name).spec.means else self.bucket_bytes
         buckets = assign_buckets([leaf.size for leaf in leaves], bucket_bytes)
-        vectors = [fuse([leaves[i] for i in bucket]) for bucket in buckets]
-        return split_all(sums(vectors, name, self.comm, self.comm.size), leaves, buckets)
+        means = lambda vectors: sums(vectors, name, self.comm, self.comm.size)  # noqa: E731
+        parts = lambda vector, bucket: split(vector, [leaves[i] for i in bucket])  # noqa: E731
+        return in_buckets(buckets, fuse, means, parts, Programs())(leaves)
 
     def changed(self, name: str, cached_s: float, growth: float) -> str:
         """How the time of a cached strategy has changed; empty if it has not.
@@ -282,7 +283,7 @@ def read(key: dict[str, Any]) -> dict[str, Any] | None:
     if os.environ.get("JAXMPI_PROBE") == "fresh":
         return None
     try:
-        value = json.loads(caches.json_file("auto", key).read_text())
+        value = json.loads(compile_cache.json_file("auto", key).read_text())
         seconds = {str(name): float(s) for name, s in value["seconds"].items()}
         found = {"strategy": value["strategy"], "seconds": seconds, "floats": max(1, int(value["floats"]))}
         return found if seconds[found["strategy"]] > 0 else None

@@ -9,7 +9,7 @@ without, and so are the bits of the sums (docs/decisions/0008).
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core
@@ -129,6 +129,77 @@ def fill(leaves: Sequence[int], sizes: Sequence[int], bucket_bytes: int | None) 
     return buckets
 
 
+# ---------------------------------------------------------------- in one program or in three
+
+Jit = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def no_jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself, for use inside a program."""
+    return function
+
+
+class Programs(NamedTuple):
+    """How an exchange is compiled: as part of the caller's program, or as three programs of its own.
+
+    Of the three only the middle one communicates. Every rank must compile such a program for itself, since it cannot be
+    read from the cache of compiled programs; the other two are compiled once a host. With the 128 tensors of GoogLeNet
+    in one program 8 ranks on 2 cores took 35 s for their first update, and now 17 s, or 6 s from the cache
+    (docs/decisions/0007).
+    """
+
+    before: Jit = no_jit
+    exchange: Jit = no_jit
+    after: Jit = no_jit
+    lone_pass: bool = True  # a leaf that is alone in its bucket goes to the middle one as it is, without a copy
+
+    def compose(self, pack: Callable, send: Callable, unpack: Callable) -> Callable[[Any], Any]:
+        """`unpack(send(pack(x)))`; one program if nothing but `exchange` compiles."""
+        pack, unpack = self.before(pack), self.after(unpack)
+        return self.exchange(lambda x: unpack(send(pack(x))))
+
+
+def in_buckets(
+    buckets: Sequence[Sequence[int]],
+    fuse: Callable[[list[jax.Array]], jax.Array],
+    exchange: Callable[[list[jax.Array]], list[jax.Array]],
+    split: Callable[[jax.Array, Sequence[int]], list[jax.Array]],
+    programs: Programs,
+) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """A function that exchanges leaves in buckets.
+
+    Args:
+        buckets: indices of leaves; a leaf that is in none stays as it is.
+        fuse: leaves of a bucket -> vector.
+        exchange: all vectors -> as many.
+        split: vector, bucket -> results for its leaves.
+    """
+    passes = [programs.lone_pass and len(bucket) == 1 for bucket in buckets]
+    fused = [bucket for bucket, alone in zip(buckets, passes, strict=True) if not alone]
+    fuse_each = programs.before(lambda groups: [fuse(group) for group in groups])
+    split_each = programs.after(lambda vectors: [split(x, bucket) for x, bucket in zip(vectors, fused, strict=True)])
+
+    @programs.exchange
+    def exchange_each(vectors: list[jax.Array]) -> list[jax.Array]:
+        results = exchange([fuse([x]) if alone else x for x, alone in zip(vectors, passes, strict=True)])
+        each = zip(results, buckets, passes, strict=True)
+        return [split(x, bucket)[0] if alone else x for x, bucket, alone in each]
+
+    def run(leaves: list[jax.Array]) -> list[jax.Array]:
+        out = list(leaves)
+        vectors = iter(fuse_each([[leaves[i] for i in bucket] for bucket in fused]) if fused else [])
+        sent = [leaves[bucket[0]] if alone else next(vectors) for bucket, alone in zip(buckets, passes, strict=True)]
+        came = [*zip(exchange_each(sent), buckets, passes, strict=True)]
+        parts = split_each([x for x, _, alone in came if not alone]) if fused else []
+        results = [*zip(fused, parts, strict=True), *((bucket, [x]) for x, bucket, alone in came if alone)]
+        for bucket, part in results:
+            for i, leaf in zip(bucket, part, strict=True):
+                out[i] = leaf
+        return out
+
+    return run
+
+
 # ---------------------------------------------------------------- as flat vectors
 
 
@@ -180,17 +251,3 @@ def split(
         flat[start : start + leaf.size].reshape(leaf.shape).astype(leaf.dtype)
         for start, leaf in zip(starts, leaves, strict=False)
     ]
-
-
-def split_all(
-    flats: Sequence[jax.Array],
-    leaves: Sequence[jax.Array],
-    buckets: Sequence[Sequence[int]],
-    alignment: Alignment = PACKED,
-) -> list[jax.Array]:
-    """Leaves from one flat vector a bucket; others stay as they are."""
-    out = list(leaves)
-    for flat, bucket in zip(flats, buckets, strict=True):
-        for i, leaf in zip(bucket, split(flat, [leaves[i] for i in bucket], alignment), strict=True):
-            out[i] = leaf
-    return out

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.comm.base import Comm, Pairs, Turn, add_rows
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
@@ -118,12 +117,6 @@ class SubComm(Comm):
 
     def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
         return self.comm.loop(turns, turn, carry)
-
-    def assert_same(self, mine: Fingerprint) -> None:
-        self.comm.assert_same(mine)
-
-    def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
-        return self.comm.jit(function, donate_argnums)
 
 
 UNEVEN = (

@@ -1,10 +1,9 @@
 """Numbers and names of exchanges, for comparison; one thread at a time.
 
 MPI's messages do not name the exchange that they belong to. So each exchange gets a number when all ranks trace it
-together, and programs compare numbers when they run. The user's lines tell exchanges of equal shapes apart. Lines
-outside the traced function are left out, since ranks may call it from different ones. Two threads could exchange in
-another order on each rank, so a second thread is refused. Letting it wait was dropped: another rank's other thread may
-come first. `jaxmpi.comm.diagnosis` compares the numbers.
+together, and programs compare numbers when they run; `jaxmpi.comm.diagnosis` compares them. The user's lines tell
+exchanges of equal shapes apart. Two threads could exchange in another order on each rank, so a second thread is
+refused. Letting it wait was dropped: another rank's other thread may come first.
 """
 
 import contextlib
@@ -12,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -31,14 +30,10 @@ from jaxmpi.core.pytrees import PyTree
 
 
 def number_of(comm: Comm, what: str) -> int | None:
-    """Number by which programs compare an exchange; None without a comparison.
+    """Number by which programs compare an exchange, `what` in messages; None without a comparison.
 
     There is nothing to compare if there is one worker, or one program for all of them. All ranks call it together,
     after they have agreed on what is exchanged.
-
-    Args:
-        comm: who exchanges.
-        what: is exchanged, for messages.
     """
     if not isinstance(comm, MpiComm) or comm.size == 1:
         return None
@@ -47,10 +42,7 @@ def number_of(comm: Comm, what: str) -> int | None:
 
 @contextmanager
 def compared(comm: Comm, number: int | None) -> Iterator[None]:
-    """Put the comparison around the exchange that is traced inside, if numbered.
-
-    Ranks that differ end the job, with the exchange that each of them has come to.
-    """
+    """Put the comparison around the exchange that is traced inside, if numbered; ranks that differ end the job."""
     if number is None or not isinstance(comm, MpiComm):
         yield
         return
@@ -60,12 +52,7 @@ def compared(comm: Comm, number: int | None) -> Iterator[None]:
 
 
 def callers() -> str:
-    """The user's lines from the traced function to this exchange.
-
-    An example is `train.py:12 in step, loss.py:3 in mean`. The lines distinguish programs of equal shapes without a
-    number, which ranks that trace alone could not agree on. Lines outside the traced function are left out: ranks may
-    call it from different ones. So are values of the function's own: ranks may have others, such as their rank.
-    """
+    """The user's lines from the traced function to this exchange, as `train.py:12 in step, loss.py:3 in mean`."""
     return ", ".join(map(line_of, users_frames()))
 
 
@@ -82,8 +69,9 @@ def columns() -> list[str]:
 def users_frames() -> list[FrameType]:
     """The user's frames, from JAX's outermost traced function to this exchange.
 
-    A jit made anew at each call hides nothing so, and a `lax.scan` outside jit ends the walk, too. Left out are
-    libraries and code that has no file, as decorators make it: names of such differ from process to process.
+    Frames outside it are left out, since ranks may call it from different lines; so are libraries and code that has no
+    file, as decorators make it, whose names differ from process to process. A jit made anew at each call hides nothing
+    so, and a `lax.scan` outside jit ends the walk, too.
     """
     stack: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
@@ -97,24 +85,15 @@ def users_frames() -> list[FrameType]:
 def caller() -> str:
     """The user's line that is being run, as `train.py:12 in step`."""
     frame: Any = sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+    while frame.f_back and module_of(frame).partition(".")[0] in LIBRARIES:
         frame = frame.f_back
     return line_of(frame)
 
 
 # ---------------------------------------------------------------- threads
 
-
-class OneThread:
-    """The thread that exchanges now."""
-
-    def __init__(self) -> None:
-        """No thread exchanges yet."""
-        self.lock, self.holder, self.depth = threading.RLock(), "", 0
-        self.last: tuple[int, jax.Array] | None = None  # thread that ran the last program outside jit, and its end
-
-
-_door = OneThread()
+# The thread that exchanges now, and the one that ran the last program outside jit, with the program's end.
+_door = SimpleNamespace(lock=threading.RLock(), holder="", depth=0, last=None)
 
 
 def in_turn(program: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
@@ -135,11 +114,10 @@ def in_turn(program: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
 
 @contextmanager
 def one_thread(comm: Comm | Processes, call: str = "exchange") -> Iterator[bool]:
-    """Refuse an exchange while another thread exchanges with other ranks.
+    """Refuse an exchange while another thread exchanges with other ranks; inside another one of this thread True.
 
-    Inside another exchange of this thread it yields True. To let the second thread wait would not do: which of two
-    threads comes first may differ between ranks, so one thread's numbers would meet another's. The refused thread
-    sends nothing; the other goes on.
+    To let the second thread wait would not do: which of two threads comes first may differ between ranks, so one
+    thread's numbers would meet another's. The refused thread sends nothing; the other goes on.
 
     Raises:
         UsageError: both threads' names.

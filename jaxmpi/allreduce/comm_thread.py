@@ -6,36 +6,27 @@ gradients. So XLA runs it when they are there, on each rank in an order of its o
 until a bucket holds the sum. The bucket passes through both in one buffer, which the thread changes in between: nothing
 is copied, and XLA, for which only these calls use the buffer, leaves it alone. All of it is C (`host_engine.c`); Python
 is called when a plan is new and when something is wrong.
-
-Messages have no names. So ranks that run two programs of equal shapes in different orders would add up gradients of
-different programs. `open` therefore has the thread compare over ranks which exchange each has come to, and buckets wait
-for that. The comparison travels while the program computes; waiting for it in `open` would put it before each step.
 """
 
-import ctypes
 import functools
-import hashlib
 import json
 import threading
-from collections.abc import Mapping, Sequence
-from ctypes import c_int32, c_int64
+from collections.abc import Sequence
+from ctypes import c_int32
 from enum import StrEnum
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxmpi.allreduce import host_engine
 from jaxmpi.allreduce.algorithms import STRATEGIES, parse
-from jaxmpi.allreduce.host_engine import DONE, OPEN, START, HostEngine
+from jaxmpi.allreduce.host_engine import DONE, OPEN, START, HostEngine, key_of, words_of
 from jaxmpi.comm import c_handlers
-from jaxmpi.comm.agreement import different_calls, fingerprint
 from jaxmpi.comm.base import Comm
-from jaxmpi.comm.diagnosis import CallId
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core import scheduling
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import check
 from jaxmpi.runtime import failures, host_callbacks
 
 THREAD = "jaxmpi exchange"
@@ -87,7 +78,6 @@ def all_reduce_on_comm_thread(
     labels: Sequence[str],
     *,
     half: str = "",
-    what: str = "",
     portable: bool = False,
 ) -> list[jax.Array]:
     """f32[n] each -> their sums over workers, by the communication thread.
@@ -100,7 +90,6 @@ def all_reduce_on_comm_thread(
         plan: what must be the same on all ranks, JSON.
         labels: of the vectors, for messages.
         half: of the strategy's sum, `scatter` or `gather`; empty: all of it.
-        what: the exchange's name, for ranks to compare whenever a program comes to it; empty: they do not.
         portable: the program can be exported. Then data alone orders waits, so results of the first sums may be used
             while the last are under way. Else the calls are ordered among mpi4jax's, so that none of these waits for
             one behind it.
@@ -108,11 +97,9 @@ def all_reduce_on_comm_thread(
     engine, sums = exchange_handlers().engine, [(strategy, half, x.size) for x in vectors]
     parts, most = engine.parts(sums), engine.tags // 2  # a resumed exchange has the other half
     check(parts <= most, f"got {parts} segments of gradients, expected {most} or fewer; use overlap off")
-    text = json.dumps({"plan": plan, "what": what, "sums": sums, "labels": [*labels]})
-    key = host_engine.key_of(text)
-    words = *host_engine.words_of(key), *host_engine.words_of(host_engine.name_plan(key, what, labels))
+    text = json.dumps({"plan": plan, "sums": sums, "labels": [*labels]})
     effect = host_callbacks.ORDERED if portable or not isinstance(comm, MpiComm) else comm.effect
-    [ticket] = _call((OPEN, *words), [], [TICKET], effect, text=text)
+    [ticket] = _call((OPEN, *words_of(key_of(text))), [], [TICKET], effect, text=text)
     started = []  # by bucket: the buffer into which its sum comes, and a ticket
     for i, vector in enumerate(vectors):
         started.append(_call((START, i), [vector, ticket], [vector, TICKET], None))
@@ -142,15 +129,8 @@ class ExchangeHandlers:
     def __init__(self, comm: MpiComm) -> None:
         """Start the thread; all ranks call this together."""
         host_engine.unavailable_reason(comm)  # all ranks agree on it here, though one may trace for others
-        self.engine = HostEngine(comm)
-        self.control, self._comparisons = self.engine.control, self.engine.control.clone()
-        waits: Any = self.control.waits
-        waits.comparison = self  # from which the monitor knows which comparison is under way
-        host_engine.listeners.append(self)
+        self.engine, self._library = HostEngine(comm), host_engine.library()
         host_callbacks.register(RANK, self._rank, ends_job=True)
-        self.library = host_engine.library()
-        size = c_int32(comm.size)
-        self.library.jaxmpi_beside_setup(c_int32(self.engine.number), size, host_engine.handle(self._comparisons))
         self.thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self.thread.start()
         failures.call_before_finalize(self.stop)
@@ -158,75 +138,19 @@ class ExchangeHandlers:
     def _run(self) -> None:
         scheduling.flush_subnormals()
         scheduling.take_short_turns()
-        self.library.jaxmpi_beside_run()
+        self._library.jaxmpi_beside_run(c_int32(self.engine.number))
+
+    def _rank(self, operands: list, results: list) -> None:
+        """i32[]: the rank that runs a program; another may have traced it."""
+        results[0][...] = self.engine.control.rank
 
     def stop(self) -> None:
         """Wait for running programs and messages under way, then end the thread."""
         try:
             jax.effects_barrier()
         finally:  # a program that failed fails here once more
-            self.library.jaxmpi_beside_stop()
+            self._library.jaxmpi_beside_stop()
             self.thread.join()
-
-    def _rank(self, operands: list, results: list) -> None:
-        """i32[]: the rank that runs a program; another may have traced it."""
-        results[0][...] = self.control.rank
-
-    # ------------------------------------------------------------ called by C
-
-    def learn(self, text: str) -> None:
-        """Compare a plan over ranks, which come here together, and let this process's programs find it."""
-        about = json.loads(text)
-        self.control.compare(fingerprint("the exchange beside a program", about["plan"]))
-        host_engine.name_plan(host_engine.key_of(text), about["what"], about["labels"])
-        self.engine.add_plan(host_engine.key_of(text), [(strategy, half, n) for strategy, half, n in about["sums"]])
-
-    def refuse(self, mine: int, theirs: Mapping[int, int] | None = None) -> NoReturn:
-        """Raise `UsageError`, which names the exchanges that ranks have come to; all come here together.
-
-        Args:
-            mine: the digest, or its lower bits, of this rank's.
-            theirs: numbers of the others, if the monitor has found them, and ranks do not come here together.
-        """
-        numbers = self.control.numbers
-        if theirs is not None:
-            texts = {numbers[rank]: self.text(number) for rank, number in {self.control.rank: mine, **theirs}.items()}
-            raise UsageError(different_calls(texts))
-        row = call_row(self.text(mine), mine)
-        rows = np.empty((self.control.size, len(row)), np.uint8)
-        self._comparisons.Allgather(row, rows)
-        refuse_calls(rows, numbers)
-
-    # ------------------------------------------------------------ for the monitor that names absent ranks
-
-    def current(self) -> CallId | None:
-        """The comparison under way."""
-        call, count = c_int64(), c_int64()
-        self.library.jaxmpi_beside_compares(ctypes.byref(call), ctypes.byref(count))
-        return CallId(call.value & 0x7FFFFFFF, count.value & 0x7FFFFFFF) if count.value else None
-
-    def text(self, number: int) -> str:
-        """Describe an exchange by its digest, or the digest's lower bits."""
-        return host_engine.describe(number)
-
-    def waits(self) -> int:
-        """No exchange beside a program waits for another's turn."""
-        return 0
-
-
-def call_row(text: str, about: Any = None) -> np.ndarray:
-    """A call as u8[n] for comparison over ranks: a digest, of the text if of nothing else, then the text's end."""
-    digest = hashlib.sha256(repr(about or text).encode()).digest()
-    return np.frombuffer(digest + text.encode()[-TEXT_BYTES:].ljust(TEXT_BYTES), np.uint8)  # innermost lines come last
-
-
-def refuse_calls(rows: np.ndarray, numbers: Sequence[int]) -> NoReturn:
-    """Raise `UsageError`, which names the calls that ranks have come to, by the rows of all."""
-    texts = [row[-TEXT_BYTES:].tobytes().decode(errors="replace").rstrip() for row in rows]
-    digests = [row[:4].tobytes().hex() for row in rows]
-    is_cut = len(set(texts)) < len(set(digests))
-    named = [f"{a} ({b})" for a, b in zip(texts, digests, strict=True)] if is_cut else texts
-    raise UsageError(different_calls(dict(zip(numbers, named, strict=True))))
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from jaxmpi.allreduce import algorithms
 from jaxmpi.allreduce.algorithms import Strategy
 from jaxmpi.allreduce.buckets import round_up
 from jaxmpi.allreduce.wires import Wire
-from jaxmpi.core.errors import UsageError, check, nearest
+from jaxmpi.core.errors import UsageError, nearest
 from jaxmpi.core.pytrees import PyTree
 
 EXACT = lax.Precision.HIGHEST  # else a GPU multiplies matrices of f32 with fewer bits
@@ -76,62 +76,53 @@ def lowrank(rank: int) -> Compressor:
     def init(params: PyTree) -> LowRankState:
         leaves, structure = jax.tree.flatten(params)
         error = [jnp.zeros(matrix_shape(leaf), jnp.float32) if is_thin(leaf) else None for leaf in leaves]
-        q = [drawn(i, (leaf.shape[-1], rank)) if is_thin(leaf) else None for i, leaf in enumerate(leaves)]
+        # By NumPy, the same on all workers: every rank would compile `jax.random.normal` for every shape.
+        draw = lambda i, shape: jnp.asarray(np.random.default_rng(i).standard_normal(shape, np.float32))  # noqa: E731
+        q = [draw(i, (leaf.shape[-1], rank)) if is_thin(leaf) else None for i, leaf in enumerate(leaves)]
         return LowRankState(jax.tree.unflatten(structure, error), jax.tree.unflatten(structure, q))
+
+    def project(grads: Leaves, error: Leaves, q: Leaves) -> tuple[Leaves, Leaves]:
+        """M = G + E and M Q."""
+        meant = jax.tree.map(lambda g, e: g.astype(jnp.float32).reshape(e.shape) + e, grads, error)
+        return meant, jax.tree.map(dot, meant, q)
+
+    def reproject(meant: Leaves, p: Leaves) -> tuple[Leaves, Leaves]:
+        """P, made orthonormal, and M^T P."""
+        basis = jax.tree.map(lambda columns: jnp.linalg.qr(columns)[0], p)
+        return basis, jax.tree.map(transposed_dot, meant, basis)
+
+    def rebuild(grads: Leaves, meant: Leaves, basis: Leaves, mine: Leaves, mean: Leaves) -> tuple[Leaves, Leaves]:
+        """P Q^T of all workers' mean Q, as gradients, and what this worker owes: M - P Q^T of its own Q."""
+        sent = jax.tree.map(lambda b, q, g: dot(b, q.T).reshape(g.shape).astype(g.dtype), basis, mean, grads)
+        return sent, jax.tree.map(lambda m, b, q: m - dot(b, q.T), meant, basis, mine)
 
     def compress(grads: PyTree, state: LowRankState, peers: Peers) -> tuple[PyTree, LowRankState]:
         leaves, structure = jax.tree.flatten(grads)
         error, q = structure.flatten_up_to(state.error), structure.flatten_up_to(state.q)
-        thin = {i: leaf for i, leaf in enumerate(leaves) if error[i] is not None}
-        whole = {i: leaf for i, leaf in enumerate(leaves) if error[i] is None}
-        of_thin = [{i: every[i] for i in thin} for every in (error, q)]
-        meant, columns = peers.local(projected)(thin, *of_thin)
-        p, out = peers.mean((columns, whole))
-        basis, mine = peers.local(reprojected)(meant, p)
+        thin, whole = apart(leaves, error)
+        meant, columns = peers.local(project)(thin, error, q)
+        p, whole = peers.mean((columns, whole))
+        basis, mine = peers.local(reproject)(meant, p)
         mean = peers.mean(mine)
-        sent, owed = peers.local(rebuilt)(thin, meant, basis, mine, mean)
-        changes = ((leaves, out | sent), (error, owed), (q, mean))
-        out, error, q = (jax.tree.unflatten(structure, changed(old, new)) for old, new in changes)
+        sent, error = peers.local(rebuild)(thin, meant, basis, mine, mean)
+        out, error, q = (jax.tree.unflatten(structure, x) for x in (together(sent, whole), error, mean))
         return out, LowRankState(error, q)
 
     return Compressor(init, compress)
 
 
-def drawn(seed: int, shape: tuple[int, ...]) -> jax.Array:
-    """Standard normal f32[shape], the same on all workers.
-
-    By NumPy: every rank would compile `jax.random.normal` for every shape.
-    """
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+Leaves = list  # of a tree: None where the other kind of leaf is, those that are compressed or those that travel whole
 
 
-Thin = dict[int, jax.Array]  # an array for every leaf that is compressed, by its place among all
+def apart(leaves: Leaves, error: Leaves) -> tuple[Leaves, Leaves]:
+    """The leaves that are compressed, which have an error, and those that travel whole."""
+    pairs = [*zip(leaves, error, strict=True)]
+    return [None if e is None else x for x, e in pairs], [x if e is None else None for x, e in pairs]
 
 
-def changed(every: list, some: Thin) -> list:
-    """A list with some of its entries replaced."""
-    return [some.get(i, old) for i, old in enumerate(every)]
-
-
-def projected(grads: Thin, error: Thin, q: Thin) -> tuple[Thin, Thin]:
-    """M = G + E and M Q."""
-    meant = {i: leaf.astype(jnp.float32).reshape(error[i].shape) + error[i] for i, leaf in grads.items()}
-    return meant, {i: dot(m, q[i]) for i, m in meant.items()}
-
-
-def reprojected(meant: Thin, p: Thin) -> tuple[Thin, Thin]:
-    """P, made orthonormal, and M^T P."""
-    basis = {i: jnp.linalg.qr(columns)[0] for i, columns in p.items()}
-    return basis, {i: transposed_dot(m, basis[i]) for i, m in meant.items()}
-
-
-def rebuilt(grads: Thin, meant: Thin, basis: Thin, mine: Thin, mean: Thin) -> tuple[Thin, Thin]:
-    """The mean as gradients, and what this worker still owes.
-
-    P Q^T of all workers' mean Q, and M - P Q^T of this worker's own Q.
-    """
-    sent = {i: dot(basis[i], q.T).reshape(grads[i].shape).astype(grads[i].dtype) for i, q in mean.items()}
-    return sent, {i: m - dot(basis[i], mine[i].T) for i, m in meant.items()}
+def together(thin: Leaves, whole: Leaves) -> Leaves:
+    """The inverse."""
+    return [w if t is None else t for t, w in zip(thin, whole, strict=True)]
 
 
 def matrix_shape(leaf: jax.Array) -> tuple[int, int]:
@@ -181,58 +172,53 @@ def topk(percent: float) -> Compressor:
     def count(leaf: jax.Array) -> int:
         return math.ceil(share * leaf.size)
 
-    def is_sparse(leaf: jax.Array) -> bool:
-        return 2 * count(leaf) < leaf.size < 2**31
-
     def init(params: PyTree) -> TopKState:
+        is_sparse = lambda leaf: 2 * count(leaf) < leaf.size < 2**31  # noqa: E731
         return TopKState(
             jax.tree.map(lambda leaf: jnp.zeros(leaf.size, jnp.float32) if is_sparse(leaf) else None, params)
         )
 
-    def chosen(grads: Thin, error: Thin, block: int) -> tuple[Thin, jax.Array, jax.Array]:
+    def select(grads: Leaves, error: Leaves, block: int) -> tuple[Leaves, jax.Array, jax.Array]:
         """Sums g + e, f32[n] each; places and values of the largest, each leaf's in blocks of their own."""
-        meant = {i: leaf.astype(jnp.float32).reshape(-1) + error[i] for i, leaf in grads.items()}
-        places = {i: largest(m, count(m)) for i, m in meant.items()}
-        return (
-            meant,
-            jnp.concatenate(list(places.values())),
-            jnp.concatenate([jnp.pad(meant[i][at], (0, -at.size % block)) for i, at in places.items()]),
-        )
+        meant = jax.tree.map(lambda g, e: g.astype(jnp.float32).reshape(-1) + e, grads, error)
+        places = [(m, largest(m, count(m))) for m in jax.tree.leaves(meant)]
+        values = [jnp.pad(m[at], (0, -at.size % block)) for m, at in places]
+        return meant, jnp.concatenate([at for _, at in places]), jnp.concatenate(values)
 
-    def added(grads: Thin, meant: Thin, own: tuple, every: tuple, block: int) -> tuple[Thin, Thin]:
+    def add(grads: Leaves, meant: Leaves, own: tuple, every: tuple, block: int) -> tuple[Leaves, Leaves]:
         """The mean of what was sent, and what this worker still owes.
 
         `own` has this worker's places and values, `every` those of all workers, as rows.
         """
-        totals, owed, end, start = {}, {}, 0, 0
-        for i, m in meant.items():
-            k = count(m)
-            places, values = slice(end, end + k), slice(start, start + k)
-            end, start = end + k, start + round_up(k, block)
-            mean = mean_sparse(every[0][:, places], every[1][:, values], m.size)
-            totals[i] = mean.reshape(grads[i].shape).astype(grads[i].dtype)
-            owed[i] = m.at[own[0][places]].add(-own[1][values], unique_indices=True)
-        return totals, owed
+        total, owed, end, start = [None] * len(meant), [None] * len(meant), 0, 0
+        for i, m in enumerate(meant):
+            if m is not None:
+                k = count(m)
+                places, values = slice(end, end + k), slice(start, start + k)
+                end, start = end + k, start + round_up(k, block)
+                mean = mean_sparse(every[0][:, places], every[1][:, values], m.size)
+                total[i] = mean.reshape(grads[i].shape).astype(grads[i].dtype)
+                owed[i] = m.at[own[0][places]].add(-own[1][values], unique_indices=True)
+        return total, owed
 
     @functools.cache  # `peers.local` compiles a function once
-    def of_block(block: int) -> tuple[Callable, Callable]:
-        return functools.partial(chosen, block=block), functools.partial(added, block=block)
+    def for_block(block: int) -> tuple[Callable, Callable]:
+        return functools.partial(select, block=block), functools.partial(add, block=block)
 
     def compress(grads: PyTree, state: TopKState, peers: Peers) -> tuple[PyTree, TopKState]:
         leaves, structure = jax.tree.flatten(grads)
         error = structure.flatten_up_to(state.error)
-        thin = {i: leaf for i, leaf in enumerate(leaves) if error[i] is not None}
-        out = peers.mean({i: leaf for i, leaf in enumerate(leaves) if error[i] is None})
-        if not thin:
-            return jax.tree.unflatten(structure, changed(leaves, out)), state
-        choose, add = of_block(peers.wire.block)
-        meant, places, values = peers.local(choose)(thin, {i: error[i] for i in thin})
+        thin, whole = apart(leaves, error)
+        whole = peers.mean(whole)
+        if not jax.tree.leaves(thin):
+            return jax.tree.unflatten(structure, whole), state
+        selected, added = map(peers.local, for_block(peers.wire.block))
+        meant, places, values = selected(thin, error)
         encode, decode = peers.local(peers.wire.encode), peers.local(peers.wire.decode)
         sent = encode(values)
         all_places, all_sent = peers.rows((places, sent))
-        totals, owed = peers.local(add)(thin, meant, (places, decode(sent)), (all_places, decode(all_sent)))
-        state = TopKState(jax.tree.unflatten(structure, changed(error, owed)))
-        return jax.tree.unflatten(structure, changed(leaves, out | totals)), state
+        total, owed = added(thin, meant, (places, decode(sent)), (all_places, decode(all_sent)))
+        return jax.tree.unflatten(structure, together(total, whole)), TopKState(jax.tree.unflatten(structure, owed))
 
     return Compressor(init, compress)
 
@@ -288,18 +274,10 @@ def paid(grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
 
 # ---------------------------------------------------------------- the table
 
-
-class CompressorSpec(NamedTuple):
-    """A compressor, by the number after its name."""
-
-    make: Callable[[str], Compressor]
-    number: str  # a pattern
-    expected: str  # the same in words, for the error
-
-
-COMPRESSORS: dict[str, CompressorSpec] = {
-    "lowrank<r>": CompressorSpec(lambda r: lowrank(int(r)), r"[1-9]\d*", "a rank from 1 on, as in lowrank4"),
-    "topk<p>": CompressorSpec(
+# By name: the compressor from the number after its stem, a pattern of that number, and the same in words.
+COMPRESSORS: dict[str, tuple[Callable[[str], Compressor], str, str]] = {
+    "lowrank<r>": (lambda r: lowrank(int(r)), r"[1-9]\d*", "a rank from 1 on, as in lowrank4"),
+    "topk<p>": (
         lambda p: topk(float(p)),
         r"(?=.*[1-9])[0-4]?\d(\.\d+)?",
         "a percentage above 0 and below 50, as in topk1 or topk0.1",
@@ -321,12 +299,15 @@ def parse(spelling: str) -> tuple[Compressor, Strategy]:
             auto.
     """
     name, _, rest = spelling.partition("/")
-    check(not rest.startswith("auto"), f"got {spelling!r}; after the / name a strategy, as in {name}/ring16")
+    if rest.startswith("auto"):
+        raise UsageError(f"got {spelling!r}; after the / name a strategy, as in {name}/ring16")
     strategy = algorithms.parse(rest or "asa32")
-    check(strategy.spec.exchanges, f"got {spelling!r}; strategy {rest} exchanges nothing, compressed or not")
+    if not strategy.spec.exchanges:
+        raise UsageError(f"got {spelling!r}; strategy {rest} exchanges nothing, compressed or not")
     stem = next((stem for stem in STEMS if name.startswith(stem)), "")
     if not stem:
         raise UsageError(f"unknown compressor {name!r}; {nearest(name, COMPRESSORS)}")
-    row, number = STEMS[stem], name.removeprefix(stem)
-    check(re.fullmatch(row.number, number) is not None, f"got compressor {name!r}; expected {row.expected}")
-    return row.make(number), strategy
+    make, number, expected = STEMS[stem]
+    if not re.fullmatch(number, name.removeprefix(stem)):
+        raise UsageError(f"got compressor {name!r}; expected {expected}")
+    return make(name.removeprefix(stem)), strategy

@@ -7,27 +7,22 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmpi.allreduce.algorithms import find, parse
-from jaxmpi.allreduce.algorithms.spec import Cost, Link, Net, add
+from jaxmpi.allreduce.algorithms.spec import Link, Net, add
 from jaxmpi.allreduce.algorithms.table import spelled
 from jaxmpi.core.errors import UsageError
 
 
 def candidates(net: Net, wires: Sequence[str]) -> list[str]:
-    """Full names, such as ring:16, of strategies that `jaxmpi plan` may name."""
-    names = spelled(lambda row: bool(row.seconds) and row.is_candidate(net))
-    return [f"{name}:{wire}" for name in names for wire in wires if wire in find(name).wires]
+    """Full names, such as ring:16, of strategies that `jaxmpi plan` may name.
 
-
-def cost_of(algorithm: str) -> Cost:
-    """The formula of `ring`, `color4` or `hier-ring`.
-
-    Raises:
-        UsageError: it is unknown, or has none.
+    Not MPI's own sum, which another version of the library may not repeat, nor none, which would always win. A
+    hierarchy on one host, or of hosts with one rank each, is another strategy.
     """
-    seconds = find(algorithm).seconds
-    if seconds is None:
-        raise UsageError(f"strategy {algorithm!r} has no cost formula: give its StrategySpec `seconds`, or measure it")
-    return seconds
+    hosts = [host for host in range(net.hosts) for _ in range(net.slots)]
+    names = spelled(lambda row: bool(row.seconds) and row.exchanges and row.fits(hosts))
+    is_flat = net.hosts == 1 or net.slots == 1 or not net.even
+    names = [name for name in names if name != "ar" and not (is_flat and name.startswith("hier-"))]
+    return [f"{name}:{wire}" for name in names for wire in wires if wire in find(name).wires]
 
 
 class Fit(NamedTuple):
@@ -55,7 +50,9 @@ def parts(net: Net, n: float, strategy: str) -> tuple[float, float]:
     if net.workers == 1 or n == 0:
         return 0.0, 0.0
     algorithm, _, wire = strategy.partition(":")
-    seconds = cost_of(algorithm)
+    seconds = find(algorithm).seconds
+    if seconds is None:
+        raise UsageError(f"strategy {algorithm!r} has no cost formula: give its StrategySpec `seconds`, or measure it")
     free = net._replace(
         inside=Link(net.inside.alpha_s, 0.0),
         between=Link(net.between.alpha_s, 0.0),

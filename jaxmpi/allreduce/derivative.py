@@ -2,11 +2,13 @@
 
 A mean over w workers is its own transpose, since every worker's loss depends on all workers' leaves:
 y_j = (1/w) sum_i x_i for all j, so d(sum_j loss_j)/d x_i = (1/w) sum_j d loss_j / d y_j. A sum is likewise its own.
+
+An exchange is `choice`: hashable, with its `comm`, and `choice.tangents(leaves)` is that of tangents or cotangents.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.extend.core
@@ -15,7 +17,6 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError
 
@@ -25,22 +26,42 @@ NOT_MAPPED = (
 )
 
 
-class LinearExchange(Protocol):
-    """A linear exchange of leaves, hashable."""
+def differentiable(choice: Any, leaves: list[jax.Array], run: Callable[[list], list]) -> list[jax.Array]:
+    """`run(leaves)` with the derivative of an exchange, not of `run`.
 
-    @property
-    def comm(self) -> Comm:
-        """The workers that exchange."""
-        ...
+    Integers have none.
+    """
+    constant = [jax.lax.stop_gradient(leaf) for leaf in leaves]
+    if isinstance(choice.comm, MpiComm) and any(isinstance(leaf, Tracer) for leaf in constant):
+        return _exchange_p.bind(*leaves, choice=choice, program=jax.make_jaxpr(run)(constant))
+    results = run(constant)
+    smooth = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
+    for i, x in zip(
+        smooth, _with_tangents(choice, *([xs[i] for i in smooth] for xs in (leaves, results))), strict=True
+    ):
+        results[i] = x
+    return results
 
-    def of(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """The leaves' sums or means over workers."""
-        ...
 
-    def in_f32(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """The same through the comm's own sum, in 32 bits."""
-        ...
+# ---------------------------------------------------------------- along an axis, and outside jit
 
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _with_tangents(choice: Any, leaves: list[jax.Array], results: list[jax.Array]) -> list[jax.Array]:
+    """The results, whose derivative goes by the leaves."""
+    return results
+
+
+@_with_tangents.defjvp
+def _tangents(choice: Any, primals: tuple, tangents: tuple) -> tuple[list, list]:
+    if isinstance(choice.comm, MpiComm):
+        along = _exchange_p.bind(*map(ad.instantiate_zeros, tangents[0]), choice=choice, program=None)
+    else:
+        along = choice.tangents(tangents[0])
+    return primals[1], [t.astype(jnp.result_type(y)) for t, y in zip(along, primals[1], strict=True)]
+
+
+# ---------------------------------------------------------------- over MPI, in a program
 
 # One equation, which JAX can transpose: it can neither `jax.custom_jvp` inside jit nor the messages of which the
 # exchange is made. `program` is the exchange that has been traced, and so has its number and is agreed between ranks;
@@ -50,16 +71,15 @@ _exchange_p.multiple_results = True
 
 
 @_exchange_p.def_effectful_abstract_eval
-def _abstract(*leaves: Any, exchange: LinearExchange, program: ClosedJaxpr | None) -> tuple[list, Any]:
+def _abstract(*leaves: Any, choice: Any, program: ClosedJaxpr | None) -> tuple[list, Any]:
     if program:
         return program.out_avals, program.effects
-    assert isinstance(exchange.comm, MpiComm)
-    return [ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves], {exchange.comm.effect}
+    return [ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves], {choice.comm.effect}
 
 
 @_exchange_p.def_impl
-def _now(*leaves: jax.Array, exchange: LinearExchange, program: ClosedJaxpr | None) -> list[jax.Array]:
-    return _compiled(program)(*leaves) if program else exchange.of(list(leaves))
+def _now(*leaves: jax.Array, choice: Any, program: ClosedJaxpr | None) -> list[jax.Array]:
+    return _compiled(program)(*leaves) if program else choice.tangents(list(leaves))
 
 
 @functools.lru_cache(64)
@@ -68,35 +88,29 @@ def _compiled(program: ClosedJaxpr) -> Callable[..., list[jax.Array]]:
     return jax.jit(jaxpr_as_fun(program))
 
 
-def _lower(ctx: Any, *leaves: Any, exchange: LinearExchange, program: ClosedJaxpr | None) -> Sequence[Any]:
-    run = jaxpr_as_fun(program) if program else lambda *arrays: exchange.of(list(arrays))
+def _lower(ctx: Any, *leaves: Any, choice: Any, program: ClosedJaxpr | None) -> Sequence[Any]:
+    run = jaxpr_as_fun(program) if program else lambda *arrays: choice.tangents(list(arrays))
     return mlir.lower_fun(run)(ctx, *leaves)
 
 
-def _exchange_floats(
-    leaves: Sequence[Any], given: Sequence[Any], like: Sequence[Any], exchange: LinearExchange
-) -> list[Any]:
+def _linear(leaves: Sequence[Any], given: Sequence[Any], like: Sequence[Any], choice: Any) -> list[Any]:
     """The exchange of floats' tangents or cotangents; zeros for others. `leaves` and `like` are shapes and dtypes."""
     floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     out: list[Any] = [ad.Zero(each.to_tangent_aval()) for each in like]
     values = [ad.instantiate_zeros(given[i]) for i in floats]
-    exchanged = _exchange_p.bind(*values, exchange=exchange, program=None) if floats else []
-    for i, x in zip(floats, exchanged, strict=True):
+    for i, x in zip(floats, _exchange_p.bind(*values, choice=choice, program=None) if floats else [], strict=True):
         out[i] = x.astype(like[i].dtype)
     return out
 
 
-def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, exchange: LinearExchange, program: ClosedJaxpr | None
-) -> tuple[list, list]:
-    results = _exchange_p.bind(*primals, exchange=exchange, program=program)
-    shapes, like = list(map(jax.typeof, primals)), list(map(jax.typeof, results))
-    return results, _exchange_floats(shapes, tangents, like, exchange)
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, choice: Any, program: Any) -> tuple[list, list]:
+    results = _exchange_p.bind(*primals, choice=choice, program=program)
+    return results, _linear([*map(jax.typeof, primals)], tangents, [*map(jax.typeof, results)], choice)
 
 
-def _transpose(cotangents: Sequence[Any], *leaves: Any, exchange: LinearExchange, program: Any) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *leaves: Any, choice: Any, program: Any) -> list[Any]:
     shapes = [leaf.aval if ad.is_undefined_primal(leaf) else jax.typeof(leaf) for leaf in leaves]
-    return _exchange_floats(shapes, cotangents, shapes, exchange)
+    return _linear(shapes, cotangents, shapes, choice)
 
 
 def _refuse_to_map(*_: Any, **__: Any) -> tuple:
@@ -107,38 +121,3 @@ mlir.register_lowering(_exchange_p, _lower, cacheable=False)
 ad.primitive_jvps[_exchange_p] = _jvp
 ad.primitive_transposes[_exchange_p] = _transpose
 batching.primitive_batchers[_exchange_p] = _refuse_to_map
-
-
-def differentiable(exchange: LinearExchange, leaves: list[jax.Array], run: Callable[[list], list]) -> list[jax.Array]:
-    """`run(leaves)` with the derivative of an exchange, not of `run`.
-
-    Integers have none.
-    """
-    held = [jax.lax.stop_gradient(leaf) for leaf in leaves]
-    if isinstance(exchange.comm, MpiComm) and any(isinstance(leaf, Tracer) for leaf in held):
-        program = jax.make_jaxpr(run)(held)
-        return _exchange_p.bind(*leaves, exchange=exchange, program=program)
-    results = run(held)
-    smooth = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
-    given = _with_tangents(exchange, [leaves[i] for i in smooth], [results[i] for i in smooth])
-    for i, result in zip(smooth, given, strict=True):
-        results[i] = result
-    return results
-
-
-def _take_results(exchange: LinearExchange, leaves: list[jax.Array], results: list[jax.Array]) -> list[jax.Array]:
-    """The results, whose derivative goes by the leaves."""
-    return results
-
-
-_with_tangents = jax.custom_jvp(_take_results, nondiff_argnums=(0,))
-
-
-@_with_tangents.defjvp
-def _tangents(exchange: LinearExchange, primals: tuple, tangents: tuple) -> tuple[list, list]:
-    is_over_mpi = isinstance(exchange.comm, MpiComm)
-    if is_over_mpi:
-        along = _exchange_p.bind(*map(ad.instantiate_zeros, tangents[0]), exchange=exchange, program=None)
-    else:
-        along = exchange.in_f32(tangents[0])
-    return primals[1], [t.astype(jnp.result_type(y)) for t, y in zip(along, primals[1], strict=True)]

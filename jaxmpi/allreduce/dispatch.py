@@ -47,7 +47,6 @@ def try_host_all_reduce(
     there. If that thread cannot make them, they are C's whatever their length. None if neither can.
     """
     has_thread = is_far(comm) and comm is world() and not comm_thread.unavailable_reason(name, comm)
-
     if not has_thread or 4 * sum(x.size for x in vectors) <= SHORT_BYTES:
         if totals := summed(vectors, name, comm, half):
             return totals

@@ -6,7 +6,7 @@ it computes all gradients first: calls in order, buckets in the order of coming 
 little. So the values on which the rest of the backward pass works go through the call, in their own buffers. So do
 other results that depend on a gradient, such as its square, which are then computed before it is gone. Large constants,
 such as the zeros to which a scan adds its gradients, are made by the part that uses them first, of numbers that have
-gone through: XLA would make them at the start. Calls of jitted functions that hide such constants, or several
+gone through: XLA would make them at the start. Calls of jitted functions, which may hide such constants or several
 gradients, are inlined.
 
 A program that is cut is fused less. So multiplications and additions may round otherwise than in one that is not cut.
@@ -25,12 +25,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend import core
+from jax.extend.core import ClosedJaxpr, DebugInfo, Literal
 
 from jaxmpi.allreduce.buckets import assign_buckets, places
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.runtime.host_callbacks import can_go
 
+Jaxpr = Any  # JAX's types say too little of what variables and literals have
+JaxprEqn = Any
 LARGE = 1 << 20  # bytes of a constant that is not made before it is used
 
 # (leaves of a bucket, values that go through) -> (their shards, those values)
@@ -50,52 +53,45 @@ def scattering(function: Callable[..., tuple], bucket_bytes: int | None, scatter
     @functools.wraps(function)
     def scattered(*args: PyTree) -> tuple:
         traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        count = len(jax.tree.leaves(shapes[0]))
-        traced = inline_calls(traced, count)
+        count, traced = len(jax.tree.leaves(shapes[0])), inlined(traced)
         program = traced.jaxpr
-        buckets = buckets_of_results(program, count, bucket_bytes)
         values: dict[Any, Any] = dict(zip(program.constvars, traced.consts, strict=True))
         values |= zip(program.invars, jax.tree.leaves(args), strict=True)
 
         def read(var: Any) -> Any:
-            return jnp.asarray(var.val, untyped(var).aval.dtype) if isinstance(var, Literal) else values[var]
+            return jnp.asarray(var.val, var.aval.dtype) if isinstance(var, Literal) else values[var]
 
+        buckets = buckets_of_results(program, count, bucket_bytes)
         shards: dict[int, jax.Array] = {}
         for part, bucket in zip(parts_of(program, count, buckets), [*buckets, []], strict=True):
-            results = jaxpr_as_fun(ClosedJaxpr(part.program, ()))(*map(read, part.program.invars))
-            values |= zip(part.program.outvars, results, strict=True)
+            for equation in part.equations:
+                values |= zip(equation.outvars, results_of(equation, [*map(read, equation.invars)]), strict=True)
             if bucket:
-                numbers = [jnp.asarray(fill.number, fill.var.aval.dtype) for fill in part.fills]
+                fills = [(each.outvars[0], each.invars[0].val) for each in part.fills]
+                numbers = [jnp.asarray(number, var.aval.dtype) for var, number in fills]
                 leaves = [read(program.outvars[i]) for i in bucket]
                 mine, through = scatter(leaves, [*map(read, part.through), *numbers])
                 shards |= zip(bucket, mine, strict=True)
                 values |= zip(part.through, through, strict=False)
-                for fill, number in zip(part.fills, through[len(part.through) :], strict=True):
-                    values[fill.var] = jnp.broadcast_to(number.reshape(()), fill.var.aval.shape)
+                for (var, _), number in zip(fills, through[len(part.through) :], strict=True):
+                    values[var] = jnp.broadcast_to(number.reshape(()), var.aval.shape)
         results = [shards[i] if i in shards else read(var) for i, var in enumerate(program.outvars)]
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return scattered
 
 
-class Fill(NamedTuple):
-    """A large constant: a variable, and the number with which it is filled."""
-
-    var: Any
-    number: Any
-
-
 class Part(NamedTuple):
     """Equations up to a bucket's last gradient, or behind all of them."""
 
-    program: Jaxpr
+    equations: list[JaxprEqn]
     through: list[Any]  # variables that go through the call behind it
-    fills: list[Fill]  # large constants that the next part uses first
+    fills: list[JaxprEqn]  # that make large constants which the next part uses first
 
 
 def buckets_of_results(program: Jaxpr, count: int, bucket_bytes: int | None) -> list[list[int]]:
     """Buckets of the first `count` results, ordered by when they are full."""
-    computed, leaves = places(program), [untyped(atom).aval for atom in program.outvars[:count]]
+    computed, leaves = places(program), [atom.aval for atom in program.outvars[:count]]
     ready = sorted(range(count), key=lambda i: (computed[i], -i))
     buckets = assign_buckets([leaf.size for leaf in leaves], bucket_bytes, ready)
     return sorted(buckets, key=lambda bucket: max(computed[i] for i in bucket))
@@ -127,13 +123,12 @@ def parts_of(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> li
     derived_vars = {var for i in derived for var in equations[i].outvars}
     others = set(variables(program.outvars[count:])) - derived_vars
     forward = max((computed_at.get(var, -1) for var in others), default=-1)
-    fills: list[list[Fill]] = [[] for _ in range(last + 1)]
+    fills: list[list[JaxprEqn]] = [[] for _ in range(last + 1)]
     for i, equation in enumerate(equations):
-        fill = large_fill(equation)
-        if fill and 0 < (first := min(users.get(fill.var, [0]))) <= last:
-            fills[first - 1].append(fill)
+        if is_large_fill(equation) and 0 < (first := min(users.get(equation.outvars[0], [0]))) <= last:
+            fills[first - 1].append(equation)
             part_of[i] = -1  # in none
-    filled = {fill.var for each in fills for fill in each}
+    filled = {each.outvars[0] for part in fills for each in part}
 
     def goes_through(var: Any, k: int) -> bool:
         if var in gradients or var in filled or not can_go(var.aval.dtype):
@@ -143,15 +138,14 @@ def parts_of(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> li
         is_live = part_of_var.get(var, k + 1) <= k and any(k < user <= last for user in users[var])
         return is_live and computed_at[var] > forward
 
-    parts = []
-    for k in range(last + 1):
-        own = [equation for i, equation in enumerate(equations) if part_of[i] == k]
-        inside = {var: None for equation in own for var in equation.outvars}
-        needed = {var: None for equation in own for var in variables(equation.invars) if var not in inside}
-        kept = [var for var in inside if var in gradients or max(users.get(var, [-1])) > k]
-        piece = program.replace(constvars=[], invars=[*needed], outvars=kept, eqns=own)
-        parts.append(Part(piece, [var for var in users if goes_through(var, k)], fills[k]))
-    return parts
+    return [
+        Part(
+            [equation for i, equation in enumerate(equations) if part_of[i] == k],
+            [var for var in users if goes_through(var, k)],
+            fills[k],
+        )
+        for k in range(last + 1)
+    ]
 
 
 def derived_from(gradients: set[Any], equations: Sequence[JaxprEqn]) -> set[int]:
@@ -169,65 +163,43 @@ def derived_from(gradients: set[Any], equations: Sequence[JaxprEqn]) -> set[int]
     return derived
 
 
-def inline_calls(traced: ClosedJaxpr, count: int) -> ClosedJaxpr:
-    """Inline calls of jitted functions that hide several of the first `count` results, or large constants."""
-    gradients = set(variables(traced.jaxpr.outvars[:count]))
-
-    def hides(equation: JaxprEqn) -> bool:
-        return equation.primitive.name == "jit" and (
-            len(gradients.intersection(equation.outvars)) > 1 or has_fill(equation.params["jaxpr"].jaxpr)
-        )
+def inlined(traced: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program without calls of jitted functions, which may hide several gradients, or large constants."""
 
     def run(program: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         values = dict(zip((*program.constvars, *program.invars), (*consts, *args), strict=True))
         read = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]  # noqa: E731
         for equation in program.eqns:
             operands = [read(atom) for atom in equation.invars]
-            if hides(equation):
+            if equation.primitive.name == "jit":
                 inner = equation.params["jaxpr"]
                 results = run(inner.jaxpr, inner.consts, operands)
             else:
-                results = run_equation(equation, operands)
+                results = results_of(equation, operands)
             values |= zip(equation.outvars, results, strict=True)
         return [read(atom) for atom in program.outvars]
 
-    if not any(map(hides, traced.jaxpr.eqns)):
-        return traced
     avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.in_avals]
     return jax.make_jaxpr(lambda *args: run(traced.jaxpr, traced.consts, args))(*avals)
 
 
-def run_equation(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Results of one equation; operands of literals are not used."""
+def results_of(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Apply one equation; operands of literals are not used."""
     pairs = zip(equation.invars, operands, strict=True)
     taken = {var: x for var, x in pairs if not isinstance(var, Literal)}  # one may be there twice
     names = DebugInfo("an equation", equation.primitive.name, None, None)
-    program = Jaxpr([], list(taken), equation.outvars, [equation], equation.effects, names)
-    return jaxpr_as_fun(ClosedJaxpr(program, ()))(*taken.values())
+    program = core.Jaxpr([], list(taken), equation.outvars, [equation], equation.effects, names)
+    return core.jaxpr_as_fun(ClosedJaxpr(program, ()))(*taken.values())
 
 
-def has_fill(program: Jaxpr) -> bool:
-    """Return True if a program fills a large array, jitted calls included."""
-    return any(
-        bool(large_fill(equation)) or (equation.primitive.name == "jit" and has_fill(equation.params["jaxpr"].jaxpr))
-        for equation in program.eqns
-    )
-
-
-def large_fill(equation: JaxprEqn) -> Fill | None:
-    """The large array that an equation fills with one number, if any."""
+def is_large_fill(equation: JaxprEqn) -> bool:
+    """Return True if an equation fills a large array with one number."""
     if equation.primitive.name != "broadcast_in_dim" or variables(equation.invars):
-        return None
-    number, var = untyped(equation.invars[0]).val, untyped(equation.outvars[0])
-    is_large = np.size(number) == 1 and var.aval.size * var.aval.dtype.itemsize >= LARGE and can_go(var.aval.dtype)
-    return Fill(var, number) if is_large else None
+        return False
+    aval, number = equation.outvars[0].aval, equation.invars[0].val
+    return np.size(number) == 1 and aval.size * aval.dtype.itemsize >= LARGE and can_go(aval.dtype)
 
 
 def variables(atoms: Sequence[Any]) -> list[Any]:
     """Without literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
-
-
-def untyped(atom: Any) -> Any:
-    """A variable or a literal, of which JAX's types say too little."""
-    return atom

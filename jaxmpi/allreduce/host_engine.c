@@ -136,13 +136,10 @@ struct bucket {
 
 struct exchange { /* from OPEN until all its buckets have been waited for */
   struct exchange *next;
-  const struct plan *plan; /* NULL until this process knows it */
-  int64_t call, first_part, unwaited; /* a digest of what ranks compare, or 0; buckets */
-  uint32_t ticket;                    /* how many had been opened before */
-  int is_compared, is_posted;
-  handle request;
-  int64_t *calls; /* this rank's, then those of all */
-  struct bucket *buckets;
+  const struct plan *plan;
+  int64_t first_part, unwaited; /* buckets */
+  uint32_t ticket;              /* how many had been opened before */
+  struct bucket buckets[];
 };
 
 static pthread_mutex_t beside = PTHREAD_MUTEX_INITIALIZER; /* of all that follows */
@@ -152,18 +149,13 @@ static struct pace beside_pace = {.pause_us = CALM_US};
 static int64_t parts_opened;
 static uint32_t tickets;
 static int is_ending, waiters;
-static int32_t beside_engine, ranks;
-static handle comparisons; /* a communicator for comparisons alone */
-
-void jaxmpi_beside_setup(int32_t engine, int32_t size, handle comm) {
-  beside_engine = engine, ranks = size, comparisons = comm;
-}
+static int32_t beside_engine;
 
 /* The exchange of this ticket, if it has this bucket. */
 static struct exchange *find_exchange(uint32_t ticket, int64_t index) {
   struct exchange *found = exchanges;
   while (found && found->ticket != ticket) found = found->next;
-  return found && found->plan && index < found->plan->count ? found : NULL;
+  return found && index < found->plan->count ? found : NULL;
 }
 
 static void wake(void) {
@@ -171,30 +163,21 @@ static void wake(void) {
   pthread_cond_signal(&arrived);
 }
 
-/* Begin an exchange. Its comparison starts before the plan is looked for: ranks that are at different exchanges would
-   else wait for each other in `learn`. The text describes the plan to a process that has not traced the program. Return
-   0 if there is no such plan. */
-static int open_exchange(int64_t key, int64_t call, const XLA_FFI_ByteSpan *text, uint32_t *ticket) {
-  struct exchange *made = calloc(1, sizeof *made), **end = &exchanges;
-  int64_t *calls = calloc(ranks + 1, sizeof *calls);
-  if (!made || !calls) return 0;
-  pthread_mutex_lock(&beside);
-  *made = (struct exchange){.call = call, .ticket = tickets++, .is_compared = !call, .calls = calls};
-  *ticket = made->ticket;
-  while (*end) end = &(*end)->next;
-  *end = made;
-  wake();
-  pthread_mutex_unlock(&beside);
-  if (!find_plan(key)) mpi.learn(text->ptr, text->len);
+/* Begin an exchange. The text describes the plan to a process that has not traced the program. Return 0 if there is no
+   such plan. */
+static int open_exchange(int64_t key, const XLA_FFI_ByteSpan *text, uint32_t *ticket) {
+  if (!find_plan(key)) mpi.learn(beside_engine, text->ptr, text->len);
   const struct plan *plan = find_plan(key);
-  struct bucket *buckets = plan ? calloc(plan->count, sizeof *buckets) : NULL;
-  if (!buckets) return 0;
+  struct exchange *made = plan ? calloc(1, sizeof *made + plan->count * sizeof *made->buckets) : NULL, **end = &exchanges;
+  if (!made) return 0;
   pthread_mutex_lock(&beside);
   made->plan = plan;
-  made->buckets = buckets;
   made->unwaited = plan->count;
   made->first_part = parts_opened;
   parts_opened = (parts_opened + plan->parts) % plan->tags;
+  *ticket = made->ticket = tickets++;
+  while (*end) end = &(*end)->next;
+  *end = made;
   pthread_mutex_unlock(&beside);
   return 1;
 }
@@ -232,24 +215,12 @@ static char *wait_for_bucket(uint32_t ticket, int64_t index) {
     if (!--exchange->unwaited) {
       while (*at != exchange) at = &(*at)->next;
       *at = exchange->next;
-      free(exchange->buckets);
-      free(exchange->calls);
       free(exchange);
     }
     note_span(WAIT_FOR_SUM, key, index, begin_ns);
   }
   pthread_mutex_unlock(&beside);
   return x;
-}
-
-/* The comparison under way: its call, and how many exchanges have been opened with it; zeros if there is none. */
-void jaxmpi_beside_compares(int64_t *call, int64_t *count) {
-  pthread_mutex_lock(&beside);
-  struct exchange *found = exchanges;
-  while (found && (found->is_compared || !found->is_posted)) found = found->next;
-  *call = found ? found->call : 0;
-  *count = found ? found->ticket + 1 : 0;
-  pthread_mutex_unlock(&beside);
 }
 
 void jaxmpi_beside_stop(void) {
@@ -261,43 +232,12 @@ void jaxmpi_beside_stop(void) {
 
 /* ---------------------------------------------------------------- the communication thread */
 
-struct progress { /* of one round over all exchanges */
-  int has_moved, compares;
-  int64_t differing;  /* the call of an exchange at which other ranks are not */
-  struct span waits;  /* what has not ended, the first of all; of track NOTHING if there is none */
-};
-
-/* Post the comparison of an exchange over ranks, or look whether it has ended. Return MPI's error, or 0. */
-static int compare(struct exchange *exchange, struct progress *progress) {
-  int found = 0, index, code;
-  status ignored;
-  if (!exchange->is_posted) {
-    exchange->is_posted = progress->has_moved = 1;
-    exchange->calls[0] = exchange->call;
-    return mpi.iallgather(exchange->calls, sizeof(int64_t), mpi.byte, exchange->calls + 1, sizeof(int64_t), mpi.byte,
-                          comparisons, &exchange->request);
-  }
-  code = mpi.testsome(1, &exchange->request, &found, &index, ignored);
-  if (code || found != 1) return code;
-  exchange->is_compared = progress->has_moved = 1;
-  for (int i = 1; i <= ranks; i++)
-    if (exchange->calls[i] != exchange->call) progress->differing = exchange->call;
-  return 0;
-}
-
-/* Go on with all exchanges as far as it goes now. Return MPI's error, or 0. */
-static int advance_exchanges(struct progress *progress) {
-  struct span *waits = &progress->waits;
+/* Begin the sums of buckets that have come, and hand out those that are there. Return MPI's error, or 0. `waits` is the
+   first that is under way. */
+static int advance_exchanges(struct span *waits) {
   for (struct exchange *exchange = exchanges; exchange; exchange = exchange->next) {
-    int code = exchange->is_compared ? 0 : compare(exchange, progress);
-    if (code) return code;
-    if (!exchange->is_compared) {
-      progress->compares = 1;
-      if (waits->track == NOTHING) *waits = (struct span){WAIT_FOR_SUM, exchange->call, COMPARISON, 0, 0};
-      continue;
-    }
     const struct plan *plan = exchange->plan;
-    for (int64_t i = 0, part = exchange->first_part; plan && i < plan->count; part += plan->records[i++].count) {
+    for (int64_t i = 0, part = exchange->first_part; i < plan->count; part += plan->records[i++].count) {
       struct bucket *bucket = &exchange->buckets[i];
       if (bucket->state == STARTED) {
         bucket->sum = jaxmpi_sum_begin(&plan->records[i], plan->comm, plan->tags, bucket->x, bucket->x, part);
@@ -314,18 +254,17 @@ static int advance_exchanges(struct progress *progress) {
   return 0;
 }
 
-/* Carry exchanges on until `jaxmpi_beside_stop`. */
-void jaxmpi_beside_run(void) {
+/* Carry exchanges on until `jaxmpi_beside_stop`; `engine` is that of their plans. */
+void jaxmpi_beside_run(int32_t engine) {
   int64_t looked_ns = now_ns();
   double waited_s = 0;
+  beside_engine = engine;
   for (;;) {
-    struct progress progress = {.waits = {.track = NOTHING}};
+    struct span waits = {.track = NOTHING};
     pthread_mutex_lock(&beside);
     beside_pace.is_woken = 0;
-    int code = advance_exchanges(&progress), has_work = code || progress.waits.track != NOTHING;
-    int32_t pause_us = beside_pace.pause_us, sums_moved = 0;
-    if (!has_work && !is_ending && !beside_pace.is_woken) pthread_cond_wait(&arrived, &beside);
-    int is_over = !has_work && is_ending;
+    int code = advance_exchanges(&waits), has_work = code || waits.track != NOTHING, is_over = !has_work && is_ending;
+    if (!has_work && !is_over) pthread_cond_wait(&arrived, &beside);
     pthread_mutex_unlock(&beside);
     if (is_over) return;
     if (!has_work) {
@@ -333,22 +272,18 @@ void jaxmpi_beside_run(void) {
       waited_s = 0;
       continue;
     }
-    if (progress.differing) mpi.differs(progress.differing);
-    if (!code && sums) {
-      code = jaxmpi_sums_go_on(progress.compares ? pause_us : MOST_IN_SUMS_US, &beside_pace, &sums_moved);
-    } else if (!code && !progress.has_moved) {
-      pause_for(pause_us);
-    }
+    int32_t has_moved = 0;
+    if (!code) code = jaxmpi_sums_go_on(MOST_IN_SUMS_US, &beside_pace, &has_moved);
     if (code) {
-      mpi.failed(beside_engine, code);
+      mpi.failed(engine, code);
       return;
     }
     /* A process that was stopped finds hours gone by, and the others may have been stopped as well: it counts a second. */
     int64_t before_ns = looked_ns;
     looked_ns = now_ns();
     double passed_s = (looked_ns - before_ns) / 1e9;
-    waited_s = progress.has_moved || sums_moved ? 0 : waited_s + (passed_s < 1 ? passed_s : 1);
-    if (waited_s > PATIENT_S) mpi.waits(beside_engine, progress.waits.key, progress.waits.index, waited_s);
+    waited_s = has_moved ? 0 : waited_s + (passed_s < 1 ? passed_s : 1);
+    if (waited_s > PATIENT_S) mpi.waits(engine, waits.key, waits.index, waited_s);
   }
 }
 
@@ -380,16 +315,15 @@ static void copy_to(const XLA_FFI_Buffer *to, const XLA_FFI_Buffer *from) {
   if (to->data != from->data) memcpy(to->data, from->data, numbers_in(from) * sizeof(float));
 }
 
-/* Words: which call; of OPEN the plan's key and the digest of what ranks compare, or 0, in two halves each; of the others
-   the number of the bucket. OPEN gives the ticket u32[] that the others take; START and DONE pass the bucket through in
-   one buffer. */
+/* Words: which call; of OPEN the plan's key in two halves, of the others the number of the bucket. OPEN gives the ticket
+   u32[] that the others take; START and DONE pass the bucket through in one buffer. */
 XLA_FFI_Error *jaxmpi_beside(XLA_FFI_CallFrame *frame) {
   if (!is_work(frame)) return NULL;
   const int32_t *words = words_of(frame);
   XLA_FFI_Buffer **args = (XLA_FFI_Buffer **)frame->args.args, **rets = (XLA_FFI_Buffer **)frame->rets.rets;
   if (words[0] == OPEN) {
     const XLA_FFI_ByteSpan *text = attribute(frame, XLA_FFI_AttrType_STRING);
-    return open_exchange(key_in(words + 1), key_in(words + 3), text, rets[0]->data) ? NULL : unknown(frame);
+    return open_exchange(key_in(words + 1), text, rets[0]->data) ? NULL : unknown(frame);
   }
   uint32_t ticket = *(uint32_t *)args[1]->data;
   *(uint32_t *)rets[1]->data = ticket;

@@ -14,6 +14,7 @@ Without a C compiler on all ranks neither is there: programs then sum by mpi4jax
 import ctypes
 import functools
 import hashlib
+import json
 import sys
 from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, c_double, c_int32, c_int64, c_void_p
@@ -28,6 +29,7 @@ from jaxmpi.allreduce.algorithms.table import parse
 from jaxmpi.allreduce.schedules import LINE_BYTES, MEMORIES, STEPS, WINDOW, Group
 from jaxmpi.allreduce.wires import WIRE_CONSTANTS
 from jaxmpi.comm import c_handlers
+from jaxmpi.comm.agreement import fingerprint
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.diagnosis import comparison_of
@@ -49,7 +51,7 @@ CALLS = "OPEN", "START", "DONE"  # names in C
 OPEN, START, DONE = range(len(CALLS))
 TRACKS = "", "wait", "travel"  # of spans: NOTHING, WAIT_FOR_SUM, TRAVEL
 CHUNK = "gather from a chunk"  # a half whose operand is this rank's chunk alone
-WHOLE, COMPARISON = -1, -2  # in place of a vector's number in a plan
+WHOLE = -1  # in place of a vector's number in a plan
 MOST_SPANS = 4096
 SOURCE = c_handlers.CSource(
     Path(__file__).with_suffix(".c"),
@@ -61,7 +63,7 @@ SOURCE = c_handlers.CSource(
     LINE_BYTES=LINE_BYTES,
     CALLS=",".join(CALLS),
     TRACKS="NOTHING,WAIT_FOR_SUM,TRAVEL",
-    **dict(NO_MEMORY=NO_MEMORY, MOVED=MOVED, WHOLE=WHOLE, COMPARISON=COMPARISON, MOST_SPANS=MOST_SPANS),
+    **dict(NO_MEMORY=NO_MEMORY, MOVED=MOVED, WHOLE=WHOLE, MOST_SPANS=MOST_SPANS),
     # A program that waits looks at once again, as MPI's calls do; after a while it leaves its core to others. While
     # nobody waits, the communication thread looks every 2 ms: each look takes time of the computation beside it.
     **dict(YIELDS=300, PAUSE_US=50, CALM_US=2000, HURRY_YIELDS=20, MOST_IN_SUMS_US=100_000, PATIENT_S=0.5),
@@ -70,7 +72,6 @@ SOURCE = c_handlers.CSource(
 sums_p, beside_p = SOURCE.primitive(), SOURCE.primitive("jaxmpi_beside")
 _engines = dict[int, "HostEngine"]()  # by number, of communicators that were not freed
 _labels = dict[int, list[str]]()  # of the vectors of plans beside programs, by key
-_calls = dict[int, str]()  # what such plans exchange, by a digest of that
 _plans = dict[int, Any]()  # by key: the arrays that C reads whenever a program calls it
 _last = [-1]  # number of an engine; the next one's is the same on all its ranks
 
@@ -114,6 +115,14 @@ class HostEngine:
     def parts(self, sums: Sequence[tuple[str, str, int]]) -> int:
         """How many parts, and so tags, sums take: as many on all ranks. Each is (strategy, half, floats)."""
         return sum(len(self._schedule(*each)[1]) for each in sums)
+
+    def learn(self, text: str) -> None:
+        """Compare the plan of a program over ranks, which come here together, and let the program find it."""
+        about = json.loads(text)
+        self.control.compare(fingerprint("the exchange beside a program", about["plan"]))
+        key = key_of(text)
+        _labels[key] = about["labels"]
+        self.add_plan(key, [(strategy, half, n) for strategy, half, n in about["sums"]])
 
     def add_plan(self, key: int, sums: Sequence[tuple[str, str, int]]) -> None:
         """Let programs find sums by this key."""
@@ -188,26 +197,10 @@ def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = 
     return sums_p.bind(*vectors, results=results, effect=comm.effect, words=words_of(key))
 
 
-# ---------------------------------------------------------------- names, for spans and messages
-
-
-def name_plan(key: int, whole: str, labels: Sequence[str]) -> int:
-    """Name an exchange and its vectors; the digest by which ranks compare it, or 0."""
-    _labels[key] = [*labels]
-    call = key_of(whole) if whole else 0
-    _calls[call] = whole
-    return call
-
-
-def describe(number: int) -> str:
-    """An exchange beside a program by its digest, or the digest's lower 31 bits."""
-    found = (whole for call, whole in _calls.items() if call & 0x7FFFFFFF == number & 0x7FFFFFFF)
-    return next(found, "another exchange beside a program")
+# ---------------------------------------------------------------- spans of time
 
 
 def _name(key: int, index: int) -> str:
-    if index == COMPARISON:
-        return f"the comparison of {describe(key)}"
     labels = _labels.get(key, [])
     return labels[index] if 0 <= index < len(labels) else EXCHANGE
 
@@ -237,7 +230,7 @@ def library() -> ctypes.CDLL:
     from mpi4py import MPI
 
     made = SOURCE.library()
-    callbacks = (_failed, _waits, _learn, _differs)
+    callbacks = (_failed, _waits, _learn)
     pointers = *c_handlers.addresses(FUNCTIONS), *(ctypes.cast(each, c_void_p).value for each in callbacks)
     made.jaxmpi_sum_setup((c_void_p * len(pointers))(*pointers), c_handlers.handle_type()(MPI._handleof(MPI.BYTE)))
     made.jaxmpi_beside_run.restype = None
@@ -245,8 +238,7 @@ def library() -> ctypes.CDLL:
     return made
 
 
-FUNCTIONS = "Isend", "Irecv", "Testsome", "Iallgather"  # in the order in `scheduled_sums.h`; the callbacks follow
-listeners: list[Any] = []  # the `ExchangeHandlers`, once they are made
+FUNCTIONS = "Isend", "Irecv", "Testsome"  # in the order in `scheduled_sums.h`; the callbacks follow
 
 
 def handle(mpi: Any) -> Any:
@@ -286,24 +278,16 @@ def _failed(number: int, code: int) -> None:
 def _waits(number: int, key: int, index: int, waited_s: float) -> None:
     """End the job if a rank has waited too long."""
     engine = _engines[number]
-    is_late = waited_s > TIMEOUT_S and index != COMPARISON  # for which the monitor has the same limit
-    if is_late or engine.control.is_asked():
+    if waited_s > TIMEOUT_S or engine.control.is_asked():
         waiting = engine.comm.processes if index == WHOLE else engine.control
         raise late_error(engine.control, _name(key, index), waited_s, waiting)
 
 
-@CFUNCTYPE(None, c_void_p, c_int64)
+@CFUNCTYPE(None, c_int32, c_void_p, c_int64)
 @_ending_job
-def _learn(text: int, length: int) -> None:
+def _learn(number: int, text: int, length: int) -> None:
     """Add the plan of a program that calls it for the first time here."""
-    listeners[0].learn(ctypes.string_at(text, length).decode())
-
-
-@CFUNCTYPE(None, c_int64)
-@_ending_job
-def _differs(call: int) -> None:
-    """End the job, since ranks have come to different exchanges beside programs."""
-    listeners[0].refuse(call)
+    _engines[number].learn(ctypes.string_at(text, length).decode())
 
 
 def late_error(control: MpiProcesses, what: str, waited_s: float, waiting: MpiProcesses) -> TrainingError:

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmpi.allreduce.algorithms import exchanges, parse
 from jaxmpi.allreduce.api import Choice, check_leaves, exchange
-from jaxmpi.allreduce.buckets import fuse, split
+from jaxmpi.allreduce.buckets import Programs, fuse, in_buckets, no_jit, split
 from jaxmpi.allreduce.building_blocks import pad
 from jaxmpi.core.pytrees import PyTree
 
@@ -118,35 +118,31 @@ def exchange_of_leaves(
     """The exchange of leaves with these shapes behind an axis of devices."""
     buckets, count, alignment = choice.buckets(like), devices.mesh.size, choice.alignment
     alignment = alignment._replace(pieces=count * alignment.pieces)
-    sizes = [alignment.size([like[i].size for i in bucket]) for bucket in buckets]
     divisor = choice.comm.size * count if choice.op == "mean" else 1
-    layouts = [layout_of(size, count, choice.comm.size, choice.strategy) for size in sizes]
 
-    def fused(leaves: list[jax.Array]) -> list[jax.Array]:
-        return [fuse([leaves[i] for i in bucket], alignment) for bucket in buckets]
+    def layout(n: int) -> Layout:
+        return layout_of(n, count, choice.comm.size, choice.strategy)
 
-    def added(by_device: list[list[jax.Array]]) -> list[jax.Array]:
+    def fused(group: list[jax.Array]) -> jax.Array:
+        return fuse(group, alignment)
+
+    def parts(total: jax.Array, bucket: Sequence[int]) -> list[jax.Array]:
+        own = [like[i] for i in bucket]
+        n = alignment.size([leaf.size for leaf in own])
+        return split(layout(n).restore(total)[:n] / divisor, own, alignment)
+
+    @choice.comm.jit
+    def add_each(by_device: list[list[jax.Array]]) -> list[jax.Array]:
         sums = [functools.reduce(jnp.add, each) for each in by_device]
-        return [layout.interleave(x) for layout, x in zip(layouts, sums, strict=True)]
+        return [layout(x.size).interleave(x) for x in sums]
 
-    def means(totals: list[jax.Array]) -> list[list[jax.Array]]:
-        each = zip(layouts, sizes, totals, buckets, strict=True)
-        flats = [(layout.restore(x)[:size] / divisor, bucket) for layout, size, x, bucket in each]
-        return [split(flat, [like[i] for i in bucket], alignment) for flat, bucket in flats]
+    def totals(vectors: list[jax.Array]) -> list[jax.Array]:
+        sums = add_each(devices.on_first(vectors))
+        return devices.on_all(exchange(sums, choice.strategy, "sum", choice.comm, UNFUSED))
 
-    fuse_each, add_each = devices.over(fused, last=False), choice.comm.jit(added)
-    split_each = devices.over(means, first=False)
-
-    def run(leaves: list[jax.Array]) -> list[jax.Array]:
-        sums = add_each(devices.on_first(fuse_each(leaves)))
-        totals = exchange(sums, choice.strategy, "sum", choice.comm, UNFUSED)
-        out = list(leaves)  # empty ones are not sent
-        for bucket, parts in zip(buckets, split_each(devices.on_all(totals)), strict=True):
-            for i, mean in zip(bucket, parts, strict=True):
-                out[i] = mean
-        return out
-
-    return run
+    over = functools.partial
+    programs = Programs(over(devices.over, last=False), no_jit, over(devices.over, first=False), lone_pass=False)
+    return in_buckets(buckets, fused, totals, parts, programs)
 
 
 class Layout(NamedTuple):

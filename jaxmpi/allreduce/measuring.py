@@ -1,45 +1,63 @@
-"""A clock for all ranks together, and what tells one set of ranks from another; for `autotune` and `probes`."""
+"""A clock for all ranks together, for `autotune`, and a probe of hosts for `jaxmpi plan`.
 
-import importlib.metadata
+A probe has prices of messages, additions and calls, and the seconds of some strategies by length of the vector. Factors
+between these seconds and the cost model's correct the model for other lengths and numbers of hosts. Formulas leave out
+what all strategies pay here, such as cores that ranks share. So a strategy that was not measured gets the median
+factors, else it would look better than all that were.
+"""
+
+import json
 import os
 import socket
+import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from jaxmpi.allreduce import cost_model
+from jaxmpi.allreduce.algorithms.spec import Link, Net
+from jaxmpi.allreduce.cost_model import Fit
+from jaxmpi.allreduce.dispatch import sums
+from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.env import seconds_from
-from jaxmpi.runtime import process
+from jaxmpi.core.errors import UsageError
+from jaxmpi.runtime import compile_cache, process
+from jaxmpi.runtime.provenance import versions
 
 BUDGET_S = seconds_from("JAXMPI_PROBE_S", 2)  # seconds in which candidates are timed by turns, about
+PROBED = "shm", "asa", "ring", "ar", "hier-ring", "tree", "color4"  # strategies whose seconds a probe has
+SHORT = 1 << 12  # floats a worker, of the shorter vector that strategies are timed with
+LONGEST = 1 << 22  # floats of the longer one at most
+LONG_SHARE = 0.04  # share of the budget: predicted seconds of the longer vector at most
+REPEATS = 3
+DAMAGED = (OSError, RuntimeError, ValueError, TypeError, KeyError)  # a file of another version, or no cache folder
+
+
+# ---------------------------------------------------------------- clock
 
 
 def identity(comm: MpiComm) -> dict[str, Any]:
     """Facts for which measurements hold: hosts, slots, cores, versions, backend."""
     names = comm.processes.allgather_object(socket.gethostname())
-    versions = {}
-    for package in ("jaxmpi", "jax", "mpi4jax"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
     return {
         "hosts": {name: names.count(name) for name in sorted(set(names))},
         "cores": cores_of_a_host(comm),
-        "versions": versions | {"mpi": comm.processes.library},
+        "versions": versions() | {"mpi": comm.processes.library},
         "device": jax.default_backend(),
     }
 
 
 def cores_of_a_host(comm: MpiComm) -> float:
     """Cores that a host's ranks may use, on the host with fewest."""
-    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    quota = process.quota_cores(process.QUOTA, os.cpu_count() or 1)
-    every = comm.processes.allgather_object([mine, quota])
+    mine = process.core_mask() or list(range(os.cpu_count() or 1))
+    every = comm.processes.allgather_object([mine, process.quota_cores()])
     sets: dict[int, set[int]] = {}
     for host, (cores, _) in zip(comm.hosts, every, strict=True):
         sets.setdefault(host, set()).update(cores)
@@ -57,3 +75,172 @@ def slowest(control: Processes, work: Callable[[], Any]) -> float:
 def from_rank_0(control: MpiProcesses, make: Callable[[], Any]) -> Any:
     """A JSON value that rank 0 makes, on all ranks."""
     return control.bcast_object(make() if control.rank == 0 else None)
+
+
+# ---------------------------------------------------------------- probe
+
+
+class Probe(NamedTuple):
+    """Measurements on a set of hosts."""
+
+    net: Net
+    seconds: dict[str, dict[int, float]]  # strategy in full -> floats -> seconds of the slowest rank
+
+    def fits_of_all(self, names: Sequence[str]) -> dict[str, Fit]:
+        """The measured factors; for other strategies, the median of those."""
+        found = {name: cost_model.fit(self.net, name, times) for name, times in self.seconds.items() if times}
+        if not found:
+            return {}
+        typical = Fit(*(statistics.median(parts) for parts in zip(*found.values(), strict=True)))
+        return dict.fromkeys(names, typical) | found
+
+
+def probe(comm: MpiComm, wires: Sequence[str]) -> Probe:
+    """The cached probe with these wires; the same on all ranks.
+
+    Communicates: a measurement of a few seconds, unless it is cached. JAXMPI_PROBE=fresh measures again.
+    """
+    control, key = comm.processes, identity(comm)
+    cached = from_rank_0(control, lambda: _read(key))
+    if cached and set(wires) <= set(cached["net"]["codec_s_per_float"]):
+        return from_json(cached)
+    net = measure_net(comm)
+    net = net._replace(codec_s_per_float={wire: codec_seconds(comm, net, wire) for wire in wires})
+    seconds = {}
+    for name in cost_model.candidates(net, wires):
+        if name.partition(":")[0] not in PROBED:
+            continue
+        try:
+            lengths = from_rank_0(control, lambda name=name: lengths_for(net, name))
+            seconds[name] = {n: time_strategy(comm, name, n) for n in lengths}
+        except UsageError:  # on all ranks alike: no room for shared memory, as in a small container
+            continue
+    made = Probe(net, seconds)
+    if control.rank == 0:
+        save(key, made)
+    return made
+
+
+def newest() -> tuple[dict[str, Any], Probe] | None:
+    """The last readable probe that this machine has cached, with its `identity`."""
+    folder = compile_cache.cache_folder("probes")
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.lstat().st_mtime, reverse=True):
+        try:
+            value = json.loads(path.read_text())
+            return value["key"], from_json(value)
+        except DAMAGED:
+            continue
+    return None
+
+
+def save(key: dict[str, Any], probe: Probe) -> None:
+    """Cache a probe."""
+    compile_cache.write_json("probes", key, as_json(probe))
+
+
+def _read(key: dict[str, Any]) -> dict[str, Any] | None:
+    """The cached probe; None if missing, damaged, or with JAXMPI_PROBE=fresh."""
+    try:
+        value = json.loads(compile_cache.json_file("probes", key).read_text())
+        from_json(value)
+    except DAMAGED:
+        return None
+    return None if os.environ.get("JAXMPI_PROBE") == "fresh" else value
+
+
+def as_json(probe: Probe) -> dict[str, Any]:
+    """Convert to plain values."""
+    return {"net": probe.net._asdict(), "seconds": probe.seconds}
+
+
+def from_json(value: Any) -> Probe:
+    """The inverse of `as_json`."""
+    net = dict(value["net"])
+    net["inside"], net["between"] = Link(*net["inside"]), Link(*net["between"])
+    times = value["seconds"].items()
+    return Probe(Net(**net), {name: {int(n): float(s) for n, s in each.items()} for name, each in times})
+
+
+# ---------------------------------------------------------------- what a probe measures
+
+
+def measure_net(comm: MpiComm) -> Net:
+    """Measure messages, additions and calls on these hosts."""
+    control = comm.processes
+    ranks = [[rank for rank in comm.order if comm.hosts[rank] == host] for host in sorted(set(comm.hosts))]
+    slots, is_even = max(map(len, ranks)), len({len(host) for host in ranks}) == 1
+    net = Net(len(ranks), slots, Link(0.0, 0.0), Link(0.0, 0.0), cores=cores_of_a_host(comm))._replace(even=is_even)
+    peers = control.world.Clone()  # neither the control plane's nor mpi4jax's
+    inside = measure_link(control, peers, ranks) if slots > 1 else Link(0.0, 0.0)
+    between = measure_link(control, peers, [[host[0] for host in ranks]]) if len(ranks) > 1 else Link(0.0, 0.0)
+    peers.Free()
+    total, x = np.zeros(LONGEST, np.float32), np.ones(LONGEST, np.float32)
+    addition_s = min(slowest(control, lambda: np.add(total, x, out=total)) for _ in range(REPEATS))
+    return net._replace(
+        inside=Link(inside.alpha_s / net.crowd, inside.beta_s_per_byte / net.crowd),
+        between=between,
+        gamma_s_per_byte=addition_s / x.nbytes / net.crowd,
+        call_s=min(times_of(comm, jax.jit(lambda x: x + 1), 1)),
+    )
+
+
+def measure_link(control: MpiProcesses, peers: Any, rings: Sequence[Sequence[int]]) -> Link:
+    """Measure a message from each rank to the next of its ring.
+
+    All rings send at once. The longest message takes a share of the budget, if that is no more than 16 MiB.
+    """
+    mine = next((ring for ring in rings if control.rank in ring and len(ring) > 1), None)
+    long_s = from_rank_0(control, lambda: LONG_SHARE * BUDGET_S)
+
+    def seconds(size: int, repeats: int) -> float:
+        sent, received = np.zeros(size, np.uint8), np.empty(size, np.uint8)
+
+        def work() -> None:
+            peers.Barrier()
+            if mine:
+                at = mine.index(control.rank)
+                for _ in range(repeats):
+                    peers.Sendrecv(sent, mine[(at + 1) % len(mine)], 0, received, mine[at - 1])
+
+        return slowest(control, work)
+
+    seconds(8, 4)  # opens connections
+    alpha, size = seconds(8, 64) / 64, 1 << 20
+    while seconds(size, 1) < long_s and size < 1 << 24:
+        size *= 2
+    some, more = seconds(size, 1), seconds(size, 3)  # seconds that both begin with fall out
+    each = (more - some) / 2
+    if each <= alpha:  # other work has hidden the difference; no link is without end, so all of the time is counted
+        return Link(alpha, more / 3 / size)
+    return Link(alpha, (each - alpha) / size)
+
+
+def codec_seconds(comm: MpiComm, net: Net, wire: str) -> float:
+    """Seconds a float to encode and decode, on a core."""
+    if wire == "32":
+        return 0.0
+    n = 1 << 20
+    return min(times_of(comm, comm.jit(lambda x: WIRES[wire].decode(WIRES[wire].encode(x))), n)) / n / net.crowd
+
+
+def lengths_for(net: Net, strategy: str) -> tuple[int, int]:
+    """Floats of a short and a long vector, multiples of the workers."""
+    short, long = net.workers * max(1, min(SHORT, LONGEST // (16 * net.workers))), LONGEST
+    while long > 4 * short and cost_model.predict(net, long, strategy) > LONG_SHARE * BUDGET_S:
+        long //= 2
+    return short, max(4 * short, long - long % net.workers)
+
+
+def time_strategy(comm: MpiComm, name: str, n: int) -> float:
+    """Median seconds of the slowest rank for a sum of n floats.
+
+    The least would be of the sum that found a link idle, and promise more than a run then gets.
+    """
+    return statistics.median(times_of(comm, jax.jit(lambda x: sums([x], name, comm)[0]), n))
+
+
+def times_of(comm: MpiComm, run: Callable[[jax.Array], Any], n: int) -> list[float]:
+    """Seconds of the slowest rank for each call on n floats, without the first, which compiles."""
+    x = jax.block_until_ready(jnp.ones(n, jnp.float32))
+    jax.block_until_ready(run(x))
+    return [slowest(comm.processes, lambda: jax.block_until_ready(run(x))) for _ in range(REPEATS)]

@@ -5,8 +5,6 @@ soon as its gradients exist, on the thread of `comm_thread`. The result has the 
 order. For MPI ranks on one host `chosen` resolves `auto` to off, since the exchange needs cores and memory there.
 """
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
@@ -14,19 +12,19 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.table import algorithms_in_c
 from jaxmpi.allreduce.api import (
     BUCKET_BYTES,
+    TRACED,
     Choice,
     Op,
     check_leaves,
     check_op,
     check_strategy,
-    count_of,
     guarded,
     is_traced,
     settle,
 )
 from jaxmpi.allreduce.autotune import is_auto
-from jaxmpi.allreduce.buckets import Order, fuse, split_all
-from jaxmpi.allreduce.call_order import callers
+from jaxmpi.allreduce.buckets import Order, fuse, split
+from jaxmpi.allreduce.call_order import caller, compared, number_of, one_thread
 from jaxmpi.allreduce.comm_thread import all_reduce_on_comm_thread, unavailable_reason
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of
@@ -104,58 +102,43 @@ def exchange(
         portable: the program can be exported. Other MPI calls in it are not ordered with this one: they must be such
             that all leaves depend on them.
 
-    Communicates: at its first run a comparison of plans between ranks. At every run ranks compare its name, unless it
-    is portable. Then the strategy runs once a bucket, on a thread and a communicator of its own.
+    Communicates: while it is traced, and whenever its program runs, ranks compare as in `jaxmpi.exchange`, unless it is
+    portable; then they compare plans at its first run. The strategy runs once a bucket, on a thread and a communicator
+    of its own.
 
     Raises:
         UsageError: as `jaxmpi.exchange`; or an exchange cannot run beside a program here.
     """
-    choice = chosen_for(tree, strategy, op, comm, bucket_bytes, order)
-    if choice.comm.size == 1 or not jax.tree.leaves(tree):
-        return tree
-    leaves = jax.tree.leaves(tree)
-    labels = labelled([name for name, _ in named_leaves(tree)], choice.buckets(leaves))
-    amount = f"{choice.strategy}, {choice.op} of {count_of(leaves)}"
-    what = "" if portable else f"exchange beside a program ({amount}, {callers()})"
-    plan, name = choice.fingerprint(tree).value, choice.strategy
-    options = {"what": what, "portable": portable}
-    sums = all_reduce_on_comm_thread(fused(tree, choice), name, choice.comm, plan, labels, **options)
-    return means(sums, tree, choice)
-
-
-def chosen_for(
-    tree: PyTree, strategy: str, op: Op, comm: Comm | None, bucket_bytes: int | None, order: Order | None
-) -> Choice:
-    """How to exchange this tree, once all is found to be possible."""
     check_op(op)
     check_bucket_bytes(bucket_bytes)
     check_strategy(strategy)
     check_leaves(tree)
+    leaves, structure = jax.tree.flatten(tree)
     workers = workers_of(comm)
     reason = unavailable_reason("asa:32" if is_auto(strategy) else strategy, workers) if workers.size > 1 else ""
     check(not reason, f"this exchange cannot run beside a program: {reason}; use jaxmpi.exchange")
-    check(is_traced(jax.tree.leaves(tree)), "overlap.exchange is for use inside jax.jit; outside use jaxmpi.exchange")
+    check(is_traced(leaves), "overlap.exchange is for use inside jax.jit; outside use jaxmpi.exchange")
+    if workers.size == 1 or not leaves:
+        return tree
     if is_auto(strategy):
-        sizes = [leaf.size for leaf in jax.tree.leaves(tree)]
+        sizes = [leaf.size for leaf in leaves]
         strategy, bucket_bytes, *_ = settle(workers, strategy, bucket_bytes, sizes, algorithms_in_c(workers.hosts))
-    return Choice(strategy=parse(strategy).name, op=op, comm=workers, bucket_bytes=bucket_bytes, order=order or Order())
-
-
-def fused(tree: PyTree, choice: Choice) -> list[jax.Array]:
-    """Leaves -> buckets f32[n]."""
-    leaves = [guarded(jnp.asarray(leaf), choice.comm) for leaf in jax.tree.leaves(tree)]
-    return [fuse([leaves[i] for i in bucket], choice.alignment) for bucket in choice.buckets(leaves)]
-
-
-def means(sums: Sequence[jax.Array], tree: PyTree, choice: Choice) -> PyTree:
-    """Sums of buckets -> the tree of sums or means."""
-    leaves, structure = jax.tree.flatten(tree)
-    divisor = choice.comm.size if choice.op == "mean" else 1
-    parts = split_all([x / divisor for x in sums], leaves, choice.buckets(leaves), choice.alignment)
-    return jax.tree.unflatten(structure, parts)
-
-
-def labelled(names: Sequence[str], buckets: Sequence[Sequence[int]]) -> list[str]:
-    """Labels of buckets, as `bucket 2 of 7 (conv1/kernel and 3 more)`."""
+    choice = Choice(parse(strategy).name, op, workers, bucket_bytes, order or Order())
+    number = None
+    if not portable:
+        with one_thread(workers):
+            workers.assert_same(choice.fingerprint(tree, TRACED))
+            number = number_of(workers, f"beside its program: {choice.what(leaves)}, {caller()}")
+    buckets, names = choice.buckets(leaves), [name for name, _ in named_leaves(tree)]
     more = [f" and {len(bucket) - 1} more" if len(bucket) > 1 else "" for bucket in buckets]
-    return [f"bucket {b + 1} of {len(buckets)} ({names[bucket[0]]}{more[b]})" for b, bucket in enumerate(buckets)]
+    labels = [f"bucket {b + 1} of {len(buckets)} ({names[each[0]]}{more[b]})" for b, each in enumerate(buckets)]
+    plan, alignment, divisor = choice.fingerprint(tree).value, choice.alignment, workers.size if op == "mean" else 1
+    given = [guarded(jnp.asarray(leaf), workers) for leaf in leaves]
+    flats = [fuse([given[i] for i in bucket], alignment) for bucket in buckets]
+    with compared(workers, number):
+        sums = all_reduce_on_comm_thread(flats, choice.strategy, workers, plan, labels, portable=portable)
+    out = [*leaves]
+    for bucket, total in zip(buckets, sums, strict=True):
+        for i, part in zip(bucket, split(total / divisor, [leaves[i] for i in bucket], alignment), strict=True):
+            out[i] = part
+    return jax.tree.unflatten(structure, out)

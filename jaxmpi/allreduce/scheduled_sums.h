@@ -14,11 +14,9 @@ static struct { /* pointers, in the order of `FUNCTIONS` and of the callbacks in
   int (*isend)(const void *, int, handle, int, int, handle, handle *);
   int (*irecv)(void *, int, handle, int, int, handle, handle *);
   int (*testsome)(int, handle *, int *, int *, void *);
-  int (*iallgather)(const void *, int, handle, void *, int, handle, handle, handle *);
   void (*failed)(int32_t engine, int32_t code);                              /* ends the job */
   void (*waits)(int32_t engine, int64_t key, int64_t index, double seconds); /* likewise, if it was too long */
-  void (*learn)(const char *text, int64_t length); /* adds the plan of a program that another process has traced */
-  void (*differs)(int64_t call);                   /* ranks have come to other exchanges; ends the job */
+  void (*learn)(int32_t engine, const char *text, int64_t length); /* adds the plan of a program traced elsewhere */
   handle byte;
 } mpi;
 

@@ -1,7 +1,4 @@
-"""`jaxmpi.sharded`: an Optax optimizer between the halves of its exchange, for loops of your own.
-
-As many bytes are sent as in an all-reduce, and a worker has 1/w of the optimizer's state (ZeRO; `zero` has the halves
-and says which bits they give).
+"""`jaxmpi.sharded`: an Optax optimizer between the halves of its exchange (`zero`), for loops of your own.
 
 With a coarse wire for the second half a worker keeps its shard of the params in 32 bits, the masters m. It sends what
 params lack:
@@ -23,9 +20,8 @@ import numpy as np
 import optax
 
 from jaxmpi.allreduce.algorithms.table import with_halves
-from jaxmpi.allreduce.api import BUCKET_BYTES, Op, check_op, check_strategy, is_traced, settle
+from jaxmpi.allreduce.api import BUCKET_BYTES, Op, is_traced, settle
 from jaxmpi.allreduce.autotune import is_auto
-from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.zero import Zero, make_zero
 from jaxmpi.comm.agreement import without_messages
 from jaxmpi.comm.base import Comm
@@ -98,7 +94,7 @@ def sharded(
         strategy: asa, ring, hier-asa or hier-ring, with any wire, which gradients take; shm, ar; or auto.
         op: mean or sum, of gradients.
         comm: as of `exchange`.
-        bucket_bytes: as of `exchange`; for shards outside jit on one host at most 1 MiB, if it is a number.
+        bucket_bytes: as of `exchange`, by element; outside jit on one host at most 1 MiB, if it is a number.
         clip_norm: largest global norm of the mean gradient, or of the sum by `op`, as `optax.clip_by_global_norm`
             before tx; 0: any.
         gather_wire: of the updates. With a coarser one than 32 each worker keeps its shard of params in 32 bits.
@@ -117,14 +113,11 @@ def sharded(
         UsageError: as `exchange`; a strategy without halves; params that are not float32; no `by`, or one that the
             trial disproves; a schedule-free optimizer.
     """
-    check_op(op)
-    if not is_compressor(strategy):
-        check_strategy(strategy)
 
     @functools.cache
     def zero_for(structure: Any, shapes: tuple, workers: Comm) -> Zero:
         name, size_bytes = strategy, bucket_bytes
-        if not is_compressor(name) and is_auto(name):
+        if is_auto(name):
             able = with_halves(workers.hosts, gather_wire)
             name, size_bytes, *_ = settle(workers, name, size_bytes, [math.prod(shape) for shape in shapes], able)
         like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
@@ -176,11 +169,11 @@ def sharded(
         if not isinstance(state.shard, MasteredState):
             made, of_tx = step(index, mean, state.shard, shard(params, index))
             return zero.gather(made, updates), replace(state, shard=of_tx)
-        made, of_tx = step(index, mean, state.shard.of_tx, state.shard.masters)
+        made, of_tx = step(index, mean, *state.shard)
         masters = jax.tree.map(jnp.add, state.shard.masters, made)
         wire = gather_wire if zero.size > 1 else "32"
-        new = replace(state, shard=MasteredState(of_tx, masters))
-        return zero.gather(changes(params, masters, index), updates, wire), new
+        sent = changes(params, masters, index)
+        return zero.gather(sent, updates, wire), replace(state, shard=MasteredState(of_tx, masters))
 
     return optax.GradientTransformation(init, update)
 
@@ -196,20 +189,14 @@ def check_floats(params: PyTree) -> None:
 
 
 def check_state(state: Any, zero: Zero, *, has_masters: bool) -> None:
-    """Refuse a state of another transformation, of other workers or sharded otherwise.
-
-    Raises:
-        UsageError: got, expected, and the way out.
-    """
+    """Refuse a state of another transformation, of other workers or sharded otherwise."""
     if not isinstance(state, ShardedState) or isinstance(state.shard, MasteredState) != has_masters:
-        got = f"a state of {type(state).__name__}"
-        got = f"one with{'out' * has_masters} masters" if isinstance(state, ShardedState) else got
+        got = f"one with{'out' * has_masters} masters" if isinstance(state, ShardedState) else type(state).__name__
         raise UsageError(f"sharded: got {got}; expected the state of this transformation's init")
-    owners = [x.owners if isinstance(x, TensorSharding) else "by element" for x in (state.sharding, zero.sharding)]
     for what, got, expected in (
         ("ranks", state.ranks, numbers_of(zero.comm)),
         ("shards by worker", state.indices, zero.shard_indices),
-        ("tensors by shard", *owners),
+        ("tensors by shard", *(getattr(each, "owners", "by element") for each in (state.sharding, zero.sharding))),
     ):
         if got != expected:
             raise UsageError(

@@ -7,7 +7,6 @@ and of 1e+6 both survive. One scale for a whole message was dropped: with blocks
 is encoded. The forms in C (`compiled_wires.h`) give the same bits; sums outside XLA and asynchronous servers use them.
 """
 
-import bisect
 import ctypes
 import functools
 import subprocess
@@ -22,7 +21,7 @@ import numpy as np
 
 from jaxmpi.core.errors import lookup
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.runtime import c_library
+from jaxmpi.runtime import compile_cache
 
 BLOCK = 256  # floats that share a scale on wires 16 and 8: 0.8 and 1.6 % on top of the bytes
 SMALLEST_NORMAL = 2.0**-126
@@ -35,7 +34,7 @@ class HostWire(NamedTuple):
 
     size_bytes: Callable[[int], int]  # bytes of n floats
     encode: Callable[[np.ndarray], np.ndarray]  # f32[n] -> u8[size_bytes(n)]; a view if nothing changes
-    decode: Callable[[np.ndarray], np.ndarray]  # u8[size_bytes(n)] -> f32[n]; a view if nothing changes
+    decode: Callable[[np.ndarray, int], np.ndarray]  # u8[size_bytes(n)], n -> f32[n]; a view if nothing changes
     is_exact: bool = False
 
 
@@ -76,6 +75,7 @@ def encode_f16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     usable = jnp.isfinite(largest) & (largest > 0)
     # Beyond 2^126 the power itself would not be a normal number.
     power = jnp.where(usable, jnp.clip(15 - exponent, -126, 126), 0)
+    # A power of two changes no bit of the mantissa, so the one rounding is that of the conversion to 11 bits.
     halves = (blocks * power_of_two(power)[..., None]).astype(jnp.float16)
     return of_blocks(halves, x.shape[-1]), power_of_two(-power)
 
@@ -147,7 +147,7 @@ def host_wire(name: str) -> HostWire:
     """
     wire = lookup(WIRES, name, "wire")
     if wire is PACKAGED_WIRES["32"]:
-        return HostWire(wire.size_bytes, lambda x: x.view(np.uint8), lambda sent: sent.view(np.float32), is_exact=True)
+        return HostWire(wire.size_bytes, lambda x: x.view(np.uint8), lambda sent, n: sent.view(np.float32), True)
     return in_c(wire) if is_packaged(wire) and codec() else through_program(wire)
 
 
@@ -156,17 +156,27 @@ def is_packaged(wire: Wire) -> bool:
     return any(wire is ours for ours in PACKAGED_WIRES.values())
 
 
+def is_coarse(name: str) -> bool:
+    """Return True if a wire, tried out, keeps 8 bits or less.
+
+    Raises:
+        UsageError: the wire is unknown.
+    """
+    x, wire = np.random.default_rng(0).standard_normal(BLOCK).astype(np.float32), host_wire(name)
+    off = np.abs(wire.decode(wire.encode(x), BLOCK) - x).max()
+    return bool(off > 2.0**-10 * np.abs(x).max())  # 16 has 2^-11, bf16 2^-9
+
+
 @functools.cache
 def codec() -> ctypes.CDLL | None:
     """Encoding and decoding in C; None without a compiler."""
     header = Path(__file__).with_name("compiled_wires.h")
     try:
-        return c_library.load(header.with_suffix(".c"), [header], WIRE_CONSTANTS)
+        return compile_cache.load_c(header.with_suffix(".c"), [header], WIRE_CONSTANTS)
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-@functools.cache
 def in_c(wire: Wire) -> HostWire:
     """A wire as C has it."""
     library = codec()
@@ -177,25 +187,12 @@ def in_c(wire: Wire) -> HostWire:
         library.jaxmpi_encode(wire.number, sent.ctypes, x.ctypes, c_int64(x.size))
         return sent
 
-    def decode(sent: np.ndarray) -> np.ndarray:
-        sent, block_bytes = np.ascontiguousarray(sent), wire.size_bytes(wire.block)
-        scales_bytes = 4 * -(-sent.size // block_bytes) if wire.block > 1 else 0
-        x = np.empty((sent.size - scales_bytes) // FLOAT_BYTES[wire.code], np.float32)
-        library.jaxmpi_decode(wire.number, x.ctypes, sent.ctypes, c_int64(x.size))
+    def decode(sent: np.ndarray, n: int) -> np.ndarray:
+        sent, x = np.ascontiguousarray(sent), np.empty(n, np.float32)
+        library.jaxmpi_decode(wire.number, x.ctypes, sent.ctypes, c_int64(n))
         return x
 
     return HostWire(wire.size_bytes, encode, decode)
-
-
-def is_coarse(name: str) -> bool:
-    """Return True if a wire, tried out, keeps 8 bits or less.
-
-    Raises:
-        UsageError: the wire is unknown.
-    """
-    x = np.random.default_rng(0).standard_normal(BLOCK).astype(np.float32)
-    wire = host_wire(name)
-    return bool(np.abs(wire.decode(wire.encode(x)) - x).max() > 2.0**-10 * np.abs(x).max())  # 16 has 2^-11, bf16 2^-9
 
 
 @functools.cache
@@ -210,26 +207,18 @@ def through_program(wire: Wire) -> HostWire:
     def sent(n: int) -> tuple[list[jax.ShapeDtypeStruct], Any]:
         return jax.tree.flatten(jax.eval_shape(wire.encode, jax.ShapeDtypeStruct((n,), jnp.float32)))
 
-    @functools.cache
-    def floats(size_bytes: int) -> int:
-        """The n that gives so many bytes: more floats never take fewer."""
-        return bisect.bisect_left(range(8 * size_bytes + 1), size_bytes, key=size)
-
-    def size(n: int) -> int:
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in sent(n)[0])
-
     def to_bytes(x: np.ndarray) -> np.ndarray:
         leaves = reversed(jax.tree.leaves(encode(x)))
         return np.concatenate([np.asarray(leaf).reshape(-1).view(np.uint8) for leaf in leaves])
 
-    def to_floats(message: np.ndarray) -> np.ndarray:
-        leaves, structure = sent(floats(message.size))
+    def to_floats(message: np.ndarray, n: int) -> np.ndarray:
+        leaves, structure = sent(n)
         cuts = np.cumsum([leaf.size * leaf.dtype.itemsize for leaf in reversed(leaves)])[:-1]
         parts = np.split(message, cuts)[::-1]
         arrays = [part.view(leaf.dtype).reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
         return np.asarray(decode(jax.tree.unflatten(structure, arrays)))
 
-    return HostWire(size, to_bytes, to_floats)
+    return HostWire(lambda n: sum(x.size * x.dtype.itemsize for x in sent(n)[0]), to_bytes, to_floats)
 
 
 # ---------------------------------------------------------------- the table

@@ -5,20 +5,13 @@
 A bucket is w rows, and row c has shard c of every tensor. So an entry is summed by the worker, and in the order, as if
 its tensor were sent alone: over wire 32 these are the bits of `exchange` with `bucket_bytes=4`. With asa and hier-asa,
 which add in rank order everywhere, they are those of any buckets. A coarser wire carries gradients only, and rounds
-once less than in `exchange`. With whole tensors a bucket is some entries of all workers' shards, so only the ends of
-shards are padded; asa and hier-asa keep the bits here, too.
+once less than in `exchange`. Whole tensors are sent as one vector of w shards; asa and hier-asa keep the bits here.
 
 With several devices a process the halves stand between programs, for one over several devices would call MPI once a
-device. P processes of K devices are w = P K workers:
-
-1. every device packs its gradients into vectors of w rows;
-2. the first device adds up those of all devices, in order;
-3. the strategy's first half leaves K rows of the sum with each process, one for each device;
-4. every device updates its shard;
-5. the first device joins the new rows, and the second half gives all processes' rows. Then every device gets the tree.
-
+device. P processes of K devices are w = P K workers. Every device packs its gradients into vectors of w rows; the first
+device adds them up in order; the strategy's first half leaves K rows of the sum with each process, one for each device.
 So a process sends what it sends without sharding. Rows lie as `hier-<strategy>` gives them to workers, so over wire 32
-these are its bits with one process a device. They are also the bits of `over_local_devices`.
+these are its bits with one process a device, and those of `over_local_devices`.
 """
 
 import functools
@@ -35,10 +28,10 @@ from jax.sharding import Mesh
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.spec import Halves, is_one
 from jaxmpi.allreduce.algorithms.table import with_halves
-from jaxmpi.allreduce.api import TRACED, Choice, Op, check_op, guarded, is_traced
-from jaxmpi.allreduce.buckets import Order
+from jaxmpi.allreduce.api import Choice, Op, agreed, check_op, guarded, is_traced
+from jaxmpi.allreduce.buckets import Jit, Order, Programs, assign_buckets, no_jit
 from jaxmpi.allreduce.building_blocks import spread
-from jaxmpi.allreduce.call_order import caller, compared, in_turn, number_of, one_thread
+from jaxmpi.allreduce.call_order import in_turn, one_thread
 from jaxmpi.allreduce.comm_thread import RANK, all_reduce_on_comm_thread
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.dispatch import check_counts, try_host_all_reduce
@@ -46,7 +39,7 @@ from jaxmpi.allreduce.early_scatter import scattering
 from jaxmpi.allreduce.host_engine import CHUNK, is_far
 from jaxmpi.allreduce.local_devices import UNFUSED, Devices, Layout, layout_of
 from jaxmpi.allreduce.wires import WIRES
-from jaxmpi.allreduce.zero_vectors import ElementVectors, Jit, TensorVectors, no_jit, vectors_for
+from jaxmpi.allreduce.zero_vectors import ElementVectors, Exchange, TensorVectors
 from jaxmpi.comm.agreement import Fingerprint, HostProcesses
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.shared_params import SharedParams
@@ -54,7 +47,7 @@ from jaxmpi.comm.shared_sum import scatter_beside
 from jaxmpi.config.exchange_config import check_bucket_bytes
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.core.pytrees import PyTree, clipped
-from jaxmpi.core.sharding import ElementSharding, TensorShard, TensorSharding, shard_rows, shard_shape
+from jaxmpi.core.sharding import ElementSharding, TensorShard, TensorSharding, shard_shape
 from jaxmpi.runtime import host_callbacks
 
 # Buckets of shards in programs of their own: inside a host a message costs less than packing tensors.
@@ -164,12 +157,14 @@ class Zero(NamedTuple):
         divisor = self.size if self.choice.op == "mean" else 1
 
         def scatter(leaves: list[jax.Array], through: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-            rows = [shard_rows(leaf, self.size) for leaf in leaves]
-            flat = (rows[0] if len(rows) == 1 else jnp.concatenate(rows, 1)).reshape(-1)
-            mine, through = scatter_beside(sum_name, self.size, flat, divisor, through)
-            parts = [mine] if len(rows) == 1 else jnp.split(mine, np.cumsum([row.shape[1] for row in rows])[:-1])
-            shards = zip(parts, leaves, strict=True)
-            return [part.reshape(shard_shape(leaf.shape, self.size)) for part, leaf in shards], through
+            passed: list[jax.Array] = []
+
+            def send(flats: list[jax.Array]) -> list[jax.Array]:
+                mine, passed[:] = scatter_beside(sum_name, self.size, flats[0], divisor, through)
+                return [mine]
+
+            bucket = ElementVectors(tuple(leaves), self.size, [[*range(len(leaves))]])  # pyright: ignore[reportArgumentType]
+            return bucket.scatter(Exchange(send, Programs()))(leaves), passed
 
         scattered = scattering(gradients, self.choice.bucket_bytes, scatter)
 
@@ -187,26 +182,24 @@ class Zero(NamedTuple):
 
     def _run(self, half: str, given: PyTree, like: PyTree) -> Any:
         """Run a half on lists of leaves: a user's tree need not be sent with a program to other ranks of a host."""
-        leaves, structure = jax.tree.flatten(given)
+        leaves = jax.tree.leaves(given)
         listed = given if isinstance(given, TensorShard) else leaves
+        axes = 1 if self.mesh else 0
+        shapes = tuple(jax.ShapeDtypeStruct(x.shape[axes:], x.dtype) for x in jax.tree.leaves(like))
         if self.mesh:
-            shapes = tuple(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(like))
             return over_devices(self, half, shapes)(listed)
-        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(like))
         with one_thread(self.comm) as is_part:
             if not is_traced(leaves):
+                given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
                 lasting = self._replace(shared_params=None)  # programs outlive a run, whose params go with it
-                mine = fingerprint_of(lasting, half, structure, tuple((x.shape, x.dtype) for x in leaves))
-                self.comm.assert_same(mine)
-                return outside_jit(lasting, half, shapes)(listed)
-            run = self._half(half, shapes, no_jit, no_jit)
-            if self.is_beside:  # ranks compare the plan when they run it
-                return run(jax.tree.map(lambda x: guarded(x, self.comm), listed))
-            named = self._named(half)
-            self.comm.assert_same(named.fingerprint(given, TRACED))
-            number = None if is_part else number_of(self.comm, f"{named.what(leaves)}, {caller()}")
+                same, run = outside_jit(lasting, half, jax.tree.structure(given), tuple(jax.tree.leaves(given)), shapes)
+                self.comm.assert_same(same)
+                return run(listed)
+            run = self._half(half, shapes, Programs())
             listed = jax.tree.map(lambda x: guarded(x, self.comm), listed)
-            with compared(self.comm, number):
+            if self.is_beside:  # ranks compare the plan when they run it
+                return run(listed)
+            with agreed(self._named(half), given, is_part):
                 return run(listed)
 
     def _named(self, half: str) -> Choice:
@@ -216,54 +209,43 @@ class Zero(NamedTuple):
         dealt = f", dealt {zlib.crc32(owners.encode()):08x}" if owners else ""
         return self.choice._replace(strategy=f"{self.choice.strategy}, {half}{clips}{dealt}")
 
-    def _half(self, half: str, like: Sequence[jax.ShapeDtypeStruct], jit: Jit, exchanging: Jit) -> Callable[[Any], Any]:
-        """A half for lists of leaves of these shapes.
-
-        Args:
-            jit: for the pieces that do not communicate.
-            exchanging: for the one that does.
-        """
-        total = exchanging(lambda square: self._by_worker(square).sum())  # in one order on all workers
-        clip = self._clipping(jit, total)
+    def _half(self, half: str, like: Sequence[jax.ShapeDtypeStruct], programs: Programs) -> Callable[[Any], Any]:
+        """A half for lists of leaves of these shapes."""
+        wire = half.removeprefix(GATHER)
+        vectors = self._vectors(like)
+        if half.startswith(GATHER):
+            if self.size == 1:
+                return programs.exchange(lambda shards: shards)
+            return vectors.gather(Exchange(lambda chunks: self._all_gather(chunks, wire), programs))
+        total = programs.exchange(lambda square: self._by_worker(square).sum())  # in one order on all workers
         if self.size == 1:
-            return exchanging(no_jit if half.startswith(GATHER) else self._clipping(no_jit, lambda square: square))
+            return programs.exchange(self._clipping(no_jit, lambda square: square))
+        clip = self._clipping(programs.before, total)
         if half == NORM:
             return clip
-        vectors = self._vectors(like)
-        if half == SCATTER:
-
-            def scattered(packed: list[jax.Array]) -> Sequence[jax.Array]:
-                return vectors.lone_shards(self._reduce_scatter([vectors.flat(x) for x in packed]))
-
-            pack, scatter, unpack = vectors.pack(jit), exchanging(scattered), vectors.unpack_shards(jit)
-            return lambda grads: clip(unpack(scatter(pack(grads))))
-
-        def gathered(chunks: list[jax.Array]) -> Sequence[jax.Array]:
-            return vectors.lone_leaves(self._all_gather([x.reshape(-1) for x in chunks], half.removeprefix(GATHER)))
-
-        pack, gather, unpack = vectors.pack_shards(jit), exchanging(gathered), vectors.unpack(jit)
-        return lambda shards: unpack(gather(pack(shards)))
+        scatter = vectors.scatter(Exchange(self._reduce_scatter, programs))
+        return lambda grads: clip(scatter(grads))
 
     def _clipping(self, jit: Jit, total: Callable[[jax.Array], jax.Array]) -> Callable[[Any], tuple[Any, jax.Array]]:
         """A function that clips a shard by the norm over all workers, and gives that norm before, squared."""
         if not self._needs_square:
             return lambda shard: (shard, jnp.zeros(()))
-
-        def clip(shard: Any, square: jax.Array) -> Any:
-            return clipped(shard, jnp.sqrt(square), self.clip_norm)
-
-        mine, scale = jit(square_of), jit(clip) if self.clip_norm else lambda shard, square: shard
+        mine = jit(lambda shard: sum((jnp.square(x).sum() for x in jax.tree.leaves(shard)), jnp.zeros(())))
+        scale = jit(lambda shard, square: clipped(shard, jnp.sqrt(square), self.clip_norm))
 
         def run(shard: Any) -> tuple[Any, jax.Array]:
             square = total(mine(shard))
-            return scale(shard, square), square
+            return scale(shard, square) if self.clip_norm else shard, square
 
         return run
 
     def _vectors(self, like: Sequence[jax.ShapeDtypeStruct]) -> ElementVectors | TensorVectors:
         block = math.lcm(parse(self.choice.strategy).wire.block, WIRES[self.gather_wire].block)
+        if isinstance(self.sharding, TensorSharding):
+            return TensorVectors(self.sharding)
         buckets = self.choice.buckets([*like]) if self.is_beside else None
-        return vectors_for(like, self.sharding, self.choice.bucket_bytes, block, buckets)
+        buckets = buckets or assign_buckets([leaf.size for leaf in like], self.choice.bucket_bytes)
+        return ElementVectors(tuple(like), self.size, buckets, block)
 
     def _reduce_scatter(self, flats: list[jax.Array]) -> list[jax.Array]:
         """f32[n] -> f32[n / w]: this worker's chunk of mean or sum."""
@@ -306,30 +288,20 @@ class Zero(NamedTuple):
 
 
 @functools.cache
-def fingerprint_of(zero: Zero, half: str, structure: Any, shapes: tuple) -> Fingerprint:
-    """What ranks compare before a half outside jit."""
-    return zero._named(half).fingerprint(jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in shapes]))
-
-
-@functools.cache
-def outside_jit(zero: Zero, half: str, like: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[Any], Any]:
-    """A half as programs, of trees whose leaves have these shapes."""
-    if isinstance(zero.sharding, TensorSharding):  # in one program columns are made one after another: less at once
-        return in_turn(zero._half(half, like, no_jit, no_jit))
+def outside_jit(zero: Zero, half: str, structure: Any, given: tuple, like: tuple) -> tuple[Fingerprint, Callable]:
+    """What ranks compare before a half outside jit, and its programs, for leaves of these shapes."""
+    same = zero._named(half).fingerprint(jax.tree.unflatten(structure, given))
+    if isinstance(zero.sharding, TensorSharding):  # in one program nothing is there twice
+        return same, in_turn(zero._half(half, like, Programs()))
     size_bytes = zero.choice.bucket_bytes
     if size_bytes is not None and is_one(zero.comm.hosts):
         zero = zero._replace(choice=zero.choice._replace(bucket_bytes=min(size_bytes, ONE_HOST_BUCKET_BYTES)))
-    return zero._half(half, like, zero.comm.jit, in_turn)
+    return same, zero._half(half, like, Programs(zero.comm.jit, in_turn, zero.comm.jit))
 
 
 def as_tree(made: Any, like: PyTree) -> Any:
     """A tree like another one, of its leaves; a `TensorShard` as it is."""
     return made if isinstance(made, TensorShard) else jax.tree.unflatten(jax.tree.structure(like), made)
-
-
-def square_of(shard: PyTree) -> jax.Array:
-    """f32[]: the sum of the squares of all entries."""
-    return sum((jnp.square(x).sum() for x in jax.tree.leaves(shard)), jnp.zeros(()))
 
 
 # ---------------------------------------------------------------- several devices a process
@@ -350,6 +322,9 @@ def over_devices(zero: Zero, half: str, like: tuple[jax.ShapeDtypeStruct, ...]) 
     assert zero.mesh
     processes, devices, vectors = zero.comm.size, Devices(zero.mesh), zero._vectors(like)
     between = Zero(zero.choice._replace(op="sum", bucket_bytes=UNFUSED), ElementSharding(processes))
+    over = functools.partial
+    programs = Programs(over(devices.over, last=False), no_jit, over(devices.over, first=False), lone_pass=False)
+    divisor = zero.size if zero.choice.op == "mean" else 1
 
     def layout(x: jax.Array) -> Layout:
         return layout_of(x.size, zero.devices, processes, zero.choice.strategy)
@@ -360,53 +335,26 @@ def over_devices(zero: Zero, half: str, like: tuple[jax.ShapeDtypeStruct, ...]) 
         whole = [jax.ShapeDtypeStruct((processes * x.size,), x.dtype) for x in mine]
         return devices.on_all(between.gather(mine, whole, wire))
 
-    if half != SCATTER:
+    if half.startswith(GATHER):
+        rows = lambda x: layout(x).restore(x).reshape(zero.size, -1)  # noqa: E731
+        return vectors.gather(Exchange(lambda chunks: gathered(chunks, half.removeprefix(GATHER)), programs, rows))
+    add = zero.comm.jit(lambda by_device: [layout(x[0]).interleave(functools.reduce(jnp.add, x)) for x in by_device])
 
-        def split(sent: list[jax.Array]) -> Sequence[jax.Array]:
-            rows = [layout(x).restore(x).reshape(zero.size, -1) for x in sent]
-            return vectors.unpack(no_jit)(vectors.lone_leaves(rows))
-
-        pack = devices.over(lambda shard: [x.reshape(-1) for x in vectors.pack_shards(no_jit)(shard)], last=False)
-        unpack, wire = devices.over(split, first=False), half.removeprefix(GATHER)
-        return lambda shards: unpack(gathered(pack(shards), wire))
-
-    divisor = zero.size if zero.choice.op == "mean" else 1
-
-    def added(by_device: list[list[jax.Array]]) -> list[jax.Array]:
-        return [layout(each[0]).interleave(functools.reduce(jnp.add, each)) for each in by_device]
-
-    def taken(sums: list[jax.Array]) -> Any:
-        return vectors.unpack_shards(no_jit)(vectors.lone_shards([each / divisor for each in sums]))
+    def scattered(flats: list[jax.Array]) -> list[jax.Array]:
+        sums, _ = between.scatter(add(devices.on_first(flats)))
+        return jax.device_put(sums, devices.along)  # row i of [K m] to device i
 
     def summed(by_index: jax.Array) -> jax.Array:
         by_worker = by_index.reshape(processes, zero.devices)[np.array(zero.halves.chunks(zero.comm))]
         return by_worker.reshape(-1).sum()[None]
 
-    pack = devices.over(lambda leaves: [vectors.flat(x) for x in vectors.pack(no_jit)(leaves)], last=False)
-    add, unpack = zero.comm.jit(added), devices.over(taken, first=False)
     total = devices.over(summed, first=False, last=False)
+    scatter = vectors.scatter(Exchange(scattered, programs, lambda x: x / divisor))
     clip = zero._clipping(devices.over, lambda squares: total(gathered([squares], "32")[0]))
-
-    def scatter(grads: list[jax.Array]) -> tuple[Any, jax.Array]:
-        sums, _ = between.scatter(add(devices.on_first(pack(grads))))
-        return clip(unpack(jax.device_put(sums, devices.along)))  # row i of [K m] to device i
-
-    return scatter
+    return lambda grads: clip(scatter(grads))
 
 
 # ---------------------------------------------------------------- of a run's options
-
-NO_HALVES = (
-    "got strategy {strategy!r} for sharded updates; expected one whose sum is a reduce-scatter and an allgather: "
-    "{able}, or auto"
-)
-NO_FIT = (
-    "got strategy {strategy!r} for sharded updates, which is not for ranks on these hosts; expected {able}, or auto"
-)
-NO_WIRE = (
-    "got gather_wire {wire} with strategy {strategy!r}, whose new params never leave the memory of the host, in 32 "
-    "bits; leave it out, or take {able}"
-)
 
 
 def make_zero(
@@ -442,12 +390,16 @@ def make_zero(
         raise UsageError(f"clip_norm: got {clip_norm}; expected a largest norm >= 0, 0 for none")
     able = ", ".join(with_halves(comm.hosts, gather_wire))
     spec = None if is_compressor(strategy) else parse(strategy).spec
-    if not (spec and spec.halves):
-        raise UsageError(NO_HALVES.format(strategy=strategy, able=able))
-    if not spec.fits(comm.hosts):
-        raise UsageError(NO_FIT.format(strategy=strategy, able=able))
+    if not (spec and spec.halves and spec.fits(comm.hosts)):
+        raise UsageError(
+            f"got strategy {strategy!r} for sharded updates; expected one whose sum is a reduce-scatter and an "
+            f"allgather, for ranks on these hosts: {able}, or auto"
+        )
     if gather_wire not in spec.halves.gathers:
-        raise UsageError(NO_WIRE.format(wire=gather_wire, strategy=strategy, able=able))
+        raise UsageError(
+            f"got gather_wire {gather_wire} with strategy {strategy!r}, whose new params never leave the memory of the "
+            f"host, in 32 bits; leave it out, or take {able}"
+        )
     choice = Choice(strategy=parse(strategy).name, op=op, comm=comm, bucket_bytes=bucket_bytes, order=beside)
     workers = comm.size * (mesh.size if mesh else 1)
     if sharding is None or workers == 1:
@@ -455,6 +407,6 @@ def make_zero(
     if isinstance(sharding, TensorSharding):
         sharding = sharding._replace(block=math.lcm(parse(strategy).wire.block, WIRES[gather_wire].block))
     zero = Zero(choice, sharding, clip_norm, gives_square, gather_wire, early=early, mesh=mesh)
-    return (
-        zero._replace(shared_params=SharedParams(host, sharding, zero.shard_indices[host.local_rank])) if host else zero
-    )
+    if host:
+        zero = zero._replace(shared_params=SharedParams(host, sharding, zero.shard_indices[host.local_rank]))
+    return zero

@@ -8,7 +8,6 @@ refused, since no run could resume from it. The newest and the best checkpoints 
 """
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -24,12 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.checkpoint import manifests
+from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.checkpoint.manifests import FORMAT, best_first, found, sealed, step_of, worker_file
 from jaxmpi.checkpoint.restore import halves
 from jaxmpi.comm.agreement import on_all_ranks
 from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import TrainingError, UsageError
-from jaxmpi.core.files import HeldFolder, sync_file
+from jaxmpi.core.files import sync_file
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.runtime import fault_injection
@@ -162,21 +162,6 @@ class Saver:
         self.wait()
         return next(filter(None, self._processes.allgather_object(self.home.fate())), "")
 
-    def save_elsewhere(
-        self, states: Mapping[int, TrainState], extra: dict[str, Any], copy: Callable[[Path], None]
-    ) -> Path:
-        """Save in the foreground, in the run directory's `refuge`; return that directory.
-
-        Args:
-            states: of this process's workers, in host memory.
-            copy: puts the record into a new directory.
-        """
-        place = str(refuge(self.home, copy)) if self._processes.rank == 0 else ""
-        place = Path(self._processes.bcast_object(place))
-        step = int(next(iter(states.values())).step)
-        self._write(place / "checkpoints", files_of(states, *self._equal), step, extra, None)
-        return place
-
     def last_good(self) -> str:
         """Name of the newest checkpoint, for errors."""
         return last_good(self._folder)
@@ -195,30 +180,6 @@ def written(step: int, home: HeldFolder) -> Iterator[None]:
         fate = f" (run directory {str(home.path)!r} {home.fate()})" if home.fate() else ""
         kept = last_good(home.path / "checkpoints")
         raise TrainingError(f"the checkpoint of step {step} cannot be written: {error}{fate}; {kept}") from error
-
-
-def refuge(home: HeldFolder, copy: Callable[[Path], None]) -> Path:
-    """The run directory's new place, or a new directory to save in.
-
-    Args:
-        copy: puts the record into a new directory.
-
-    Raises:
-        TrainingError: none can be made.
-    """
-    if place := home.place():
-        return place
-    try:
-        for number in itertools.count(1):
-            place = home.path.with_name(f"{home.path.name}-saved-{number}")
-            with contextlib.suppress(FileExistsError):
-                place.mkdir(parents=True)
-                copy(place)
-                return place
-    except OSError as error:
-        text = f"run directory {str(home.path)!r} {home.fate()}, and there is no place for another: {error}"
-        raise TrainingError(f"{text}; the run is not saved") from error
-    raise AssertionError  # numbers do not end
 
 
 def check_finite(files: Files, step: int, folder: Path, way_out: str = "") -> None:

@@ -55,7 +55,6 @@ class Saved(NamedTuple):
     step: int
     extra: dict[str, Any]
     workers: int  # that wrote it
-    step_there: int | None = None  # its step in the run that wrote it, if another run continues that
 
 
 def restore(

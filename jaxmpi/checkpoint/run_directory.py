@@ -12,23 +12,22 @@ This module imports no JAX: the supervisor of a job chooses the folder, too.
 import contextlib
 import dataclasses
 import datetime
-import fcntl
 import itertools
 import json
 import os
 import re
-import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxmpi.checkpoint.held_folder import HeldFolder, locked
 from jaxmpi.checkpoint.manifests import AGAIN, candidates, found, newest, step_of
 from jaxmpi.config import experiment_file, flags
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError, check
-from jaxmpi.core.files import NO_LOCKS, HeldFolder, refuse_ways_out
+from jaxmpi.core.files import refuse_ways_out
 from jaxmpi.core.json_tree import MALFORMED, flatten_json, read_json
 from jaxmpi.runtime import provenance
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from jaxmpi.comm.job import Processes
     from jaxmpi.comm.topology import Workers
 
-CONFIG, MOST_CONFIG_BYTES = "config.json", 1 << 24  # a run's configuration, and a plausible limit of its size
+CONFIG = "config.json"  # a run's configuration
 # Names that a run writes to as files.
 FILES = ("record.jsonl", "record.tmp", CONFIG, "config.tmp", "trace.json", "trace.tmp", "lock")
 
@@ -154,52 +153,6 @@ def still_usable() -> Iterator[None]:
         raise TrainingError(f"the run directory cannot be used any more: {error}") from error
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[HeldFolder]:
-    """Hold and lock a run directory; see `lock`."""
-    with contextlib.ExitStack() as held:
-        home = HeldFolder(folder)
-        held.callback(home.close)
-        lock(home, held)
-        yield home
-
-
-def lock(home: HeldFolder, held: contextlib.ExitStack) -> None:
-    """Lock the run directory against other jobs, if possible on all hosts.
-
-    Both the folder and its file `lock` are locked: NFS locks no folders, and a file can be removed. The file names the
-    holder. The lock ends with the process.
-
-    Args:
-        held: closes the file `lock`.
-
-    Raises:
-        UsageError: another job has it: its host and process.
-    """
-    path = home.path / "lock"
-    try:
-        is_locked = home.try_lock()
-        file = held.enter_context(path.open("a+"))
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        home.lock = None if is_locked else file.fileno()
-    except BlockingIOError:
-        holder = ""
-        with contextlib.suppress(OSError), path.open(errors="backslashreplace") as file:  # it may have been removed
-            holder = file.read(200).strip()
-        raise UsageError(
-            f"run directory {str(home.path)!r} is in use by {holder or 'another job'}; wait for its end, or name "
-            "another with --run-dir"
-        ) from None
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-    file.truncate(0)
-    try:
-        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode(errors="backslashreplace"))
-    except OSError as error:  # as on a full disk; it does not name the file
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
 # ---------------------------------------------------------------- what it holds
 
 
@@ -270,28 +223,6 @@ def _saved_steps(record: Path) -> list[int]:
     return steps
 
 
-def check_source(experiment: Experiment) -> None:
-    """Refuse a `continue_from` from which no new run can start.
-
-    Raises:
-        UsageError: it is the run directory itself, or has no checkpoint; or its checkpoint is of another rule or
-            optimizer, whose state has other leaves.
-    """
-    source, run_dir = Path(experiment.continue_from), experiment.run_dir
-    if run_dir and source.exists() and os.path.realpath(source) == os.path.realpath(run_dir):
-        raise UsageError(f"continue_from: got the run directory itself, {str(source)!r}; name a new one with --run-dir")
-    manifest = newest(source / "checkpoints")
-    if manifest is None:
-        raise UsageError(
-            f"continue_from: {str(source)!r} has no checkpoint that is whole; expected the directory of a run that has "
-            "saved"
-        )
-    run = manifest["extra"].get("experiment")
-    has_batch = isinstance(run, dict) and type(run.get("effective batch")) is int and run["effective batch"] > 0
-    check(has_batch, f"{source}: the newest checkpoint has no effective batch: damaged, or of an older version")
-    _refuse_other_shape(run, experiment)
-
-
 # ---------------------------------------------------------------- what a resumed run keeps
 
 
@@ -299,7 +230,7 @@ class StoredSettings(NamedTuple):
     """Settings of a resumed run that its newest checkpoint decides."""
 
     workers: int  # that wrote it
-    scaled_for: int  # initial number of workers, by which the learning rate is scaled
+    scaled_for: int  # initial number of workers
     effective_batch: int
     exchange: dict[str, Any]  # asked, strategy, bucket_bytes and, except in old checkpoints, overlap
     group_size: int = 0  # workers that held one copy of the data in memory; 0: not known
@@ -346,7 +277,7 @@ def stored(experiment: Experiment, name: str) -> StoredSettings | None:
 def begun(experiment: Experiment, run_dir: Path) -> StoredSettings | None:
     """Settings of a run without checkpoints; None if batch or exchange differ."""
     try:
-        facts = read_json(run_dir / CONFIG, MOST_CONFIG_BYTES, "a run's configuration")
+        facts = read_json(run_dir / CONFIG, experiment_file.MOST_CONFIG_BYTES, "a run's configuration")
         workers, scaled_for, batch = (int(facts[name]) for name in ("workers", "scaled_for", "effective_batch"))
         exchange = {name: facts["experiment"]["exchange"][name] for name in ("strategy", "bucket_bytes", "overlap")}
         is_same = facts["asked"] == experiment.exchange.strategy
@@ -378,7 +309,7 @@ def as_begun(experiment: Experiment, kept: StoredSettings | None, workers: int) 
     if asked not in (0, batch):
         raise UsageError(
             f"--resume with {workers} workers instead of {kept.scaled_for} keeps the effective batch of {batch}; "
-            f"got {asked}: {OTHER_BATCH}"
+            f"got {asked}; {NEW_RUN}"
         )
     return dataclasses.replace(experiment, effective_batch=batch, local_batch=0)
 
@@ -433,14 +364,13 @@ NOT_THE_DATA = (
 )
 # Fields that change no update: output, retention, monitoring, paths; and batches, which `identity` has.
 NOT_THE_NUMBERS = (
-    *("run_dir", "resume", "from_start", "continue_from", "params", "inject", "local_batch", "effective_batch"),
+    *("run_dir", "resume", "from_start", "params", "inject", "local_batch", "effective_batch"),
     *("eval_every", "checkpoint_every", "keep_checkpoints", "keep_best", "monitor", "monitor_mode", "log_every"),
     *("quiet", "trace", "profile", "sinks", "stall_timeout_s", "on_stall", "on_nonfinite", "recover_limit"),
     *("rule.noise_scale", "replica_check_every", "on_rank_loss"),
     *NOT_THE_DATA,
 )
-BATCHES = ("effective batch", "micro_batch")  # fields of `identity` that a run may change by `continue_from`
-OTHER_BATCH = "to go on with another one, in a new run directory, give --continue-from RUN instead of --resume"
+NEW_RUN = "for a new run from its params: jaxmpi export RUN FOLDER, then --params FOLDER"
 
 
 def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any]) -> dict[str, Any]:
@@ -454,21 +384,15 @@ def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any])
     return {**kept, **flatten_json(data), "effective batch": effective_batch}
 
 
-def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], but: Sequence[str] = ()) -> None:
+def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuse to resume a checkpoint as another run.
-
-    Args:
-        but: fields that may differ.
 
     Raises:
         UsageError: fields that differ: got, expected.
     """
-    names = [name for name, value in saved.items() if now.get(name) != value and name not in but]
+    names = [name for name, value in saved.items() if now.get(name) != value]
     lines = [f"{name}: got {now.get(name)}, expected {saved[name]} (the checkpoint's)" for name in names]
-    way_out = "for a new run from its params: jaxmpi export RUN FOLDER, then --params FOLDER"
-    if set(names) <= set(BATCHES):
-        way_out = OTHER_BATCH
-    check(not lines, "\n  ".join(["a run goes on as the same run only:", *lines, way_out]))
+    check(not lines, "\n  ".join(["a run goes on as the same run only:", *lines, NEW_RUN]))
 
 
 def _refuse_other_shape(run: dict[str, Any], experiment: Experiment) -> None:

@@ -279,7 +279,7 @@ def recv(
         source: a rank, `NOBODY`, which gives x, zeros for shapes, or None: any.
         tag: of the message, or None: any.
         comm: as in `allreduce`.
-        status: an `mpi4py.MPI.Status`, filled whenever the program runs.
+        status: an `mpi4py.MPI.Status`, filled whenever the program runs; of `NOBODY` when it is traced.
 
     Raises:
         UsageError: the message has another shape or dtype: this call, and the other's line.
@@ -289,7 +289,7 @@ def recv(
     source = check_partner("recv", "source", source, comm)
     leaves, number = templates_of("recv", x, comm, is_returned=source == NOBODY), messages.status_number(status)
     if source == NOBODY:
-        messages.fill_in_program(number, NOBODY, None, 0)
+        messages.fill_status(number, NOBODY, -1, 0)
     else:
         recvtag = check_tag("recv", "tag", tag, comm)
         leaves = _call_each_leaf("recv", leaves, comm, {}, source=source, recvtag=recvtag, status=number)

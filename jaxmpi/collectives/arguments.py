@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxmpi.allreduce.call_order import one_thread
 from jaxmpi.collectives.call import NOBODY, MpiCall, bits_of, shape_of
-from jaxmpi.collectives.primitive import agree_once
 from jaxmpi.collectives.table import OPERATIONS
 from jaxmpi.comm.agreement import check_may_send, refuse_together
 from jaxmpi.comm.base import Comm
@@ -151,11 +150,8 @@ def exchange_counts(operation: str, comm: Comm, counts: Any) -> list[Any]:
     if not isinstance(comm, MpiComm):
         return [counts]
 
-    def exchange() -> list[Any]:
-        comm.processes.assert_same(f"the counts of {operation}", None)
-        return comm.processes.allgather_object(counts)
-
-    return agree_once(exchange)
+    comm.processes.assert_same(f"the counts of {operation}", None)
+    return comm.processes.allgather_object(counts)
 
 
 # ---------------------------------------------------------------- dtypes of reductions

@@ -8,13 +8,11 @@
 
 #include "c_handlers.h"
 
-enum { LOOKED_AT = 4, HEARD_EVERY = 16 };
 enum word { CALL, SENT_ITEM_BYTES, RECEIVED_ITEM_BYTES }; /* of a call's attribute */
 enum { UNEXPECTED = -1, PENDING = -2 };                   /* besides MPI's errors, which are above 0 */
 
 static struct {
   int (*isend)(const void *, int, handle, int, int, handle, handle *);
-  int (*issend)(const void *, int, handle, int, int, handle, handle *);
   int (*irecv)(void *, int, handle, int, int, handle, handle *);
   int (*wait)(handle *, void *);
   int (*test)(handle *, int *, void *);
@@ -32,15 +30,13 @@ void jaxmpi_set_up(const void *functions, handle mpi_byte) {
 
 struct call {
   int32_t number, sends, receives, source, dest, sendtag, recvtag;
-  int32_t is_synchronous;                      /* its sender knows when headers are received: of short messages some */
-  int32_t most_inline_bytes, most_ahead, tags; /* arrays in the header's message; such messages not yet received */
-  handle headers, arrays;                      /* two communicators */
-  void *status;                                /* MPI's, to fill; or NULL */
+  int32_t most_inline_bytes, tags; /* of arrays in their header's message */
+  handle headers, arrays;          /* two communicators */
+  void *status;                    /* MPI's, to fill; or NULL */
   char header[HEADER_BYTES], type[TYPE_BYTES]; /* that it sends; of the header that it expects */
-  _Atomic uint32_t has_sent;                   /* short messages */
 };
 
-enum { NUMBERS = 11 }; /* first in a call, as Python gives them */
+enum { NUMBERS = 9 }; /* first in a call, as Python gives them */
 
 static struct call *calls[MOST_CALLS];
 
@@ -74,54 +70,6 @@ void jaxmpi_message_notes(int64_t *found) {
   for (int i = 0; i < NOTES; i++) found[i] = notes[i];
 }
 
-/* ---------------------------------------------------------------- headers that nobody has received yet */
-
-struct sent {
-  struct sent *next;
-  const struct call *call;
-  handle request;
-  char bytes[];
-};
-
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of the list */
-static struct sent *first, **last = &first;
-static int ahead; /* its length */
-
-static void keep(struct sent *sent) {
-  sent->next = NULL;
-  *last = sent;
-  last = &sent->next;
-  ahead++;
-}
-
-/* Forget those of the first `most` that are received; the others go to the end. To look at all at each message would
-   take time quadratic in the number of messages sent ahead. */
-static void look_at(int most) {
-  for (int i = most < ahead ? most : ahead; i > 0; i--) {
-    struct sent *sent = first;
-    if (!(first = sent->next)) last = &first;
-    ahead--;
-    int flag = 0;
-    status ignored;
-    if (!mpi.test(&sent->request, &flag, ignored) && flag) {
-      free(sent);
-    } else {
-      keep(sent);
-    }
-  }
-}
-
-/* The number of a call, that of `call` if it is among them, whose header nobody has received; -1 if there is none. */
-int jaxmpi_unreceived(int32_t call) {
-  pthread_mutex_lock(&lock);
-  look_at(ahead);
-  int found = first ? first->call->number : -1;
-  for (struct sent *sent = first; sent; sent = sent->next)
-    if (sent->call->number == call) found = call;
-  pthread_mutex_unlock(&lock);
-  return found;
-}
-
 /* ---------------------------------------------------------------- an exchange */
 
 enum stage { HEADER, ARRAY, SENT_HEADER, SENT_ARRAY, DONE };
@@ -132,48 +80,30 @@ struct exchange {
   enum stage stage;
   int is_blocking;
   handle header;
-  struct sent *sent_header; /* of a sendrecv, which MPI sends as it likes */
+  handle sent_header;
+  char *sent_message; /* a header, and the array if it is short */
   handle array, sent_array; /* behind their headers, if they are */
   int has_array, has_sent_array;
   void *y;
   int64_t y_bytes;
-  char *message; /* a header, and the array if it is short */
+  char *message; /* likewise, that comes */
 };
 
 static _Atomic uint32_t numbered; /* arrays behind their headers, by which the receiver finds them */
 
+/* A short message is copied by MPI, so that its sender need not wait. */
 static int start_send(struct exchange *e, void *x, int64_t n) {
-  /* MPI copies a short message, so it needs no memory here. To hear of each costs a tenth; to hear of some bounds how
-     many nobody has received. */
   struct call *call = e->call;
-  int is_short = HEADER_BYTES + n <= EAGER_BYTES, hears = call->is_synchronous, is_inline = 1;
-  if (hears && is_short) hears = call->has_sent++ % HEARD_EVERY == 0;
-  if (hears || !is_short) {
-    pthread_mutex_lock(&lock);
-    look_at(LOOKED_AT);
-    is_inline = n <= call->most_inline_bytes && ahead < call->most_ahead;
-    pthread_mutex_unlock(&lock);
-  }
+  int is_inline = n <= call->most_inline_bytes, behind = is_inline ? (int)n : 0;
   int32_t number = is_inline ? INLINE : (int32_t)(numbered++ % (uint32_t)call->tags);
-  int behind = is_inline ? (int)n : 0;
-  struct sent *sent = malloc(sizeof *sent + HEADER_BYTES + behind);
-  sent->call = call;
-  memcpy(sent->bytes, call->header, HEADER_BYTES);
-  memcpy(sent->bytes + NUMBER_AT, &number, sizeof number);
-  if (behind) memcpy(sent->bytes + HEADER_BYTES, x, behind);
-  int (*start)(const void *, int, handle, int, int, handle, handle *) = hears ? mpi.issend : mpi.isend;
-  int code =
-      start(sent->bytes, HEADER_BYTES + behind, byte, call->dest, call->sendtag, call->headers, &sent->request);
-  if (code) return code;
-  if (hears) {
-    pthread_mutex_lock(&lock);
-    keep(sent);
-    pthread_mutex_unlock(&lock);
-  } else {
-    e->sent_header = sent;
-  }
+  e->sent_message = malloc(HEADER_BYTES + behind);
+  memcpy(e->sent_message, call->header, HEADER_BYTES);
+  memcpy(e->sent_message + NUMBER_AT, &number, sizeof number);
+  if (behind) memcpy(e->sent_message + HEADER_BYTES, x, behind);
+  int code = mpi.isend(e->sent_message, HEADER_BYTES + behind, byte, call->dest, call->sendtag, call->headers,
+                       &e->sent_header);
   e->has_sent_array = !is_inline;
-  return is_inline ? 0 : mpi.isend(x, (int)n, byte, call->dest, number, call->arrays, &e->sent_array);
+  return code || is_inline ? code : mpi.isend(x, (int)n, byte, call->dest, number, call->arrays, &e->sent_array);
 }
 
 static int begin(struct exchange *e, void *x, int64_t x_bytes) {
@@ -220,9 +150,9 @@ static int advance(struct exchange *e) {
       if (!code) code = unpack(e);
     } else if (e->stage == ARRAY && e->has_array) {
       code = complete(e, &e->array, ignored);
-    } else if (e->stage == SENT_HEADER && e->sent_header) {
-      code = complete(e, &e->sent_header->request, ignored);
-      if (!code) free(e->sent_header);
+    } else if (e->stage == SENT_HEADER && e->sent_message) {
+      code = complete(e, &e->sent_header, ignored);
+      if (!code) free(e->sent_message);
     } else if (e->stage == SENT_ARRAY && e->has_sent_array) {
       code = complete(e, &e->sent_array, ignored);
     }

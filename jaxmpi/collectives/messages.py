@@ -9,9 +9,8 @@ header's message. A larger one is sent separately, on a communicator of its own,
 announces. So several receives of one source and tag may wait at once, as started ones do: MPI gives them headers in the
 order in which they began, and each takes the array of its own header.
 
-A `send` learns when its header was received (`MPI_Issend`), if it is short of the first message, the 17th, and so on.
-It does not wait for that: two ranks may both send first. A `sendrecv` sends as MPI's own does and may never learn of
-it. So when all scripts have ended, each rank looks for messages that nobody has received.
+A `send` waits as MPI's own does: a short one for nobody, so two ranks may both send first. So when all scripts have
+ended, each rank looks for messages that nobody has received.
 
 `messages.c` does all of this. Programs on CPUs call it directly, which takes a tenth of the time of a message through
 Python. Programs on GPUs, and started messages, call it from Python. Where it cannot be compiled, and while mpi4jax
@@ -36,21 +35,20 @@ import numpy as np
 
 from jaxmpi.collectives.call import NOBODY, MpiCall, at_least_8_bits, from_mpi_dtype, is_logged, to_mpi_dtype, type_of
 from jaxmpi.comm import c_handlers
-from jaxmpi.comm.diagnosis import PARTNER, PROBES, Note, message_lost
+from jaxmpi.comm.diagnosis import PROBES, Note, message_lost
 from jaxmpi.comm.mpi import MpiComm, made
 from jaxmpi.comm.polling import survives_losses, wait
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import failures, host_callbacks
-from jaxmpi.runtime.failures import call_after_all_scripts, call_before_finalize
+from jaxmpi.runtime.failures import call_after_all_scripts
 
-MESSAGE, STATUS = "jaxmpi: a message between two ranks", "jaxmpi: the status of a message"
+MESSAGE = "jaxmpi: a message between two ranks"
 TYPE_BYTES, PLACE_BYTES = 24, 20
 # Bytes of the array, sender's rank, tag, number of the array, its dtype and shape, the sender's file and line.
 HEADER = struct.Struct(f"qiii{TYPE_BYTES}s{PLACE_BYTES}s")
 INLINE, INLINE_BYTES = -1, 32768  # in place of a number: the array, of so many bytes at most, is behind its header
 SENDRECV_INLINE_BYTES = 4096  # above, two messages take less time than two copies
-MOST_AHEAD = 1024  # such messages that nobody has received: they are copies, and their sender goes on
 EAGER_BYTES = 2048  # bytes of messages that any MPI copies, so that their sender waits for no receiver
 MOST_CALLS, NOTES = 1 << 20, 64  # that the source has room for
 ALMOST_S = 1.0  # for what is left at the end to be received
@@ -58,11 +56,11 @@ SOURCE = c_handlers.CSource(
     Path(__file__).with_suffix(".c"),
     HEADER_BYTES=HEADER.size,
     **dict[str, Any](SIZE_AT=0, SENDER_AT=8, NUMBER_AT=16, TYPE_AT=20),  # in a header
-    **dict[str, Any](TYPE_BYTES=TYPE_BYTES, INLINE=INLINE, INLINE_BYTES=INLINE_BYTES, EAGER_BYTES=EAGER_BYTES),
+    **dict[str, Any](TYPE_BYTES=TYPE_BYTES, INLINE=INLINE, INLINE_BYTES=INLINE_BYTES),
     **dict[str, Any](MOST_CALLS=MOST_CALLS, NOTES=NOTES),
 )
 _message_p = SOURCE.primitive()
-FUNCTIONS = "Isend", "Issend", "Irecv", "Wait", "Test", "Status_set_elements"  # in the order of the source
+FUNCTIONS = "Isend", "Irecv", "Wait", "Test", "Status_set_elements"  # in the order of the source
 Unexpected = ctypes.CFUNCTYPE(None, c_int32, c_void_p)
 
 
@@ -76,7 +74,7 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     what, dtype, sent = call.describe(*operands), operands[-1].dtype, tuple(map(at_least_8_bits, operands))
     given = [operands[-1]] if call.operation == "sendrecv" and not call.receives else []
     if given:
-        fill_in_program(call.status, NOBODY, None, 0, call.comm.effect)
+        fill_status(call.status, NOBODY, -1, 0)
     if not call.sends and not call.receives:
         return given
     number = open_message(call, what, *(jax.typeof(x) for x in sent))
@@ -120,7 +118,6 @@ def _compile_error() -> str:
     library.jaxmpi_advance.argtypes = (c_void_p,)
     library.jaxmpi_set_up((c_void_p * len(functions))(*functions), MPI._handleof(MPI.BYTE))
     host_callbacks.register(MESSAGE, _exchange, ends_job=True)
-    call_before_finalize(_check_all_received)
     return ""
 
 
@@ -147,14 +144,14 @@ def on_one_rank(call: MpiCall, x: jax.Array, place: Any = None) -> jax.Array:
     if call.operation != "sendrecv":
         raise UsageError(f"{call.operation}: got one worker, which has nobody to exchange messages with; start several")
     if call.source == NOBODY:
-        fill_in_program(call.status, NOBODY, None, 0)
+        fill_status(call.status, NOBODY, -1, 0)
         return place
     if call.dest == NOBODY or type_of(x) != type_of(place) or call.recvtag not in (None, call.sendtag):
         raise UsageError(
             f"sendrecv: one worker expects {type_of(place)} and tag {call.recvtag} from itself, but got {type_of(x)} "
             f"and tag {call.sendtag} for {'nobody' if call.dest == NOBODY else 'itself'}; give both alike, and dest=0"
         )
-    fill_in_program(call.status, 0, call.sendtag, place.nbytes)
+    fill_status(call.status, 0, call.sendtag, place.nbytes)
     return x
 
 
@@ -171,18 +168,8 @@ def status_number(status: Any) -> int:
     return id(status)
 
 
-def fill_in_program(
-    status: int, source: int, tag: int | None, size_bytes: int, effect: Any = host_callbacks.ORDERED
-) -> None:
-    """Have the program fill a status, if any, without a message."""
-    if status:
-        _register_status_handler()
-        facts = {"status": status, "source": source, "tag": -1 if tag is None else tag, "size_bytes": size_bytes}
-        host_callbacks.call(STATUS, [], [], effect=effect, **facts)
-
-
 def fill_status(status: int, source: int, tag: int, size_bytes: int) -> None:
-    """Fill a status, if any, as MPI does, also when nobody sends."""
+    """Fill a status, if any, as MPI does; C does it for what comes, this for messages that are known when traced."""
     from mpi4py import MPI
 
     if status:
@@ -190,11 +177,6 @@ def fill_status(status: int, source: int, tag: int, size_bytes: int) -> None:
         given.Set_source(MPI.PROC_NULL if source == NOBODY else source)
         given.Set_tag(MPI.ANY_TAG if tag == -1 else tag)
         given.Set_elements(MPI.BYTE, size_bytes)
-
-
-@functools.cache
-def _register_status_handler() -> None:
-    host_callbacks.register(STATUS, lambda _operands, _results, **options: fill_status(**options))
 
 
 # ---------------------------------------------------------------- calls that C knows
@@ -235,11 +217,10 @@ def open_message(call: MpiCall, what: str, x: Any, place: Any = None) -> int:
         raise UsageError(f"{what}: got {most:,} bytes; expected fewer than 2^31, to which MPI counts: cut it up")
     source = MPI.ANY_SOURCE if call.source is None else call.source
     recvtag = MPI.ANY_TAG if call.recvtag is None else call.recvtag
-    is_send = call.operation == "send"
+    most_inline_bytes = INLINE_BYTES if call.operation == "send" else SENDRECV_INLINE_BYTES
     numbers = (  # in the order of `struct call`
-        *(number, sent is not None, received is not None, source, call.dest, call.sendtag, recvtag, is_send),
-        *(INLINE_BYTES if is_send else SENDRECV_INLINE_BYTES, MOST_AHEAD),
-        min(comm.processes.tags, np.iinfo(np.int32).max),
+        *(number, sent is not None, received is not None, source, call.dest, call.sendtag, recvtag),
+        *(most_inline_bytes, min(comm.processes.tags, np.iinfo(np.int32).max)),
     )
     size_bytes, sent_type = (0, "") if sent is None else (sent.size * sent.dtype.itemsize, type_of(sent))
     # Of a long name the end: file and line of the call.
@@ -340,27 +321,12 @@ def _notes(comm: MpiComm, known: set[int]) -> list[Note]:
     now, before = set(found) - {0}, set(known)
     known.clear()
     known.update(now)
-    waiting = [(note in before, note & 0xFFFFFFFF) for note in now]
+    waiting = [(note & 0xFFFFFFFF, note in before) for note in now]
     return [
-        Note(number=number, is_known=is_known, what=_opened[number].what, partners=_opened[number].partners)
-        for is_known, number in waiting
+        (number, is_known, _opened[number].what, _opened[number].partners)
+        for number, is_known in waiting
         if _opened[number].call.comm is comm
     ]
-
-
-def _check_all_received() -> None:
-    """Wait until this process's messages are received, or end the job."""
-    jax.effects_barrier()
-    unreceived, limit_s = SOURCE.library().jaxmpi_unreceived, min(TIMEOUT_S, failures.EXIT_TIMEOUT_S)
-    while (number := unreceived(-1)) >= 0:
-        call, what, *_ = _opened[number]
-        processes = call.comm.processes
-        with processes.waits.waiting(PARTNER, what, limit_s, call.dest):
-            if wait(lambda number=number: unreceived(number) != number, limit_s):
-                continue
-        rank, partner = processes.in_job([call.comm.rank, call.dest])
-        expected = "nobody has received it; expected a recv of that rank, source and tag"
-        failures.fail(TrainingError(f"rank {rank}: {what}: {expected}{processes.waits.where([partner])}"), None)
 
 
 def _check_no_message_left() -> None:

@@ -19,9 +19,9 @@ from jaxmpi.collectives.call import NOBODY, lines_may_differ
 from jaxmpi.comm.mpi import communicator
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.to_jax import to_jax
-from jaxmpi.runtime import failures, process
+from jaxmpi.runtime import process
 
-if not failures.has_backend():  # before the program's first array: such a program never calls `jaxmpi.world()`
+if not process.has_backend():  # before the program's first array: such a program never calls `jaxmpi.world()`
     process.prepare()
 
 __version__ = "0.9.1"

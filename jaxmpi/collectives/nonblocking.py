@@ -60,7 +60,6 @@ class Handle:
     kwargs: dict[str, Any]
     line: str
     tickets: list[jax.Array] = dataclasses.field(default_factory=list)  # of its calls, one for each array
-    agreed: list[Any] = dataclasses.field(default_factory=list)  # what ranks told each other at its start
     is_waited: bool = False
     trace: Any = dataclasses.field(default_factory=lambda: _traced_function())
 
@@ -100,7 +99,7 @@ def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle
         handle.tickets += _start_p.bind(*operands, call=call, handle=handle)
         return [jnp.zeros(result.shape, result.dtype) for result in operation_of(call).results(call, *operands)]
 
-    with intercept_calls(begin, handle.agreed):
+    with intercept_calls(begin):
         operation(*args, **kwargs)
     return handle
 
@@ -132,7 +131,7 @@ def wait(handle: Handle, after: PyTree = ()) -> PyTree:
         came = host_callbacks.call(WAIT, before, _as_sent(call, results), effect=call.comm.effect)
         return [from_mpi_dtype(y, result.dtype) for y, result in zip(came, results, strict=True)]
 
-    with intercept_calls(finish, handle.agreed):  # trace the operation again, now with its results
+    with intercept_calls(finish):  # trace the operation again, now with its results
         return handle.operation(*handle.args, **handle.kwargs)
 
 

@@ -8,6 +8,7 @@ C (`allreduce.comm_thread`).
 """
 
 import functools
+import hashlib
 import math
 import threading
 import time
@@ -18,15 +19,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi.allreduce.comm_thread import call_row, refuse_calls
 from jaxmpi.allreduce.host_engine import TIMEOUT_S, late_error
 from jaxmpi.collectives.call import MpiCall
 from jaxmpi.collectives.table import mpi_op, neutral
+from jaxmpi.comm.agreement import different_calls
 from jaxmpi.comm.diagnosis import BESIDE
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core import scheduling
-from jaxmpi.core.errors import TrainingError
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import progress
 from jaxmpi.runtime.failures import call_before_finalize
 
@@ -34,6 +35,7 @@ THREAD = "jaxmpi operations"
 # Between two looks at messages that have not come: beside a computation, whose time each look takes, and when somebody
 # waits.
 CALM_S, HURRY_S = 0.002, 0.0003
+TEXT_BYTES = 256  # of the end of an operation's text, which names innermost lines, for messages; a digest is compared
 PATIENT_S = 0.5  # without an end before a rank looks whether another has given up
 
 
@@ -160,12 +162,14 @@ class StartQueue:
         def steps(before: threading.Event, compared: threading.Event) -> Iterator[None]:
             while not before.is_set():
                 yield
-            row = call_row(what)
+            text = what.encode()
+            row = np.frombuffer(hashlib.sha256(text).digest() + text[-TEXT_BYTES:].ljust(TEXT_BYTES), np.uint8)
             rows = np.empty((control.size, len(row)), np.uint8)
             with control.waits.waiting(BESIDE, what):
                 yield from until_complete([control.world.Iallgather(row, rows)])
             if (rows != rows[0]).any():
-                refuse_calls(rows, control.numbers)
+                texts = [row[-TEXT_BYTES:].tobytes().decode(errors="replace").rstrip() for row in rows]
+                raise UsageError(different_calls(dict(zip(control.numbers, texts, strict=True))))
             requests = begin(call, self.mpi, xs, ys)
             compared.set()  # behind `begin`, so that ranks begin in one order
             yield from until_complete(requests)

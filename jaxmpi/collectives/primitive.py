@@ -22,7 +22,6 @@ from jaxmpi.allreduce.dispatch import MPI_COUNTS
 from jaxmpi.collectives.call import NOBODY, MpiCall, is_logged, shape_of
 from jaxmpi.collectives.table import OPERATIONS, Operation, has_slots_for, run_by_mpi, run_in_c
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
-from jaxmpi.comm.diagnosis import comparison_of
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 
@@ -37,32 +36,19 @@ _call_p.multiple_results = True
 
 class _Interceptor(threading.local):
     make: Callable[..., list[jax.Array]] | None = None
-    agreed: list[Any] | None = None
 
 
 _interceptor = _Interceptor()
 
 
 @contextmanager
-def intercept_calls(make: Callable[..., list[jax.Array]], agreed: list[Any]) -> Iterator[None]:
-    """Have another function make this thread's calls: (call, *operands) -> results.
-
-    `agreed` keeps what ranks exchange while the operation is traced, which is traced twice.
-    """
-    _interceptor.make, _interceptor.agreed = make, agreed
+def intercept_calls(make: Callable[..., list[jax.Array]]) -> Iterator[None]:
+    """Have another function make this thread's calls: (call, *operands) -> results."""
+    _interceptor.make = make
     try:
         yield
     finally:
-        _interceptor.make = _interceptor.agreed = None
-
-
-def agree_once(exchange: Callable[[], list[Any]]) -> list[Any]:
-    """Return what ranks tell each other; for a started operation, which `wait` traces again, they do so once."""
-    if _interceptor.agreed is None:
-        return exchange()
-    if not _interceptor.agreed:
-        _interceptor.agreed.append(exchange())
-    return _interceptor.agreed[0]
+        _interceptor.make = None
 
 
 def bind(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
@@ -158,7 +144,6 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequ
                 _ = call.comm.reversed_mpi  # which its ranks make together
             number = None if is_nested else number_of(call.comm, describe_call(call, ctx.avals_in))
             if number is not None and row.run is run_by_mpi and not call.is_reversed and not is_logged():
-                comparison_of(call.comm).share_slots()
                 if has_slots_for(call, ctx.avals_in[0]):
                     return mlir.lower_fun(functools.partial(run_in_c, call, number))(ctx, *operands)
 

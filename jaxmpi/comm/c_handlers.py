@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.core import ShapedArray
 
-from jaxmpi.runtime import c_library, failures, host_callbacks
+from jaxmpi.runtime import compile_cache, failures, host_callbacks
 
 HEADER = Path(__file__).with_suffix(".h")
 TROUBLE = "handlers in C cannot be made"
@@ -93,7 +93,7 @@ class CSource:
         with self._lock:
             if self._loaded is None:
                 handle = "int" if handle_type() is c_int32 else "void *"
-                loaded = c_library.load(self._path, self._headers, {"HANDLE": handle, **self._constants})
+                loaded = compile_cache.load_c(self._path, self._headers, {"HANDLE": handle, **self._constants})
                 for target in self._targets:
                     jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(loaded[target]), platform="cpu")
                 self._loaded = loaded

@@ -36,7 +36,7 @@ struct setup {
   void (*differs)(int32_t number, const int32_t *theirs); /* it ends the job */
   void (*failed)(int32_t number, int32_t code);           /* likewise */
   _Atomic int64_t *board;                                 /* NULL: numbers are messages */
-  char *slots;                                            /* for operations */
+  char *slots;                                            /* behind it, for operations */
   handle messages, int32; /* of the comparison: its communicator and dtype */
   handle types[TYPES], ops[OPS]; /* by XLA's number, by OP */
   int64_t item_bytes[TYPES], slot_bytes, part_bytes;
@@ -75,11 +75,6 @@ void jaxmpi_open(int32_t index, const struct setup *mpi) {
 void jaxmpi_close(int32_t index) {
   free(comparisons[index]);
   comparisons[index] = NULL;
-}
-
-void jaxmpi_share(int32_t index, char *slots, int64_t slot_bytes, int64_t part_bytes) {
-  struct setup *mpi = &comparisons[index]->mpi;
-  mpi->slots = slots, mpi->slot_bytes = slot_bytes, mpi->part_bytes = part_bytes;
 }
 
 int64_t jaxmpi_held(int32_t index) { return comparisons[index]->held; }

@@ -426,7 +426,7 @@ class MpiProcesses:
                 "--on-rank-loss end"
             )
         self._open_processes([pid for pid, _ in pids])
-        failures.survive_losses(self._kill)
+        failures.job.kill = self._kill
 
     def _open_processes(self, pids: list[int]) -> None:
         """Hold the other ranks' processes by handles, which never stand for another process."""

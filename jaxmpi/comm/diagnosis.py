@@ -124,7 +124,7 @@ class CallComparison:
     """The exchanges and collectives that a communicator's ranks have come to, compared in C."""
 
     def __init__(self, comm: Any) -> None:
-        self._comm, self._library, self._slots = comm, None, None
+        self._comm, self._library, self._slot_bytes = comm, None, 0
         is_world = comm.processes.numbers == tuple(range(launched_workers()))
         self._where = "the job" if is_world else f"a communicator of {comm.size} ranks"
         self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks
@@ -150,19 +150,24 @@ class CallComparison:
 
         comm, self._library = self._comm, SOURCE.library()
         self._library.jaxmpi_held.restype = c_int64
-        self._may_share = self._in_c and self._index < MOST_SHARED
-        words = PLACE_WORDS if self._may_share else NUMBERS_WORDS
+        has_slots, page = self._in_c and self._index < MOST_SHARED, mmap.PAGESIZE
+        words = PLACE_WORDS if has_slots else NUMBERS_WORDS
         row_words = 2 * words + ROUNDS_WORDS
-        is_one_host = len(set(comm.hosts)) == 1
-        self._board = _shared_by_all(comm, comm.size * row_words * 8) if is_one_host else None
+        board_bytes = -(-comm.size * row_words * 8 // page) * page
+        slot_bytes = max(LEAST_BYTES, min(SLOT_BYTES, SLOTS_BYTES // (2 * comm.size))) if has_slots else 0
+        slot_bytes = -(-slot_bytes // page) * page
+        part_bytes = -(-slot_bytes // (comm.size * page)) * page
+        is_one_host, size_bytes = len(set(comm.hosts)) == 1, board_bytes + comm.size * (2 * slot_bytes + part_bytes)
+        self._memory = _shared_by_all(comm, size_bytes) if is_one_host else None
         self._numbers: np.ndarray | None = None  # [rank, place]
-        if self._board:
-            rows = np.frombuffer(self._board, np.int64, comm.size * row_words).reshape(comm.size, row_words)
-            self._numbers = rows[:, : 2 * words : words]
         setup = _setup_type()()
         setup.functions[:] = c_handlers.addresses(FUNCTIONS)
         setup.differs, setup.failed = Differs(self._differs), c_handlers.Failed(self._failed)
-        setup.board = ctypes.addressof(ctypes.c_char.from_buffer(self._board)) if self._board else None
+        if self._memory:
+            rows = np.frombuffer(self._memory, np.int64, comm.size * row_words).reshape(comm.size, row_words)
+            self._numbers, self._slot_bytes = rows[:, : 2 * words : words], slot_bytes
+            setup.board = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+            setup.slots, setup.slot_bytes, setup.part_bytes = setup.board + board_bytes, slot_bytes, part_bytes
         setup.messages, setup.int32 = map(MPI._handleof, (self._messages, MPI.INT32_T))
         for number, dtype in host_callbacks.DTYPES.items():
             setup.item_bytes[number] = dtype.itemsize
@@ -187,29 +192,17 @@ class CallComparison:
             kind: the operation.
             row_bytes: of an array of one rank for one rank, or for all.
         """
-        if self._slots is None or kind not in OPERATIONS:
+        if not self._slot_bytes or kind not in OPERATIONS:
             return False
         part_bytes = self._slot_bytes // self._comm.size
         is_row_short = kind not in ("alltoall", "scatter") or row_bytes <= part_bytes or part_bytes >= LEAST_ROW_BYTES
         return is_row_short and (kind != "scan" or row_bytes <= LONG_SCAN_BYTES)
 
-    def share_slots(self) -> None:
-        """Map memory for the arrays of operations, once; all ranks come here together."""
-        if self._library is None or self._board is None or not self._may_share:
-            return
-        self._may_share, size, page = False, self._comm.size, mmap.PAGESIZE
-        slot_bytes = -(-max(LEAST_BYTES, min(SLOT_BYTES, SLOTS_BYTES // (2 * size))) // page) * page
-        part_bytes = -(-slot_bytes // (size * page)) * page
-        self._slots, self._slot_bytes = _shared_by_all(self._comm, size * (2 * slot_bytes + part_bytes)), slot_bytes
-        if self._slots:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(self._slots))
-            self._library.jaxmpi_share(self._index, c_void_p(address), c_int64(slot_bytes), c_int64(part_bytes))
-
     def close(self) -> None:
         """Let go of the memory; a program that still calls it gets an error."""
         if self._library is not None:
             self._library.jaxmpi_close(self._index)
-            self._numbers = self._board = self._slots = self._kept = None
+            self._numbers = self._memory = self._kept = None
             for name in self._names:
                 host_callbacks.forget(name)
             _comparisons.remove(self)
@@ -384,13 +377,9 @@ class CallId(NamedTuple):
     count: int  # how many of its way this process has begun
 
 
-class Note(NamedTuple):
-    """A message that a program exchanges, as found in a look."""
-
-    number: int  # number of its call in this process
-    is_known: bool  # from an earlier look
-    what: str
-    partners: tuple[int, ...]
+# A message that a program exchanges: its call's number in this process, whether an earlier look has found it, what it
+# is, and the ranks that it waits for.
+Note = tuple[int, bool, str, tuple[int, ...]]
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -454,19 +443,18 @@ class WaitRegistry:
             watch().add(self)
 
     @contextmanager
-    def waiting(self, way: int, what: str, limit_s: float = TIMEOUT_S, partner: int | None = None) -> Iterator[Wait]:
-        """Note that this rank waits until the block ends.
+    def waiting(self, way: int, what: str, limit_s: float = TIMEOUT_S) -> Iterator[Wait]:
+        """Note that this rank waits for all others until the block ends.
 
         Args:
-            way: CONTROL, BESIDE or PARTNER.
+            way: CONTROL or BESIDE.
             what: it waits in, for messages.
             limit_s: after which the caller gives up.
-            partner: the rank that a message is from or to; None for any, and for what all take part in.
         """
         self._counts[way] += 1
-        call, partners = CallId(0, self._counts[way]), self.others if partner is None else (partner,)
         thread = threading.get_ident() if way == CONTROL else None
-        wait = Wait(way=way, call=call, what=what, limit_s=limit_s, partners=partners, thread=thread)
+        call = CallId(0, self._counts[way])
+        wait = Wait(way=way, call=call, what=what, limit_s=limit_s, partners=self.others, thread=thread)
         self._waits.add(wait)
         try:
             yield wait
@@ -547,10 +535,10 @@ class WaitRegistry:
             self._exchange_wait = Wait(way=COMPARED, call=call, what=what, partners=self.others, is_in_program=True)
         before, self._message_waits = self._message_waits, {}
         notes = self.notes() if self.notes else []
-        for note in sorted(notes, key=lambda note: note.is_known):  # if two threads are in one call the older counts
-            known = before.get(note.number) if note.is_known else None
-            facts: dict[str, Any] = {"way": PARTNER, "call": CallId(0, 0), "what": note.what, "partners": note.partners}
-            self._message_waits[note.number] = known or Wait(**facts, is_in_program=True)
+        for number, is_known, what, partners in sorted(notes, key=lambda note: note[1]):  # of two in a call the older
+            known = before.get(number) if is_known else None
+            facts: dict[str, Any] = {"way": PARTNER, "call": CallId(0, 0), "what": what, "partners": partners}
+            self._message_waits[number] = known or Wait(**facts, is_in_program=True)
 
     def _judge(self, wait: Wait, waited_s: float) -> None:
         if not wait.is_sent:
@@ -574,7 +562,7 @@ class WaitRegistry:
             wait.is_asked = True
             self._places |= dict.fromkeys(absent, "does not answer")
             self._tell(wait, absent, asks=True)
-        is_for_watchdog = wait.way == CONTROL and failures.is_at_work()  # the trainer's, which says it itself
+        is_for_watchdog = wait.way == CONTROL and failures.job.working  # the trainer's, which says it itself
         if absent and waited_s > SAID_AFTER_S + ANSWER_S and not is_for_watchdog and not wait.is_printed:
             line = f"waits in {wait.text()} for rank {shown}, for {SAID_AFTER_S:g} s now; {wait.expected()}"
             print(f"jaxmpi: {failures.describe_rank()}: {line}{where}", file=sys.stderr, flush=True)

@@ -41,7 +41,7 @@ def processes() -> Processes:
         _check_alone()
     if launch is None or launch.size == 1:
         return SoloProcesses()
-    if failures.has_backend() and not process._prepared.is_set():
+    if process.has_backend() and not process._prepared.is_set():
         warnings.warn(
             "JAX's device started before jaxmpi.world(), so this rank keeps all cores of its host and its first GPU, "
             "as all others do; call it before the first JAX array",

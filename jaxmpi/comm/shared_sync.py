@@ -19,9 +19,9 @@ from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.core.futex import fence, sleep_on, wake
-from jaxmpi.core.process_stat import stat_of
 from jaxmpi.core.shared_memory import GoneError, Segment, attached
 from jaxmpi.runtime import job_folder
+from jaxmpi.runtime.process import stat_of
 
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 

@@ -13,13 +13,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-import tyro
-
 from jaxmpi.config import durations
-from jaxmpi.config.validate import check_ranges, check_words, incompatible, refuse_incompatible, use_python_numbers
+from jaxmpi.config.validate import (
+    InPython,
+    check_ranges,
+    check_words,
+    incompatible,
+    refuse_incompatible,
+    use_python_numbers,
+)
 from jaxmpi.core.errors import UsageError
 
-InPython = tyro.conf.Suppress  # a field that an experiment file sets and no flag can
 _PERIOD = re.compile(r"\d+(\.\d+)?(ep|st|ex)")
 MOST_LOADERS = 1024  # per worker; each is a thread or a process
 REFUSALS = incompatible(

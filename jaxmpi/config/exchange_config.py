@@ -34,8 +34,8 @@ class ExchangeConfig:
     # exchange during the backward pass; auto: if it pays, between hosts, or if workers then hold less of gradients
     overlap: Literal["auto", "on", "off"] = "auto"
     # each worker updates a shard of the params, with that shard of the optimizer's state, between the two halves of the
-    # exchange; auto: where that is possible and saves memory
-    shard_update: Literal["off", "on", "auto"] = "off"
+    # exchange
+    shard_update: Literal["off", "on"] = "off"
     # wire of new params under shard_update; with a coarser one than 32 their changes travel, by 32-bit masters
     gather_wire: str = "32"
 

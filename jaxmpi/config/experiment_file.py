@@ -2,77 +2,66 @@
 
 An experiment is a Python file, since it can build any model; it runs as code. Flags set all fields but Python objects,
 with the file's values as defaults. So the file is loaded before the flags are parsed. Some mistakes are refused before
-JAX is imported (`refuse_early`): a missing file, an unknown flag, a value of another type. All ranks parse the same
-line and find the same error: rank 0 prints it, and the others only if rank 0 does not. A name that is no file may be
-one of the experiments that ship with jaxmpi (docs/decisions/0022).
+JAX is imported (`refuse_early`): a missing file, an unknown flag, a value of another type. A name that is no file may
+be one of the experiments that ship with jaxmpi (docs/decisions/0022).
 """
 
-import contextlib
-import dataclasses
 import functools
-import importlib.metadata
+import hmac
 import importlib.util
-import io
-import itertools
-import os
-import re
+import shlex
+import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any
 
 from jaxmpi.config import flags
-from jaxmpi.config.data import Data, data_dir
+from jaxmpi.config.data import data_dir
 from jaxmpi.config.schema import Experiment
-from jaxmpi.core import errors
-from jaxmpi.core.errors import UsageError
-from jaxmpi.runtime import failures, process
-from jaxmpi.runtime.progress import terminal_columns
+from jaxmpi.core.errors import UsageError, nearest
+from jaxmpi.core.json_tree import read_json
+from jaxmpi.runtime import failures, process, provenance
 from jaxmpi.runtime.provenance import PACKAGE, project_root
 
+NO_FILE = "name an experiment file first: python -m jaxmpi.train experiments/digits.py"
+HELP = {"-h", "--help"}
+FROM_PYTHON = "from_python.py"  # experiment file of a run that jaxmpi.Trainer started in processes of its own
+MOST_CONFIG_BYTES = 1 << 24  # of a run's config.json that is plausible
+OF_ONE_RUN = {"run-dir", "resume", "from-start"}  # flags that `--from` does not take over
+PROGRAMS = ("collectives/", "functions/")  # begin the names of files that run without the trainer
 
-def parse(argv: list[str], tables: Mapping[str, Mapping[str, Any]] | None = None) -> tuple[Experiment, Path]:
-    """The experiment file named first, with the command line's overrides.
+
+def parse(argv: Sequence[str], tables: Mapping[str, Mapping[str, Any]] | None = None) -> tuple[Experiment, Path]:
+    """The experiment file named among the arguments, with the command line's overrides.
 
     Args:
         argv: the experiment, and flags.
         tables: those that a flag names a row of, by flag, for --help.
     """
-    argv = file_first([hyphens(arg) for arg in argv])
-    given = argv[0] if argv else ""
-    path = locate(argv.pop(0)) if argv and not argv[0].startswith("-") else None
-    if path and path != Path(given):
-        say_once(f"no file {given!r} here: this is the experiment of that name that comes with jaxmpi, {path}")
-    base = choose(load(path), argv) if path else Experiment()
-    if path and any(arg.startswith(("--local-batch", "--effective-batch")) for arg in argv):
-        base = dataclasses.replace(base, local_batch=0, effective_batch=0)  # the flag replaces either
-    names = {arg.split("=")[0] for arg in argv}
-    is_empty = "--data.mean-image=" in argv or ("--data.mean-image", "") in itertools.pairwise(argv)
-    if path and "--data.mean-image" in names and not is_empty:
-        base = dataclasses.replace(base, data=adapt_to_mean_image(base.data, names))
-    elif path and "--data.mean" in names:
-        base = dataclasses.replace(base, data=dataclasses.replace(base.data, mean_image=""))
-    for name in flags.unknown_flags(argv, base):
-        raise unknown_field_error(name, flags.flags(base))
-    description = f"Train {path or 'an experiment'}. Every field can be given here; defaults are the experiment's."
-    experiment = say_on_first_rank(lambda: flags.parse_flags(base, argv, tables or {}, PROG, description))
-    if path is None:
+    given, words = _split(argv)
+    path, base = locate(given), Experiment()
+    if given:
+        if path != Path(given):
+            _say(f"no file {given!r} here: this is the experiment of that name that comes with jaxmpi, {path}")
+        base = _fall_back(load(path), words)
+    if HELP & {*words}:
+        about = f"Train {given or 'an experiment'}. Every field can be given here; values are the experiment's."
+        _show_help(f"usage: python -m jaxmpi.train EXPERIMENT.py [--field value ...]\n\n{about}", base, tables or {})
+    values = flags.parse_flags(words, flags.flags(base))
+    if not given:
         raise UsageError(NO_FILE)
-    return experiment, path
-
-
-def adapt_to_mean_image(data: Data, names: set[str]) -> Data:
-    """The experiment's data without all that `--data.mean-image` replaces.
-
-    These are its mean of each channel, and crops that are scaled. The flag replaces scaled crops because a mean has its
-    pixels in one place. Crops then have one size, as in Theano-MPI (Ma et al. 2016, algorithm 1). The data's `std`
-    stays: initialisations go by it.
-    """
-    area = data.crop_area
-    if area and "--data.crop-area" not in names:
-        say_once(f"--data.mean-image: training takes crops of {data.crop} px, not scaled ones of area {area}")
-        area = ()
-    return dataclasses.replace(data, mean=(), crop_area=area)
+    if {"local-batch", "effective-batch"} & {*values}:  # either replaces the file's
+        values = {"local-batch": 0, "effective-batch": 0} | values
+    # A mean image replaces the mean of each channel, and crops that are scaled, since its pixels are in one place:
+    # crops then have one size, as in Theano-MPI (Ma et al. 2016, algorithm 1). `std` stays: initialisations go by it.
+    if values.get("data.mean-image"):
+        if (area := base.data.crop_area) and "data.crop-area" not in values:
+            _say(f"--data.mean-image: training takes crops of {base.data.crop} px, not scaled ones of area {area}")
+        values = {"data.mean": (), "data.crop-area": ()} | values
+    elif "data.mean" in values:
+        values = {"data.mean-image": ""} | values
+    return flags.replace_fields(base, values), path
 
 
 def refuse_early(argv: Sequence[str], *, file_is_here: bool = True) -> None:
@@ -82,42 +71,124 @@ def refuse_early(argv: Sequence[str], *, file_is_here: bool = True) -> None:
         argv: arguments of the trainer.
         file_is_here: its ranks, which read the file, are on this host.
     """
-    argv = refuse_unknown(argv)
-    if not {"-h", "--help"}.isdisjoint(argv):
+    given, words = _split(argv)
+    if HELP & {*words}:
         return
-    name, *fields = file_first(argv) or [""]
-    if not (bool(name) and not name.startswith("-")):
-        raise errors.UsageError(NO_FILE)
+    if not given:
+        refuse_unknown(words)
+        raise UsageError(NO_FILE)
     if file_is_here:
-        check_file(locate(name))
-    if not any(field.startswith("rule.") for field in flags.flag_names(fields)):  # a user's may be of other types
-        say_on_first_rank(lambda: flags.parse_values(Experiment(), fields, {}, PROG, ""))
+        check_file(locate(given))
+    flags.parse_flags(_without_rule(words), flags.flags(Experiment()))
 
 
-def refuse_unknown(argv: Sequence[str]) -> list[str]:
-    """The arguments with hyphens in their flags, if all are an experiment's.
+def refuse_unknown(argv: Sequence[str]) -> None:
+    """Refuse flags that no experiment has; their values wait for the file."""
+    known = flags.flags(Experiment())
+    for name, _ in flags.words_by_flag(_without_rule(argv)):
+        flags.find_flag(name, known)
 
-    A rule of the user's own may have settings of its own, so `--rule.field` waits for the file.
+
+# ---------------------------------------------------------------- from a run
+
+
+def take_run(argv: Sequence[str]) -> list[str]:
+    """The arguments with `--from RUN` replaced by the experiment file and the flags with which that run was started.
+
+    A flag that is given besides takes the place of the run's. With `--resume` and no `--run-dir` RUN itself goes on.
     """
-    known, argv = Experiment(), [hyphens(arg) for arg in argv]
-    for name in flags.unknown_flags(argv, known):
-        if not name.startswith("rule."):
-            raise unknown_field_error(name, flags.flags(known))
-    return argv
+    at = next((i for i, arg in enumerate(argv) if arg.partition("=")[0] == "--from"), None)
+    if at is None:
+        return list(argv)
+    run_dir, after = argv[at].partition("=")[2], argv[at + 1 :]
+    if not run_dir and after:
+        run_dir, after = after[0], after[1:]
+    if not run_dir or run_dir.startswith("-"):
+        raise UsageError("--from: got no run directory; expected one, as in --from runs/first")
+    given = {flags.hyphens(arg)[2:].partition("=")[0].removeprefix("no-") for arg in [*argv[:at], *after]}
+    if {"local-batch", "effective-batch"} & given:  # either replaces the other
+        given |= {"local-batch", "effective-batch"}
+    file, *words = command_of(Path(run_dir))
+    taken = [
+        word
+        for name, values in flags.words_by_flag(words)
+        if name.removeprefix("no-") not in given | OF_ONE_RUN
+        for word in (f"--{name}", *values)
+    ]
+    if "resume" in given and "run-dir" not in given:
+        taken += ["--run-dir", run_dir]
+    return [*argv[:at], file, *taken, *after]
 
 
-def unknown_field_error(name: str, known: Mapping[str, Any]) -> UsageError:
-    """The error of an unknown flag: the nearest, and the part's fields."""
-    part = name.partition(".")[0]
-    beside = ", ".join(sorted(field for field in known if field.startswith(f"{part}.")))
-    listed = f"there are: {beside}; " if beside else ""
-    return UsageError(f"unknown field --{name}; {errors.hint(name, known)}{listed}--help lists all")
+def command_of(run_dir: Path) -> list[str]:
+    """The experiment file of a run, and the flags with which it was started.
+
+    An experiment file is code. One that config.json names may be executed only if it comes with jaxmpi, or if the
+    signature shows that this user has begun the run with it.
+    """
+    config = read_config(run_dir)
+    command = file_first(config["command"][1:])
+    if not (command and is_experiment(command[0], "")) or Path(command[0]).name == FROM_PYTHON:
+        raise UsageError(
+            f"{run_dir} was started from Python: name a file that has its `experiment = Experiment(...)`, --experiment "
+            "FILE.py, or use jaxmpi.Trainer(experiment) there"
+        )
+    path = locate(command[0])
+    if path.resolve() not in map(Path.resolve, find_shipped().values()):
+        mine = provenance.sign([config["command"], config.get("experiment_path")])
+        if not (mine and hmac.compare_digest(mine.encode(), str(config.get("signature")).encode())):
+            raise UsageError(
+                f"{run_dir}/config.json: names {str(path)!r}, which is code, and nothing shows that you have begun "
+                "this run here; if you trust the file, name it: --experiment FILE.py, or jaxmpi train FILE.py"
+            )
+        path = Path(config["experiment_path"])
+    if not path.is_file():
+        raise UsageError(f"{run_dir} was started with {shlex.join(command)}; {path} is gone: name the file")
+    return [str(path), *command[1:]]
 
 
-def say_once(text: str) -> None:
-    """A line on standard error, of one rank."""
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """A run's config.json, which has its command and its experiment."""
+    file = run_dir / "config.json"
+    if not file.is_file():
+        raise UsageError(f"{file}: no such file; name a run directory")
+    config = read_json(file, MOST_CONFIG_BYTES, "a run's configuration")
+    words = config.get("command") if isinstance(config, dict) and "experiment" in config else None
+    if not (isinstance(words, list) and words and all(isinstance(word, str) for word in words)):
+        raise UsageError(f"{file}: damaged: expected a run's command and experiment")
+    return config
+
+
+# ---------------------------------------------------------------- parts of a command line
+
+
+def _without_rule(argv: Sequence[str]) -> list[str]:
+    """The arguments without `--rule.field`: a rule of the user's own may have other settings, known by its file."""
+    pairs = flags.words_by_flag(argv)
+    return [word for name, words in pairs if not name.startswith("rule.") for word in (f"--{name}", *words)]
+
+
+def _split(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The experiment, empty if there is none, and the other arguments."""
+    argv = file_first(argv)
+    return (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("", argv)
+
+
+def _say(text: str) -> None:
     if process.my_rank() == 0:
-        sys.stderr.write(f"jaxmpi: {text}\n")
+        print(f"jaxmpi: {text}", file=sys.stderr, flush=True)
+
+
+def _show_help(usage: str, base: Experiment, tables: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print all flags on the first rank, and end the process with 0."""
+    if process.my_rank() == 0:
+        try:
+            print(
+                usage, flags.help_text(base, tables, shutil.get_terminal_size((100, 0)).columns), sep="\n", flush=True
+            )
+        except BrokenPipeError:  # its reader has ended early, as `head`
+            failures.redirect_to_devnull(sys.stdout)
+    sys.exit(0)
 
 
 def file_first(argv: Sequence[str]) -> list[str]:
@@ -133,12 +204,8 @@ def is_experiment(arg: str, before: str) -> bool:
     Args:
         before: the argument to its left; empty if there is none. If it is a flag that takes a value, `arg` is no name.
     """
-    return (arg.endswith(".py") and not arg.startswith("-")) or (
-        arg in find_shipped() and not flags.takes_value(before)
-    )
-
-
-PROGRAMS = ("collectives/", "functions/")  # begin the names of files that run without the trainer
+    is_file = arg.endswith(".py") and not arg.startswith("-")
+    return is_file or (arg in find_shipped() and not flags.takes_value(before))
 
 
 @functools.cache
@@ -162,60 +229,17 @@ def locate(name: str) -> Path:
     return path if path.is_file() else find_shipped().get(name.removeprefix("experiments/").removesuffix(".py"), path)
 
 
-NO_FILE = "name an experiment file first: python -m jaxmpi.train experiments/digits.py"
-PROG = "python -m jaxmpi.train EXPERIMENT.py"
-T = TypeVar("T")
-
-
-def say_on_first_rank(parse: Callable[[], T]) -> T:
-    """Return what `parse` does.
-
-    Rank 0 prints what it says of a mistake; another rank prints it only if rank 0 does not.
-    """
-    said, is_first = io.StringIO(), process.my_rank() == 0
-    with contextlib.ExitStack() as stack:
-        # The parser colours what it says if stdout is a terminal, which under Open MPI it always is.
-        if not (is_first and terminal_columns(sys.stdout) and sys.stderr.isatty() and not os.environ.get("NO_COLOR")):
-            stack.enter_context(contextlib.redirect_stdout(said))
-            stack.enter_context(contextlib.redirect_stderr(said))
-        try:
-            return parse()
-        except SystemExit as end:
-            stack.close()
-            if is_first:
-                print_help(said.getvalue(), sys.stderr if end.code else sys.stdout)
-            if not isinstance(end.code, int) or end.code == 0 or process.launched_workers() == 1:
-                raise
-            if is_first:
-                failures.end_job(end.code)  # now: to take Python down takes a second, and others would say it too
-            raise UsageError(said.getvalue()) from end
-
-
-def print_help(text: str, stream: TextIO) -> None:
-    """Print a text to a stream whose reader may end early (`head`)."""
-    try:
-        print(text, end="", file=stream, flush=True)
-    except BrokenPipeError:
-        failures.redirect_to_devnull(stream)
-
-
-def hyphens(arg: str) -> str:
-    """Spell a flag with hyphens, `--local-batch=8` for `--local_batch=8`; keep its value."""
-    name, equals, value = arg.partition("=")
-    return name.replace("_", "-") + equals + value if arg.startswith("--") else arg
-
-
 def check_file(path: Path) -> None:
     """Refuse what is no Python file."""
     if path.is_dir():
         raise UsageError(f"{str(path)!r} is a folder; in it: {', '.join(sorted(p.name for p in path.glob('*.py')))}")
     if not path.is_file():
         here = {p.name: p for p in path.parent.glob("*.py")} if path.parent.is_dir() else {}
-        nearest = [f"in {path.parent}: {errors.nearest(path.name, here)}"] * bool(here)
-        nearest.append(f"with jaxmpi come: {errors.nearest(str(path).removesuffix('.py'), find_shipped())}")
-        raise UsageError(f"no experiment file {str(path)!r}; {'; '.join(nearest)}")
+        near = [f"in {path.parent}: {nearest(path.name, here)}"] * bool(here)
+        near.append(f"with jaxmpi come: {nearest(str(path).removesuffix('.py'), find_shipped())}")
+        raise UsageError(f"no experiment file {str(path)!r}; {'; '.join(near)}")
     if path.suffix != ".py":
-        raise errors.UsageError(f"{str(path)!r}: expected a Python file, such as experiments/digits.py")
+        raise UsageError(f"{str(path)!r}: expected a Python file, such as experiments/digits.py")
 
 
 def load(path: Path) -> Experiment:
@@ -224,11 +248,11 @@ def load(path: Path) -> Experiment:
     Its project root comes first on sys.path. Its own folder comes last, so that it hides no module of that name.
     """
     check_file(path)
-    root = str(project_root(path))
+    root, beside = str(project_root(path)), str(path.resolve().parent)
     if root not in sys.path:
         sys.path.insert(0, root)
-    if str(path.resolve().parent) not in sys.path:
-        sys.path.append(str(path.resolve().parent))
+    if beside not in sys.path:
+        sys.path.append(beside)
     spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -237,7 +261,7 @@ def load(path: Path) -> Experiment:
     try:
         spec.loader.exec_module(module)
     except ImportError as error:
-        raise UsageError(f"{path}: {error}{nearest_import(error)}") from error
+        raise UsageError(f"{path}: {error}") from error
     except SystemExit as end:
         raise UsageError(f"{path}: ends the program, sys.exit({end.code!r}); expected a module to import") from end
     except Exception as error:
@@ -250,19 +274,7 @@ def load(path: Path) -> Experiment:
     return experiment
 
 
-def nearest_import(error: ImportError) -> str:
-    """Suggest the nearest module or name; empty if its package is missing."""
-    from_module = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
-    wanted, parent = from_module.groups() if from_module else (error.name or "").rpartition(".")[::-2]
-    module = sys.modules.get(parent)
-    if module is None:
-        return ""
-    files = [file.stem for folder in getattr(module, "__path__", []) for file in Path(folder).glob("[!_]*.py")]
-    own = [k for k, value in vars(module).items() if getattr(value, "__module__", "") == parent and k[0] != "_"]
-    return f"; {errors.nearest(wanted, dict.fromkeys([*files, *own]))}"
-
-
-def choose(experiment: Experiment, argv: list[str]) -> Experiment:
+def _fall_back(experiment: Experiment, argv: Sequence[str]) -> Experiment:
     """The experiment, or its fallback if no folder or source is given."""
     given = any(arg.split("=")[0] in ("--data.dir", "--data.source") for arg in argv)
     if experiment.fallback is None or given or data_dir(experiment.data):

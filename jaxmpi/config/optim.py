@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from jaxmpi.config.data import InPython
-from jaxmpi.config.validate import check_ranges, check_words, use_python_numbers
+from jaxmpi.config.validate import InPython, check_ranges, check_words, use_python_numbers
 from jaxmpi.core.errors import UsageError
 
 
@@ -14,10 +13,9 @@ class Optim:
     """The optimizer that every worker runs."""
 
     name: str = "momentum"  # name of the optimizer: docs/rules.md
-    lr: float = 0.01  # learning rate of each worker, before `lr_for_batch` and `lr_scaling`
-    lr_for_batch: int = 0  # local batch that lr is for: with b examples it is b / this times lr; 0 = with any
-    # growth of lr with the number of workers; rule = the rule's own default
-    lr_scaling: Literal["rule", "none", "linear", "sqrt"] = "rule"
+    lr: float = 0.01  # learning rate, the same on any number of workers
+    lr_for_batch: int = 0  # effective batch that lr is for: with B examples it is multiplied by B / this; 0 = with any
+    lr_scaling: Literal["linear", "sqrt"] = "linear"  # with lr_for_batch: multiply by B / this, or its square root
     momentum: float | None = None  # mu, in [0, 1), if the optimizer has one; None: its own
     rate_in_velocity: bool = False  # momentum, nesterov: v <- mu v - eta g; else w <- w - eta v
     b1: float | None = None  # decay of the mean of gradients, if the optimizer has one; None: its own
@@ -59,6 +57,10 @@ class Optim:
             raise UsageError(
                 f"optim.shard_by: got {self.shard_by!r}; expected element or tensor, beside optim.transform: "
                 "optimizers by name know theirs"
+            )
+        if self.lr_scaling != "linear" and not self.lr_for_batch:
+            raise UsageError(
+                f"optim.lr_scaling: got {self.lr_scaling!r} without optim.lr_for_batch; give the batch that lr is for"
             )
         if self.decay_mask is not None and not self.decay_bias:
             raise UsageError("got optim.decay_mask and optim.decay_bias False; give one of them")

@@ -9,11 +9,9 @@ sets them. The table `REFUSALS` lists settings that exclude each other.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
-
-from jaxmpi.config.data import Data, InPython
+from jaxmpi.config.data import Data
 from jaxmpi.config.durations import check_divides, duration_steps, step_range
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim, Schedule
@@ -21,6 +19,8 @@ from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.validate import (
     GIVE_ONE,
     PAIR,
+    InPython,
+    Repeatable,
     check_ranges,
     check_words,
     incompatible,
@@ -29,11 +29,6 @@ from jaxmpi.config.validate import (
 )
 from jaxmpi.core.errors import UsageError
 
-WORDS = "words"  # marks a tuple of words and objects: flags name its words, and an experiment file both
-if TYPE_CHECKING:
-    Sinks = tuple[str | Callable[[dict[str, Any]], None], ...]
-else:  # as the command line's parser is to see it
-    Sinks = Annotated[tuple[str, ...], WORDS]
 # What a job does once late ranks are named.
 ON_STALL = {"abort": "ends, with a code other than 0", "warn": "says so and goes on"}
 # The parts of an experiment, and how each is spelled: objects of other libraries, such as Optax's, are none of them.
@@ -53,7 +48,6 @@ REFUSALS = (
         form="got {field} {got} and {words}; {instead}",
     ),
     *incompatible(lambda x: x.from_start, "from_start", ("resume", "any", GIVE_ONE), form=PAIR),
-    *incompatible(lambda x: x.params, "params", ("continue_from", "any", GIVE_ONE), form=PAIR),
 )
 
 
@@ -88,15 +82,14 @@ class Experiment:
     quiet: bool = False  # nothing on the terminal but errors; the record is written all the same
     trace: str = ""  # first and last step, as 10:20: what all ranks do when, as trace.json in the run directory
     profile: str = ""  # first and last step, as 10:20: JAX's own profiler, into profile/ in the run directory
-    sinks: Sinks = ()  # csv, mlflow, tensorboard, wandb: get every line of the record; functions may, too
+    # csv, mlflow, tensorboard, wandb: get every line of the record; functions may, too
+    sinks: tuple[str | Callable[[dict[str, Any]], None], ...] = ()
     callbacks: InPython[tuple[Any, ...]] = ()  # jaxmpi.Callback objects: EarlyStop(), ReduceOnPlateau(), your own
     stall_timeout_s: float = 600.0  # seconds without progress after which late ranks are named, with stacks; 0 = never
     on_stall: Literal["abort", "warn"] = "abort"  # action once late ranks are named
     run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
     resume: bool = False  # go on from the newest checkpoint in run_dir
     from_start: bool = False  # begin again at step 0 in run_dir; the record and checkpoints in it are set aside
-    # run directory whose newest checkpoint a new run goes on from, with another effective batch
-    continue_from: str = ""
     params: str = ""  # Orbax folder or .safetensors file of params and model state that the run begins with
     # at a loss or gradients that are not finite: stop; skip the step, which then changes nothing; or rollback to the
     # newest checkpoint, where a step that fails twice is left out
@@ -106,7 +99,7 @@ class Experiment:
     # if a worker dies the job ends (--restarts starts it again), or the others repeat the step without it and continue:
     # on one host, under mpirun --with-ft ulfm (experimental)
     on_rank_loss: Literal["end", "shrink"] = "end"
-    inject: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # kind:key=value,...: a fault on order; repeatable
+    inject: Repeatable[tuple[str, ...]] = ()  # kind:key=value,...: a fault on order; repeatable
     seed: int = 0  # seed of initialisation, order, augmentation and dropout
     # batch norm normalises by a worker's own batch and evaluates with its own running statistics (local) or their mean
     # over workers (averaged), or normalises by the batches of all workers, exchanged at every layer (synchronised)

@@ -5,9 +5,14 @@ import operator
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxmpi.core.errors import UsageError, lookup
+
+T = TypeVar("T")
+IN_PYTHON, REPEATABLE = "in Python", "repeatable"
+InPython = Annotated[T, IN_PYTHON]  # a field that an experiment file sets and no flag can
+Repeatable = Annotated[T, REPEATABLE]  # a tuple to which each use of its flag adds
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """Typed random keys as arrays of numbers, which can travel, and back."""
 
-import operator
 from typing import Any
 
 import jax
@@ -31,25 +30,6 @@ class KeyData:
     def tree_unflatten(cls, implementation: Any, data: tuple[Any]) -> "KeyData":
         """The node around a leaf of any kind."""
         return cls(*data, implementation)
-
-
-def key_from_seed(what: str, seed: Any) -> jax.Array:
-    """`jax.random.key(seed)`, all 64 bits of which count.
-
-    Without 64-bit types JAX takes the low 32 bits alone; here the high ones, if any, are folded in.
-
-    Raises:
-        UsageError: the seed is no whole number from 0 to 2^64 - 1; `what` names it.
-    """
-    if isinstance(seed, Tracer):
-        return jax.random.key(seed)
-    try:
-        number = operator.index(seed)
-    except TypeError:
-        number = -1
-    check(0 <= number < 2**64, f"{what}: got {seed!r}; expected a whole number from 0 to 2^64 - 1")
-    low, high = np.uint32(number % 2**32), np.uint32(number // 2**32)
-    return jax.random.fold_in(jax.random.key(low), high) if high else jax.random.key(low)
 
 
 def is_key_data(node: Any) -> bool:
@@ -95,19 +75,11 @@ def key_leaves(structure: Any) -> list[bool]:
 
 
 def check_op(op: str, shape: tuple[int, ...], where: str) -> None:
-    """Refuse operations that give no keys; `shape` is of the keys' numbers.
-
-    Raises:
-        UsageError: arithmetic on keys, or rows of a single key.
-    """
+    """Refuse operations that give no keys, or rows of one key; `shape` is of the keys' numbers."""
     check(op in ("", "gather"), f"{where}: got random keys, which {op} cannot take: use gather or local")
     check(op != "gather" or len(shape) > 1, f"{where}: got one random key; gather needs a first axis: use key[None]")
 
 
 def check_rows(shape: tuple[int, ...], where: str) -> None:
-    """Refuse a single key if rows are wanted.
-
-    Raises:
-        UsageError: there is no first axis of keys.
-    """
+    """Refuse a single key if rows are wanted."""
     check(len(shape) > 1, f"{where}: got one random key; scatter needs a first axis: use jax.random.split(key, n)")

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import struct
 import threading
 
 
@@ -21,21 +22,6 @@ def flush_subnormals() -> bool:
     return libc.fesetenv(environment) == 0
 
 
-class SchedulingAttributes(ctypes.Structure):
-    """The kernel's `struct sched_attr`, first version."""
-
-    _fields_ = (
-        ("size", ctypes.c_uint32),
-        ("policy", ctypes.c_uint32),
-        ("flags", ctypes.c_uint64),
-        ("nice", ctypes.c_int32),
-        ("priority", ctypes.c_uint32),
-        ("runtime_ns", ctypes.c_uint64),
-        ("deadline_ns", ctypes.c_uint64),
-        ("period_ns", ctypes.c_uint64),
-    )
-
-
 def take_short_turns() -> bool:
     """Request 0.1 ms turns of the kernel, to run soon after waking.
 
@@ -45,5 +31,6 @@ def take_short_turns() -> bool:
     if platform.system() != "Linux" or number is None:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    wanted = SchedulingAttributes(ctypes.sizeof(SchedulingAttributes), 0, 0, nice, 0, 100_000, 0, 0)
-    return ctypes.CDLL(None).syscall(number, 0, ctypes.byref(wanted), 0) == 0
+    # The kernel's `struct sched_attr`: size, policy, flags, nice, priority, and ns of runtime, deadline and period.
+    wanted = struct.pack("IIQiIQQQ", 48, 0, 0, nice, 0, 100_000, 0, 0)
+    return ctypes.CDLL(None).syscall(number, 0, wanted, 0) == 0

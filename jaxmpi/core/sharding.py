@@ -11,8 +11,9 @@ of abstract interpretation, which every new JAX primitive could break, and refus
 Rajbhandari et al. 2020, arXiv:1910.02054.
 """
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,14 +25,11 @@ from jax import lax
 
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
-from jaxmpi.core.random_keys import is_key_data, packed, unpacked
 
 OF_TX, MASTERS = "of_tx", "masters"  # fields of a rule's state that keeps a shard of params in 32 bits
 WORDS = (
     "'element' if the update of an entry depends on that entry alone, 'tensor' if it depends on its own tensor alone"
 )
-NO_WORD = "{option}: got {by!r} for an optimizer whose sharding is not known; expected " + WORDS
-WRONG_WORD = "{option}: got {by!r}, but {why} with this optimizer; expected " + WORDS + ", else leave it unsharded"
 
 # ---------------------------------------------------------------- by element
 
@@ -57,13 +55,15 @@ class ElementSharding(NamedTuple):
 
         return tree if self.workers == 1 else jax.tree.map(one, tree)
 
+    def with_state_of(self, tx: Any) -> "ElementSharding":
+        """The sharding that also knows this optimizer's state: a shard's has the structure of the whole one."""
+        return self
+
     def init(self, tx: Any, params: PyTree, index: Any) -> PyTree:
         """The optimizer's state 0 for a shard of whole params."""
         return tx.init(self.shard(params, index))
 
-    def step(
-        self, step: Callable[..., tuple[PyTree, PyTree]], index: Any, grads: PyTree, state: PyTree, params: PyTree
-    ) -> tuple[PyTree, PyTree]:
+    def step(self, step: Callable, index: Any, grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         """`step(grads, state, params) -> (tree like params, state)` on shards."""
         return step(grads, state, params)
 
@@ -75,12 +75,9 @@ class ElementSharding(NamedTuple):
         """
 
         def one(shard: jax.Array, master: jax.Array, leaf: jax.Array) -> jax.Array:
-            change = master - shard
-            if self.workers * master.size == leaf.size:
-                return change
             filled = np.clip(leaf.size - np.arange(self.workers) * master.size, 0, master.size).astype(np.int32)
             at = jnp.arange(master.size, dtype=jnp.int32).reshape(master.shape)
-            return jnp.where(at < jnp.asarray(filled)[index], change, jnp.zeros_like(change))
+            return jnp.where(at < jnp.asarray(filled)[index], master - shard, 0)
 
         return jax.tree.map(one, self.shard(params, index), masters, params)
 
@@ -92,10 +89,6 @@ class ElementSharding(NamedTuple):
             flat[:] = np.asarray(mine).reshape(-1)[: flat.size]
 
         jax.tree.map(one, whole, shard)
-
-    def with_state_of(self, tx: Any) -> "ElementSharding":
-        """The sharding that also knows this optimizer's state: a shard's has the structure of the whole one."""
-        return self
 
     def to_checkpoint(self, state: PyTree, index: int) -> PyTree:
         """A rule's state as a worker writes it."""
@@ -112,8 +105,7 @@ class ElementSharding(NamedTuple):
             flat = whole.reshape(-1)[index * mine.size : (index + 1) * mine.size]
             return np.pad(flat, (0, mine.size - flat.size)).reshape(mine.shape)
 
-        leaves = [one(*named) for named in named_leaves(like)]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+        return jax.tree.unflatten(jax.tree.structure(like), [one(*named) for named in named_leaves(like)])
 
 
 def shard_shape(shape: Sequence[int], workers: int) -> tuple[int, ...]:
@@ -152,63 +144,73 @@ def read_whole(
 class TensorShard(NamedTuple):
     """A worker's tensors of a tree like params."""
 
-    flat: Any  # f32[width], one tensor after another, then zeros
-
-
-class StateShard(NamedTuple):
-    """An optimizer's state for a worker's tensors."""
-
-    shared: PyTree  # the whole state's structure with what belongs to no tensor, such as counts of steps
-    flats: dict[str, jax.Array]  # all else, by dtype
-
-
-class StateLayout(NamedTuple):
-    """Where each leaf of an optimizer's state lies."""
-
-    names: tuple[str, ...]  # of the whole state's leaves
-    leaves: tuple[jax.ShapeDtypeStruct, ...]
-    structure: Any
-    owners: tuple[int, ...]  # by leaf: the worker that has it, or SHARED
-    structures: tuple[Any, ...]  # by worker: of the state of its tensors
-
-    def owned(self, index: int, dtype: str) -> list[int]:
-        """A worker's leaves of this dtype."""
-        return [i for i, owner in enumerate(self.owners) if owner == index and str(self.leaves[i].dtype) == dtype]
+    shared: tuple[Any, ...]  # leaves that belong to no tensor, such as an optimizer's count of steps
+    flats: dict[str, Any]  # all else, by dtype: one leaf after another, then zeros up to the longest of all workers
 
     @property
-    def widths(self) -> dict[str, int]:
-        """By dtype: entries of the worker that has most."""
-        dtypes = sorted({str(x.dtype) for x, owner in zip(self.leaves, self.owners, strict=True) if owner != SHARED})
-        workers = range(len(self.structures))
-        return {t: max(sum(self.leaves[i].size for i in self.owned(worker, t)) for worker in workers) for t in dtypes}
-
-    def flatten(self, state: PyTree, index: int) -> StateShard:
-        """The state of a worker's tensors, in the shapes that all workers have."""
-        by_name = dict(named_leaves(state))
-        named = zip(self.names, self.owners, strict=True)
-        shared = [by_name[name] if owner == SHARED else optax.MaskedNode() for name, owner in named]
-        flats = {
-            dtype: join([by_name[self.names[i]] for i in self.owned(index, dtype)], width, dtype)
-            for dtype, width in self.widths.items()
-        }
-        return StateShard(jax.tree.unflatten(self.structure, shared), flats)
-
-    def by_place(self, shard: StateShard, index: int) -> dict[int, Any]:
-        """A worker's leaves, by their place in the whole state."""
-        shared = iter(jax.tree.leaves(shard.shared))
-        found = {i: next(shared) for i, owner in enumerate(self.owners) if owner == SHARED}
-        for dtype in self.widths:
-            places = self.owned(index, dtype)
-            found |= zip(places, split(shard.flats[dtype], [self.leaves[i].shape for i in places]), strict=True)
-        return found
-
-    def unflatten(self, shard: StateShard, index: int) -> PyTree:
-        """The inverse of `flatten`."""
-        found = self.by_place(shard, index)
-        return jax.tree.unflatten(self.structures[index], [found[i] for i in sorted(found)])
+    def flat(self) -> Any:
+        """The params, f32[width]."""
+        return self.flats["float32"]
 
 
-SHARED = -1  # owner of what all workers hold
+class StateShard(TensorShard):
+    """An optimizer's state for a worker's tensors."""
+
+    __slots__ = ()
+
+
+class Layout(NamedTuple):
+    """Where the leaves of each worker's tree lie in its shard."""
+
+    structures: tuple[Any, ...]  # by worker
+    leaves: tuple[tuple[jax.ShapeDtypeStruct, ...], ...]  # by worker
+    begins: tuple[tuple[int | None, ...], ...]  # of the same leaves; None for one that all workers share
+    widths: tuple[tuple[str, int], ...]  # of the flat arrays, by dtype
+    block: int = 1
+    kind: type = TensorShard
+
+    def flatten(self, tree: PyTree, index: int) -> Any:
+        """A worker's shard, of that kind."""
+        shared, flats = [], {dtype: [] for dtype, _ in self.widths}
+        for leaf, begin in zip(jax.tree.leaves(tree), self.begins[index], strict=True):
+            (shared if begin is None else flats[str(leaf.dtype)]).append(leaf)
+        joined = {dtype: join(flats[dtype], width, dtype, self.block) for dtype, width in self.widths}
+        return self.kind(tuple(shared), joined)
+
+    def unflatten(self, shard: TensorShard, index: int) -> PyTree:
+        """The inverse: a worker's tree."""
+        shared, leaves = iter(shard.shared), []
+        for leaf, begin in zip(self.leaves[index], self.begins[index], strict=True):
+            if begin is None:
+                leaves.append(next(shared))
+            else:
+                leaves.append(shard.flats[str(leaf.dtype)][begin : begin + leaf.size].reshape(leaf.shape))
+        return jax.tree.unflatten(self.structures[index], leaves)
+
+
+UNKNOWN = Layout((), (), (), ())
+
+
+def layout_of(trees: Sequence[PyTree], shared: Collection[str], block: int = 1, kind: type = TensorShard) -> Layout:
+    """The layout of workers' trees, in which leaves of these names are the same on all."""
+    begins, ends = [], []
+    for tree in trees:
+        end, places = {}, []
+        for name, leaf in named_leaves(tree):
+            places.append(None if name in shared else end.get(str(leaf.dtype), 0))
+            if name not in shared:
+                end[str(leaf.dtype)] = places[-1] + -(-leaf.size // block) * block
+        begins.append(tuple(places))
+        ends.append(end)
+    widths = tuple((dtype, max(end.get(dtype, 0) for end in ends)) for dtype in sorted(set().union(*ends)))
+    leaves = tuple(tuple(jax.tree.leaves(tree)) for tree in trees)
+    return Layout(tuple(map(jax.tree.structure, trees)), leaves, tuple(begins), widths, block, kind)
+
+
+def join(leaves: Sequence[jax.Array], width: int, dtype: Any, block: int = 1) -> jax.Array:
+    """[width]: leaves one after another, each filled up to whole blocks, then zeros."""
+    flat = [jnp.pad(x.reshape(-1), (0, -x.size % block)) if x.size % block else x.reshape(-1) for x in leaves]
+    return jnp.concatenate([*flat, jnp.zeros(width - sum(x.size for x in flat), dtype)])
 
 
 class TensorSharding(NamedTuple):
@@ -227,74 +229,49 @@ class TensorSharding(NamedTuple):
     owners: tuple[int, ...]  # by tensor: the index of the shard that has it
     workers: int
     block: int = 1  # in a shard tensors begin at multiples of it: the floats that share a scale on the wire
-    layout: StateLayout | None = None  # of the optimizer's state
+    state: Layout = UNKNOWN  # of the optimizer's state, by `with_state_of`
     name = "leaves"  # in checkpoints
+
+    @property
+    def params(self) -> Layout:
+        """The layout of params."""
+        return params_layout(self._replace(state=UNKNOWN))
+
+    @property
+    def like(self) -> PyTree:
+        """Shapes of params."""
+        return jax.tree.unflatten(self.structure, [jax.ShapeDtypeStruct(s, jnp.float32) for s in self.shapes])
 
     @property
     def width(self) -> int:
         """Entries of a shard: those of the longest."""
-        sizes = [0] * self.workers
-        for owner, shape in zip(self.owners, self.shapes, strict=True):
-            sizes[owner] += self.extent(shape)
-        return max(1, *sizes)
+        return dict(self.params.widths)["float32"]
 
     @property
     def padding(self) -> float:
         """Zeros of all shards, relative to the entries of params."""
         return self.workers * self.width / max(1, sum(map(math.prod, self.shapes))) - 1
 
-    def extent(self, shape: Sequence[int]) -> int:
-        """Entries from the beginning of a tensor in a shard to the next."""
-        return -(-math.prod(shape) // self.block) * self.block
-
     def select(self, tree: PyTree, index: int) -> PyTree:
         """The tensors of one shard; `optax.MaskedNode` for all others."""
         leaves = zip(self.owners, jax.tree.leaves(tree), strict=True)
         return jax.tree.unflatten(self.structure, [x if owner == index else optax.MaskedNode() for owner, x in leaves])
 
-    def flatten(self, selected: PyTree) -> TensorShard:
-        """Selected tensors as a shard."""
-        return TensorShard(join([self._padded(leaf) for leaf in jax.tree.leaves(selected)], self.width, jnp.float32))
+    def shard(self, tree: PyTree, index: Any) -> TensorShard:
+        """Shard number `index`, i32[], of a whole tree."""
+        branches = [lambda t, i=i: self.params.flatten(self.select(t, i), i) for i in range(self.workers)]
+        return lax.switch(index, branches, tree)
 
-    def unflatten(self, shard: TensorShard, index: int) -> PyTree:
-        """The inverse of `flatten`."""
-        leaves = self.tensors(shard, index)
-        return jax.tree.unflatten(
-            self.structure, [next(leaves) if owner == index else optax.MaskedNode() for owner in self.owners]
-        )
-
-    def tensors(self, shard: TensorShard, index: int) -> Iterator[Any]:
-        """The tensors of a shard, in the order of the tree."""
-        return split(
-            shard.flat, [s for s, owner in zip(self.shapes, self.owners, strict=True) if owner == index], self.block
-        )
-
-    def columns(self, leaves: Sequence[jax.Array], start: int, stop: int) -> jax.Array:
-        """[w, stop - start]: these entries of all shards of a tree."""
-        pieces, ends = [[] for _ in range(self.workers)], [0] * self.workers
-        for owner, leaf in zip(self.owners, map(self._padded, leaves), strict=True):
-            begin, ends[owner] = ends[owner], ends[owner] + leaf.size
-            low, high = max(start, begin), min(stop, ends[owner])
-            if low < high:
-                pieces[owner].append(leaf[low - begin : high - begin])
-        return jnp.stack([join(each, stop - start, jnp.float32) for each in pieces])
+    def shard_rows(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """[w, width]: every worker's shard of a tree."""
+        tree = jax.tree.unflatten(self.structure, leaves)
+        return jnp.stack([self.params.flatten(self.select(tree, i), i).flat for i in range(self.workers)])
 
     def unshard(self, rows: jax.Array) -> list[jax.Array]:
         """The tree's leaves from all shards, [w, width]."""
-        out, ends = [], [0] * self.workers
-        for owner, shape in zip(self.owners, self.shapes, strict=True):
-            begin, ends[owner] = ends[owner], ends[owner] + self.extent(shape)
-            out.append(rows[owner, begin : begin + math.prod(shape)].reshape(shape))
-        return out
-
-    def _padded(self, leaf: jax.Array) -> jax.Array:
-        missing = -leaf.size % self.block
-        return jnp.pad(leaf.reshape(-1), (0, missing)) if missing else leaf.reshape(-1)
-
-    def shard(self, tree: PyTree, index: Any) -> TensorShard:
-        """Shard number `index`, i32[], of a whole tree."""
-        branches = [lambda t, i=i: self.flatten(self.select(t, i)) for i in range(self.workers)]
-        return lax.switch(index, branches, tree)
+        trees = [self.params.unflatten(TensorShard((), {"float32": row}), i) for i, row in enumerate(rows)]
+        tensors = [iter(jax.tree.leaves(tree)) for tree in trees]
+        return [next(tensors[owner]) for owner in self.owners]
 
     def with_state_of(self, tx: Any) -> "TensorSharding":
         """The sharding that also knows this optimizer's state, of which each leaf is one worker's or all workers'.
@@ -302,33 +279,17 @@ class TensorSharding(NamedTuple):
         Raises:
             UsageError: a leaf of the state that is neither.
         """
-        like = jax.tree.unflatten(self.structure, [jax.ShapeDtypeStruct(s, jnp.float32) for s in self.shapes])
-        whole = jax.eval_shape(tx.init, like)
-        parts = [jax.eval_shape(tx.init, self.select(like, index)) for index in range(self.workers)]
-        by_worker, owners = [dict(named_leaves(part)) for part in parts], []
-        for name, leaf in named_leaves(whole):
-            having = [index for index, part in enumerate(by_worker) if name in part]
-            found = {(by_worker[index][name].shape, by_worker[index][name].dtype) for index in having}
-            if found != {(leaf.shape, leaf.dtype)} or len(having) not in (1, self.workers):
+        parts = [jax.eval_shape(tx.init, self.select(self.like, index)) for index in range(self.workers)]
+        by_worker, shared = [dict(named_leaves(part)) for part in parts], set()
+        for name, leaf in named_leaves(jax.eval_shape(tx.init, self.like)):
+            found = [(each[name].shape, each[name].dtype) for each in by_worker if name in each]
+            if set(found) != {(leaf.shape, leaf.dtype)} or len(found) not in (1, self.workers):
                 raise UsageError(
                     f"sharded by tensor: {name} of the optimizer's state is {list(leaf.shape)}, but not with some of "
                     "the tensors alone; expected a state of each tensor, or one that all share: leave it unsharded"
                 )
-            owners.append(SHARED if len(having) == self.workers else having[0])
-        layout = StateLayout(
-            names=tuple(name for name, _ in named_leaves(whole)),
-            leaves=tuple(jax.tree.leaves(whole)),
-            structure=jax.tree.structure(whole),
-            owners=tuple(owners),
-            structures=tuple(map(jax.tree.structure, parts)),
-        )
-        return self._replace(layout=layout)
-
-    @property
-    def state(self) -> StateLayout:
-        """The layout of the optimizer's state, of `with_state_of`."""
-        assert self.layout
-        return self.layout
+            shared |= {name} if len(found) == self.workers else set()
+        return self._replace(state=layout_of(parts, shared, kind=StateShard))
 
     def init(self, tx: Any, params: PyTree, index: Any) -> StateShard:
         """The optimizer's state 0 for a shard of whole params."""
@@ -336,12 +297,7 @@ class TensorSharding(NamedTuple):
         return lax.switch(index, branches, params)
 
     def step(
-        self,
-        step: Callable[..., tuple[PyTree, PyTree]],
-        index: Any,
-        grads: TensorShard,
-        state: StateShard,
-        params: TensorShard,
+        self, step: Callable, index: Any, grads: TensorShard, state: StateShard, params: TensorShard
     ) -> tuple[TensorShard, StateShard]:
         """`step(grads, state, params) -> (tree like params, state)` on a shard's tensors.
 
@@ -349,15 +305,12 @@ class TensorSharding(NamedTuple):
         cutting, and add norms up in another order than in a program of whole tensors.
         """
 
-        def branch(i: int) -> Callable[..., tuple[TensorShard, StateShard]]:
-            def run(grads: TensorShard, state: StateShard, params: TensorShard) -> tuple[TensorShard, StateShard]:
-                trees = self.unflatten(grads, i), self.state.unflatten(state, i), self.unflatten(params, i)
-                made, after = lax.cond(index == i, lambda g, s, p: step(g, s, p), lambda g, s, p: (p, s), *trees)
-                return self.flatten(made), self.state.flatten(after, i)
+        def run(i: int, grads: TensorShard, state: StateShard, params: TensorShard) -> tuple[TensorShard, StateShard]:
+            trees = self.params.unflatten(grads, i), self.state.unflatten(state, i), self.params.unflatten(params, i)
+            made, after = lax.cond(index == i, lambda g, s, p: step(g, s, p), lambda g, s, p: (p, s), *trees)
+            return self.params.flatten(made, i), self.state.flatten(after, i)
 
-            return run
-
-        return lax.switch(index, [branch(i) for i in range(self.workers)], grads, state, params)
+        return lax.switch(index, [functools.partial(run, i) for i in range(self.workers)], grads, state, params)
 
     def changes(self, params: PyTree, masters: TensorShard, index: Any) -> TensorShard:
         """Masters less this worker's shard of params, which it sends."""
@@ -365,36 +318,38 @@ class TensorSharding(NamedTuple):
 
     def write(self, whole: PyTree, shard: TensorShard, index: int) -> None:
         """Copy a shard's tensors to their places in `whole`, in host memory."""
-        leaves = [x for x, owner in zip(jax.tree.leaves(whole), self.owners, strict=True) if owner == index]
-        for leaf, tensor in zip(leaves, self.tensors(TensorShard(np.asarray(shard.flat)), index), strict=True):
-            np.copyto(leaf, tensor)
+        jax.tree.map(np.copyto, self.select(whole, index), self.params.unflatten(jax.device_get(shard), index))
 
     def to_checkpoint(self, state: PyTree, index: int) -> PyTree:
-        """A rule's state as a worker writes it: its tensors by name, keys packed."""
+        """A rule's state as a worker writes it: its tensors by name."""
 
         def one(part: Any) -> Any:
-            if isinstance(part, StateShard):
-                found = self.state.by_place(part, index)
-                every = [found.get(i, optax.MaskedNode()) for i in range(len(self.state.owners))]
-                return jax.tree.unflatten(self.state.structure, every)
-            return self.unflatten(part, index) if isinstance(part, TensorShard) else part
+            return self._layout(part).unflatten(part, index) if isinstance(part, TensorShard) else part
 
-        return packed(jax.tree.map(one, unpacked(state), is_leaf=is_tensor_shard))
+        return jax.tree.map(one, state, is_leaf=lambda part: isinstance(part, TensorShard))
 
     def from_checkpoint(self, like: PyTree, index: int, read: Callable[[str], np.ndarray]) -> PyTree:
         """A worker's shard of a rule's state; `read(name)` gives whole leaves."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), like)
         saved = jax.eval_shape(lambda state: self.to_checkpoint(state, index), shapes)
-        leaves = [read(name) for name, _ in named_leaves(saved)]
-        filled = unpacked(jax.tree.unflatten(jax.tree.structure(saved), leaves))
+        filled = jax.tree.unflatten(jax.tree.structure(saved), [read(name) for name, _ in named_leaves(saved)])
 
         def one(part: Any, mine: PyTree) -> Any:
-            if isinstance(part, StateShard):
-                return self.state.flatten(mine, index)
-            return self.flatten(mine) if isinstance(part, TensorShard) else mine
+            return self._layout(part).flatten(mine, index) if isinstance(part, TensorShard) else mine
 
-        made = jax.tree.map(one, shapes, filled, is_leaf=lambda part: is_tensor_shard(part) or is_key_data(part))
-        return jax.tree.map(np.asarray, packed(made))
+        made = jax.tree.map(one, shapes, filled, is_leaf=lambda part: isinstance(part, TensorShard))
+        return jax.tree.unflatten(jax.tree.structure(like), map(np.asarray, jax.tree.leaves(made)))
+
+    def _layout(self, part: TensorShard) -> Layout:
+        return self.state if isinstance(part, StateShard) else self.params
+
+
+@functools.cache
+def params_layout(sharding: TensorSharding) -> Layout:
+    """Where params lie in their shards."""
+    parts = [sharding.select(sharding.like, index) for index in range(sharding.workers)]
+    made = layout_of(parts, (), sharding.block)
+    return made._replace(widths=(("float32", max([1, *dict(made.widths).values()])),))
 
 
 def assign_tensors(params: PyTree, workers: int, cost: Callable[[Sequence[int]], float] = math.prod) -> TensorSharding:
@@ -411,46 +366,21 @@ def assign_tensors(params: PyTree, workers: int, cost: Callable[[Sequence[int]],
     """
     leaves, structure = jax.tree.flatten(params)
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
-    costs, sizes = [float(cost(shape)) for shape in shapes], [math.prod(shape) for shape in shapes]
-    if bad := [each for each in costs if not 0 <= each < math.inf]:
-        raise UsageError(f"cost: got {bad[0]}; expected a finite number from 0 on for each shape")
-    all_costs, all_sizes = sum(costs) or 1, sum(sizes) or 1
-    weights = [(a / all_costs, b / all_sizes) for a, b in zip(costs, sizes, strict=True)]
-    owners, loads = [0] * len(shapes), [(0.0, 0.0)] * workers
-
-    def with_more(worker: int, weight: tuple[float, float]) -> tuple[float, float]:
-        return loads[worker][0] + weight[0], loads[worker][1] + weight[1]
-
-    def load(worker: int, weight: tuple[float, float]) -> tuple[float, float]:
-        both = with_more(worker, weight)
-        return max(both), sum(both)
-
-    for i in sorted(range(len(shapes)), key=lambda i: -max(weights[i])):
-        owners[i] = min(range(workers), key=lambda worker: load(worker, weights[i]))
-        loads[owners[i]] = with_more(owners[i], weights[i])
+    weights = np.array([(float(cost(shape)), math.prod(shape)) for shape in shapes]).reshape(-1, 2)
+    if not all(0 <= each < math.inf for each in weights[:, 0]):
+        raise UsageError(f"cost: got {weights[:, 0].tolist()}; expected a finite number from 0 on for each shape")
+    totals = weights.sum(0)
+    weights, owners, loads = weights / np.where(totals, totals, 1), [0] * len(shapes), np.zeros((workers, 2))
+    for i in sorted(range(len(shapes)), key=lambda i: -weights[i].max()):
+        after = loads + weights[i]
+        owners[i] = min(range(workers), key=lambda worker: (after[worker].max(), after[worker].sum()))
+        loads[owners[i]] = after[owners[i]]
     return TensorSharding(structure, shapes, tuple(owners), workers)
-
-
-def join(leaves: Sequence[jax.Array], width: int, dtype: Any) -> jax.Array:
-    """[width]: flat leaves one after another, then zeros."""
-    missing = width - sum(leaf.size for leaf in leaves)
-    return jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), jnp.zeros(missing, dtype)])
-
-
-def split(flat: Any, shapes: Sequence[Sequence[int]], block: int = 1) -> Iterator[Any]:
-    """The inverse of `join`, of leaves that begin at multiples of `block`."""
-    starts = np.cumsum([0, *(-(-math.prod(shape) // block) * block for shape in shapes)])
-    return iter([flat[a : a + math.prod(s)].reshape(s) for a, s in zip(starts, shapes, strict=False)])
-
-
-def is_tensor_shard(part: Any) -> bool:
-    """Return True for what a worker holds of whole tensors."""
-    return isinstance(part, (TensorShard, StateShard))
 
 
 # ---------------------------------------------------------------- which of them an optimizer allows
 
-TRIAL_STEPS, TRIAL_MOVES = 200, 20  # optimizers with accumulation move params every so many steps only
+TRIAL_STEPS = 200  # optimizers with accumulation move params every so many steps only
 TRIAL_SCALES = (1.0, 1e3)  # of gradients: clipping by a large norm shows at the second
 
 
@@ -469,44 +399,39 @@ def check_sharding(tx: Any, params: PyTree, by: str, workers: int, option: str =
         UsageError: a missing or unknown word, with what both mean; a word that the trial disproves, with the tensor.
     """
     if by not in ("element", "tensor"):
-        raise UsageError(NO_WORD.format(option=option, by=by))
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), params)
+        raise UsageError(f"{option}: got {by!r} for an optimizer whose sharding is not known; expected {WORDS}")
+    leaves, structure = jax.tree.flatten(jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), params))
+    # The first and the last tensor of each number of axes: a trial of all 128 of GoogLeNet compiles for 9 s.
+    first = {leaf.ndim: i for i, leaf in reversed([*enumerate(leaves)])}
+    few = {*first.values(), *{leaf.ndim: i for i, leaf in enumerate(leaves)}.values()}
+    some = [x if i in few else optax.MaskedNode() for i, x in enumerate(leaves)]
+    cause = None
     try:
         with jax.ensure_compile_time_eval():
             try:
-                found = _trial(tx, few_tensors(like), by)
+                found = _trial(tx, jax.tree.unflatten(structure, some), by)
             except Exception:  # it may know its tensors by name
-                found = _trial(tx, like, by)
+                found = _trial(tx, jax.tree.unflatten(structure, leaves), by)
         if not found and by == "element":
-            found = _state_by_size(tx, like, workers)
+            found = _state_by_size(tx, jax.tree.unflatten(structure, leaves), workers)
     except Exception as error:  # whatever a user's code raises that knows the model's tensors alone
-        why = f"a shard alone fails ({type(error).__name__}: {error})"
-        raise UsageError(WRONG_WORD.format(option=option, by=by, why=why)) from error
+        cause, found = error, f"a shard alone fails ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     if found:
-        raise UsageError(WRONG_WORD.format(option=option, by=by, why=found))
-
-
-def few_tensors(tree: PyTree) -> PyTree:
-    """The first and the last tensor of each number of axes; a trial of all 128 of GoogLeNet compiles for 9 s."""
-    leaves, structure = jax.tree.flatten(tree)
-    first = {leaf.ndim: i for i, leaf in reversed([*enumerate(leaves)])}
-    last = {leaf.ndim: i for i, leaf in enumerate(leaves)}
-    few = {*first.values(), *last.values()}
-    return jax.tree.unflatten(structure, [x if i in few else optax.MaskedNode() for i, x in enumerate(leaves)])
+        what = f"{option}: got {by!r}, but {found} with this optimizer"
+        raise UsageError(f"{what}; expected {WORDS}, else leave it unsharded") from cause
 
 
 def _trial(tx: Any, like: PyTree, by: str) -> str:
-    """What differs between an update of whole tensors and one of two shards; empty if nothing does."""
+    """What differs between updates of whole tensors and of two shards; empty if nothing does."""
     leaves, structure = jax.tree.flatten(like)
     halves = TensorSharding(structure, (), tuple(i % 2 for i in range(len(leaves))), 2)
     shard = ElementSharding(2).shard if by == "element" else halves.select
-    indices, names = range(2 if by == "element" else min(2, len(leaves))), []
+    shards = range(2 if by == "element" else min(2, len(leaves)))
     rng = np.random.default_rng(0)
 
-    def draw(size: float) -> PyTree:
-        return jax.tree.map(
-            lambda x: np.asarray(size * rng.standard_normal([min(n, 3) for n in x.shape]), x.dtype), like
-        )
+    def draw(size: float, *steps: int) -> PyTree:
+        shape = lambda x: [*steps, *(min(n, 3) for n in x.shape)]  # noqa: E731
+        return jax.tree.map(lambda x: np.asarray(size * rng.standard_normal(shape(x)), x.dtype), like)
 
     def distance(a: jax.Array, b: jax.Array) -> jax.Array:
         """Relative to the largest entry; NaN is NaN."""
@@ -514,40 +439,27 @@ def _trial(tx: Any, like: PyTree, by: str) -> str:
         largest = jnp.nan_to_num(jnp.maximum(jnp.abs(a), jnp.abs(b)), posinf=0).max(initial=1e-30)
         return apart.max(initial=0) / largest
 
-    @jax.jit
-    def step(params: PyTree, states: list[PyTree], grads: PyTree) -> tuple[PyTree, list[PyTree], list[Any], Any]:
+    def step(carry: tuple[PyTree, list[PyTree]], grads: PyTree) -> tuple[tuple[PyTree, list[PyTree]], list[PyTree]]:
+        params, states = carry
         whole, after = tx.update(grads, states[0], params)
         distances, afters = [], [after]
-        names.clear()
-        for index in indices:
+        for index in shards:
             update, after = tx.update(shard(grads, index), states[1 + index], shard(params, index))
-            pairs = zip(named_leaves(update), named_leaves(shard(whole, index)), strict=True)
-            distances += [distance(a, b) for (_, a), (_, b) in pairs]
-            names.extend(name for name, _ in named_leaves(update))
+            distances.append(jax.tree.map(distance, update, shard(whole, index)))
             afters.append(after)
-        has_moved = jnp.stack([(u != 0).any() for u in jax.tree.leaves(whole)] or [jnp.bool(True)]).any()
-        return optax.apply_updates(params, whole), afters, distances, has_moved
+        return (optax.apply_updates(params, whole), afters), distances
 
-    def described(states: list[PyTree]) -> Any:
-        return jax.tree.structure(states), [*map(np.shape, jax.tree.leaves(states))]
-
+    run = jax.jit(lambda *operands: jax.lax.scan(step, *operands)[1])
     for scale in TRIAL_SCALES:
-        params, slope, moves = draw(1.0), draw(scale), 0
-        states = [tx.init(params), *(tx.init(shard(params, index)) for index in indices)]
-        for i in range(TRIAL_STEPS):
-            grads = jax.tree.map(lambda a, b: a + b / 2, slope, draw(scale))  # one direction: params go far
-            is_last = moves == TRIAL_MOVES or i + 1 == TRIAL_STEPS
-            if is_last and leaves:
-                jax.tree.leaves(grads)[0].reshape(-1)[:1] = np.inf
-            params, after, distances, has_moved = step(params, states, grads)
-            if described(after) != described(states):
-                return "its state gets other leaves or shapes in an update"
-            # Roundings are 1e-6 of a tensor's largest update; what depends on other entries is off by tenths.
-            if far := [name for name, x in zip(names, distances, strict=True) if not float(x) < 1e-3]:
-                return f"the update of {far[0]} depends on more than its {by}"
-            states, moves = after, moves + bool(has_moved)
-            if is_last:
-                break
+        params = draw(1.0)
+        grads = jax.tree.map(lambda a, b: a + b / 2, draw(scale), draw(scale, TRIAL_STEPS))  # params go far one way
+        for leaf in jax.tree.leaves(grads)[:1]:
+            leaf[-1:].reshape(-1)[:1] = np.inf
+        states = [tx.init(params), *(tx.init(shard(params, index)) for index in shards)]
+        # Roundings are 1e-6 of a tensor's largest update; what depends on other entries is off by tenths.
+        for name, distances in [named for each in run((params, states), grads) for named in named_leaves(each)]:
+            if not float(distances.max()) < 1e-3:
+                return f"the update of {name} depends on more than its {by}"
     return ""
 
 
@@ -564,8 +476,5 @@ def _state_by_size(tx: Any, like: PyTree, workers: int) -> str:
 
 def schedule_free_states(state: PyTree) -> list[optax.contrib.ScheduleFreeState]:
     """States of schedule-free optimizers, whose averages are of whole params."""
-
-    def is_one(part: Any) -> bool:
-        return isinstance(part, optax.contrib.ScheduleFreeState)
-
+    is_one = lambda part: isinstance(part, optax.contrib.ScheduleFreeState)  # noqa: E731
     return [part for part in jax.tree.leaves(state, is_leaf=is_one) if is_one(part)]

@@ -1,10 +1,7 @@
 """Shared memory between processes of one host, and room left for it.
 
-Large arrays should pass between processes without a copy, and no memory may stay behind when a job is killed. A
-`Segment` has no name: pickled, it is a process, a descriptor and an inode. Others open it through /proc, and the kernel
-frees it with its last user. A page that is missing at its first write kills the process. So `reserve` compares the size
-with the memory left and takes all pages beforehand. `available_bytes` is the least of the machine's memory and the
-limits of the control groups. Arrays with names use files in `folder()` instead.
+No memory may stay behind when a job is killed. A `Segment` has no name: pickled, it is a process, a descriptor and an
+inode. Others open it through /proc, and the kernel frees it with its last user.
 """
 
 import errno
@@ -14,8 +11,9 @@ import re
 import sys
 import tempfile
 import weakref
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -67,60 +65,40 @@ class Segment:
         return np.frombuffer(self.bytes, dtype, count, offset).reshape(shape)
 
 
+# By version of control groups: where they are mounted, a process's own, files of limit and memory used, and the start
+# of the lines of memory.stat that count page cache.
+GROUPS = (
+    ("/sys/fs/cgroup", r"^0::/(.*)$", "memory.max", "memory.current", ""),
+    (
+        "/sys/fs/cgroup/memory",
+        r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:/(.*)$",
+        *("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ),
+)
+
+
 def available_bytes() -> int:
     """Memory that processes may still take, page cache included.
 
     The least of this machine's and of this process's control groups; no limit if the kernel does not say.
     """
-    machine = re.search(r"MemAvailable:\s+(\d+) kB", read(Path("/proc/meminfo")))
-    free = [left_in(folder, files) for folder, files in memory_groups()]
-    return min(*free, int(machine[1]) << 10 if machine else sys.maxsize)
 
-
-class CgroupFiles(NamedTuple):
-    """File names in one version of control groups: limit, memory used."""
-
-    limit: str
-    used: str
-    files: str  # the start of the lines of memory.stat that count page cache
-
-
-VERSIONS = {
-    1: CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    2: CgroupFiles("memory.max", "memory.current", ""),
-}
-
-
-def memory_groups() -> list[tuple[Path, CgroupFiles]]:
-    """Control groups that bound this process's memory, from its own up.
-
-    In a container the path is often that of the machine, and only the root of the mount is there.
-    """
-    root, said = Path("/sys/fs/cgroup"), read(Path("/proc/self/cgroup"))
-    groups = []
-    places = {2: (root, r"^0::/(.*)$"), 1: (root / "memory", r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:/(.*)$")}
-    for number, (mount, line) in places.items():
-        own = re.search(line, said, re.MULTILINE)
-        group = mount / (own[1] if own else "")
-        groups += [(folder, VERSIONS[number]) for folder in (group, *group.parents)]
-    return groups
-
-
-def left_in(group: Path, names: CgroupFiles) -> int:
-    """Memory left in a control group; its page cache counts as free."""
-    limit, used = (read(group / name).strip() for name in (names.limit, names.used))
-    if not (limit.isdigit() and used.isdigit()):
-        return sys.maxsize
-    files = re.findall(rf"^{names.files}(?:in)?active_file (\d+)$", read(group / "memory.stat"), re.MULTILINE)
-    return int(limit) - int(used) + sum(map(int, files))
-
-
-def read(file: Path) -> str:
-    """A file of the kernel's; nothing if there is none."""
-    try:
-        return file.read_text()
-    except OSError:
+    def read(file: Path | str) -> str:
+        with suppress(OSError):
+            return Path(file).read_text()
         return ""
+
+    machine = re.search(r"MemAvailable:\s+(\d+) kB", read("/proc/meminfo"))
+    free = [int(machine[1]) << 10 if machine else sys.maxsize]
+    for mount, line, limit_file, used_file, cache in GROUPS:
+        own = re.search(line, read("/proc/self/cgroup"), re.MULTILINE)
+        group = Path(mount, own[1] if own else "")
+        for folder in (group, *group.parents):  # in a container the path is often the machine's: only the root is there
+            limit, used = read(folder / limit_file).strip(), read(folder / used_file).strip()
+            if limit.isdigit() and used.isdigit():
+                files = re.findall(rf"^{cache}(?:in)?active_file (\d+)$", read(folder / "memory.stat"), re.MULTILINE)
+                free.append(int(limit) - int(used) + sum(map(int, files)))
+    return min(free)
 
 
 def attached(pid: int, fd: int, inode: int, size: int) -> Segment:

@@ -7,8 +7,7 @@ over items by threads; `packing` of a source into few files; `group_order`, who 
 memory holds which record; `memory_source`, records in memory; `command`, `jaxmpi data`.
 
 Then what no loader process imports, since it imports JAX or MPI: `feed`, batches for the devices; `shuffle` of data
-in memory between workers, which reads their memory by `peer_memory`; `in_memory`, the same for a loop of one's own;
-`mpi_loaders`, started by MPI.
+in memory between workers; `in_memory`, the same for a loop of one's own; `mpi_loaders`, started by MPI.
 
 It imports `core`, `config`, `comm`, `runtime`, `model` and `tasks`.
 """

@@ -38,10 +38,6 @@ class Augment:
     seed: int
     mean_image: np.ndarray | None = None
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**64:
-            raise UsageError(f"seed: got {self.seed}; expected 0 to 2^64 - 1")
-
     def __call__(self, image: np.ndarray, epoch: int, index: int, where: str) -> np.ndarray:
         """The image for a batch, crop x crop if `data.crop` is set; may be a view. Errors name `where`.
 

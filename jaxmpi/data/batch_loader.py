@@ -9,8 +9,6 @@ import logging
 import time
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import CancelledError
-from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -21,7 +19,7 @@ from jaxmpi.data.augment import Augment, load_mean_image
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import Example, ExampleReader
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
-from jaxmpi.data.loader_worker import Answer, Ring, RowFailure
+from jaxmpi.data.loader_worker import NO_SLOT, Ring
 from jaxmpi.data.sampler import Sampler, Share
 from jaxmpi.data.sources.base import Source
 
@@ -61,25 +59,6 @@ class _Pending(NamedTuple):
     share: Share
     slot: int
     tickets: list[int]
-
-
-@dataclass
-class _Resources:
-    """What a loader gives back at its end; apart from the loader, so that a finalizer of it can."""
-
-    pool: LoaderPool
-    owns_pool: bool
-    job: int = 0
-    ring: Ring | None = None
-    closed: bool = False
-
-    def release(self) -> None:
-        self.closed = True
-        if self.ring is not None:
-            self.ring.closed[0] = 1
-        self.pool.close(self.job)
-        if self.owns_pool:
-            self.pool.stop()
 
 
 class Loader:
@@ -130,7 +109,6 @@ class Loader:
             expected = f"the sampler's {sampler.examples}" + ", and >= 1 for training" * train
             raise UsageError(f"{source.name}: got {len(source)} examples; expected {expected}")
         augment = Augment(to_loader_config(config), train, sampler.seed, load_mean_image(config))
-        self._reader = ExampleReader(source, augment, config.on_error == "skip", classes, labels)
         self._sampler = sampler
         self._next = start_step
         self._stop = sampler.steps_per_epoch if stop_step is None and not train else stop_step
@@ -138,16 +116,18 @@ class Loader:
         self._ahead: collections.deque[_Pending] = collections.deque()
         self._free: collections.deque[int] = collections.deque()  # slots
         self._filler: Example | None = None
-        shared = pool or LoaderPool(kind_for(config, source), config.loaders, config.stall_timeout_s)
-        self._resources = _Resources(shared, owns_pool=pool is None)
-        self._finalize = weakref.finalize(self, self._resources.release)
+        self._reader = ExampleReader(source, augment, config.on_error == "skip", classes, labels)
+        self._pool = pool or LoaderPool(kind_for(config, source), config.loaders, config.stall_timeout_s)
+        self._job = self._pool.open(self._reader)
+        self._ring: Ring | None = None
+        self._finalize = weakref.finalize(self, _release, self._pool, self._job, stop=pool is None)
         self.wait_s, self.skipped = 0.0, 0
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        if self._resources.closed:
+        if self._job not in self._pool.jobs:
             raise StopIteration
         try:
             begin = time.perf_counter()
@@ -155,7 +135,7 @@ class Loader:
             if not self._ahead:
                 raise StopIteration
             pending = self._ahead[0]
-            answers = [self._answer(ticket) for ticket in pending.tickets]
+            answers = [self._pool.answer(ticket) for ticket in pending.tickets]
             self.wait_s += time.perf_counter() - begin
             corrupt = self._find_corrupt([failure for answer in answers for failure in answer.failures])
             batch = self._to_batch(pending, corrupt)
@@ -167,7 +147,7 @@ class Loader:
 
     def ready(self) -> bool:
         """Return True if `next` would give a batch without waiting."""
-        return bool(self._ahead) and all(self._resources.pool.has(ticket) for ticket in self._ahead[0].tickets)
+        return bool(self._ahead) and all(self._pool.has(ticket) for ticket in self._ahead[0].tickets)
 
     def close(self) -> None:
         """Release batches and loaders; a waiting `next` raises `CancelledError`."""
@@ -181,33 +161,33 @@ class Loader:
         self.close()
 
     def _request(self) -> None:
-        resources = self._resources
         while self._stop is None or self._next < self._stop:
-            if resources.ring is None:
-                self._open_ring()
-            if not self._free or len(self._ahead) > self._prefetch:
+            if self._ring and (not self._free or len(self._ahead) > self._prefetch):
                 return
-            share, slot = self._sampler.indices(self._next), self._free.popleft()
-            tickets = resources.pool.make(resources.job, slot, self._next, share.epoch, share.indices)
+            share, size = self._sampler.indices(self._next), self._pool.size
+            if self._ring is None:
+                self._open_ring(share)
+            slot = self._free.popleft()
+            tickets = [  # rows are dealt in turn, from a loader that changes with the step
+                self._pool.request(
+                    (first + self._next) % size, self._job, slot, share.epoch, first, size, share.indices[first::size]
+                )
+                for first in range(min(size, len(share.indices)))
+            ]
             self._ahead.append(_Pending(self._next, share, slot, tickets))
             self._next += 1
 
-    def _open_ring(self) -> None:
-        resources = self._resources
-        resources.job = resources.pool.open(self._reader)
-        share = self._sampler.indices(self._next)
+    def _open_ring(self, share: Share) -> None:
         row = self._first_row(share.epoch, share.indices) or self._filler_row()
         kinds = {name: "f4" if value.dtype.kind == "f" else value.dtype.str for name, value in row.items()}
         fields = {name: (value.shape, kinds[name]) for name, value in row.items()}
-        resources.ring = Ring(self._prefetch + 2, self._sampler.local_batch, fields)
-        resources.pool.attach(resources.job, resources.ring)
-        self._free.extend(range(resources.ring.slots))
-
-    def _answer(self, ticket: int) -> Answer:
-        return self._resources.pool.answer(ticket, lambda: self._resources.closed)
+        self._ring = Ring(self._prefetch + 2, self._sampler.local_batch, fields)
+        self._pool.attach(self._job, self._ring)
+        self._free.extend(range(self._ring.slots))
 
     def _first_row(self, epoch: int, indices: Sequence[int] | np.ndarray) -> Example | None:
-        answer = self._answer(self._resources.pool.request_first_row(self._resources.job, epoch, indices))
+        """The first good row of these."""
+        answer = self._pool.answer(self._pool.request(0, self._job, NO_SLOT, epoch, 0, 1, indices))
         self._find_corrupt(answer.failures)
         return answer.row
 
@@ -221,30 +201,26 @@ class Loader:
             self._filler = {name: value.copy() for name, value in row.items()}  # a view would keep a part of a data set
         return self._filler
 
-    def _find_corrupt(self, failures: list[RowFailure]) -> list[int]:
+    def _find_corrupt(self, failures: list[tuple[int, BaseException]]) -> list[int]:
         """Positions of corrupt examples to skip; raise the first other failure."""
-        for failure in sorted(failures, key=lambda failure: failure.position):
-            if not (self._reader.skip and isinstance(failure.error, CorruptExample)):
-                raise failure.error
-            _LOG.warning("skipped: %s", failure.error.fault)
-        return [failure.position for failure in failures]
+        for _, error in sorted(failures, key=lambda failure: failure[0]):
+            if not (self._reader.skip and isinstance(error, CorruptExample)):
+                raise error
+            _LOG.warning("skipped: %s", error.fault)
+        return [position for position, _ in failures]
 
     def _to_batch(self, pending: _Pending, corrupt: list[int]) -> Batch:
         """The batch of a slot; corrupt rows, and those behind the share, repeat good ones with weight 0."""
-        ring, share = self._resources.ring, pending.share
-        if ring is None:
-            raise CancelledError
+        ring, share = self._ring, pending.share
+        assert ring is not None
         is_real = np.arange(ring.batch) < len(share.indices)
         is_real[corrupt] = False
         rows = ring.rows(pending.slot)
         empty, good = np.flatnonzero(~is_real), np.flatnonzero(is_real)
-        if len(empty) and len(good):
-            repeated = np.resize(good, len(empty))
-            for values in rows.values():
-                values[empty] = values[repeated]
-        elif len(empty):
-            for name, value in self._filler_row().items():
-                rows[name][empty] = value
+        filler = {} if len(good) or not len(empty) else self._filler_row()
+        for name, values in rows.items():
+            if len(empty):
+                values[empty] = filler[name] if filler else values[np.resize(good, len(empty))]
         weight = self._sampler.size / share.count if self._reader.augment.train else 1.0
         fields = {name: values.copy() for name, values in rows.items() if name != ring.largest}
         self._ahead.popleft()
@@ -255,3 +231,9 @@ class Loader:
             fields[ring.largest] = ring.lend(pending.slot, self._free.append)
         self._request()  # only now that all is copied: it may have the slot filled again
         return Batch(fields, is_real.astype(np.float32) * np.float32(weight), share.epoch, pending.step, share.count)
+
+
+def _release(pool: LoaderPool, job: int, stop: bool) -> None:
+    pool.close(job)
+    if stop:
+        pool.stop()

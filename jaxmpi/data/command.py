@@ -21,45 +21,6 @@ from jaxmpi.data.sources.text import write_words
 
 SHOWN = 20  # damaged records that are named
 NEED_NO_FOLDER = ("digits", "animals", "synthetic")
-# Names of options in messages of sources: those in `jaxmpi data pack`.
-FLAGS = {
-    "--data.columns": "--columns",
-    "--data.train-split": "--train-split",
-    "--data.validation-split": "--validation-split",
-    "data.on_error=skip goes on without such examples": (
-        "run the same line again with --on-error skip, which leaves such examples out"
-    ),
-    "set data.dir or JAXMPI_DATA to": "give as SRC",
-    "set data.dir to": "give as SRC",
-    "set data.name to": "give as --name",
-}
-
-
-@contextlib.contextmanager
-def _progress_bar(text: str, total: int) -> Iterator[Progress]:
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task(text, total=total)
-        yield lambda n: shown.advance(task, n)
-
-
-def _parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
-    line = f"jaxmpi data {name}"
-    return argparse.ArgumentParser(line, description=description, epilog=f"example: {line} {example}")
-
-
-def _add_threads(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
-
-
-def _check_threads(options: argparse.Namespace) -> None:
-    if options.threads < 1:
-        raise UsageError(f"--threads: got {options.threads}; expected >= 1")
 
 
 def pack_main(argv: list[str]) -> None:
@@ -79,10 +40,7 @@ def pack_main(argv: list[str]) -> None:
     add("--quality", type=int, default=default.quality, help="JPEG 1 to 100 (default: 90); 0: PNG")
     add("--shard-mb", type=float, default=1024, help="at which a shard ends (default: 1024)")
     add("--on-error", default=default.on_error, help="stop | skip: what a corrupt image does")
-    add("--verify", default=default.verify, help="decode | header: of images that keep their bytes (default: decode)")
-    _add_threads(parser)
-    options = parser.parse_args(argv)
-    _check_threads(options)
+    options = _parse(parser, argv)
     if not 0 < options.shard_mb < math.inf:
         raise UsageError(f"--shard-mb: got {options.shard_mb}; expected MiB > 0")
     needs_none = options.source is None and options.src in NEED_NO_FOLDER
@@ -94,24 +52,17 @@ def pack_main(argv: list[str]) -> None:
         train_split=options.train_split,
         validation_split=options.validation_split,
     )
-    packing = PackingOptions(
-        resize=options.resize,
-        quality=options.quality,
-        shard_bytes=max(int(options.shard_mb * 2**20), 1),
-        on_error=options.on_error,
-        verify=options.verify,
-    )
+    shard_bytes = max(int(options.shard_mb * 2**20), 1)
+    packing = PackingOptions(options.resize, options.quality, shard_bytes, options.on_error)
     for split in ("train", "validation") if options.validation_split else ("train",):
         folder = options.dst / split
         try:
             source = open_source(data, split)
             with _progress_bar(split, len(source)) as progress:
                 done = pack(source, folder, packing, options.threads, progress)
-        except (CorruptExample, UsageError) as error:
-            text = str(error)
-            for trainer_flag, flag in FLAGS.items():
-                text = text.replace(trainer_flag, flag)
-            raise UsageError(text) from error
+        except (CorruptExample, UsageError) as error:  # which name the trainer's flags
+            said = str(error).replace("data.on_error=skip", "--on-error skip, given with the same line,")
+            raise UsageError(said.replace("--data.", "--")) from error
         print(f"{folder}: {done.records} records, {done.size_bytes / 1e6:,.1f} MB, skipped {done.skipped}")
 
 
@@ -120,9 +71,7 @@ def check_main(argv: list[str]) -> None:
     parser = _parser("check", "Verify every record of a packed data set.", "/data/packed --decode")
     parser.add_argument("dst", metavar="DST", type=Path, help="what jaxmpi data pack has made")
     parser.add_argument("--decode", action="store_true", help="decode the images too")
-    _add_threads(parser)
-    options = parser.parse_args(argv)
-    _check_threads(options)
+    options = _parse(parser, argv)
     damaged = 0
     for folder in splits_in(options.dst):
         packed = PackedSource(folder)
@@ -147,6 +96,26 @@ def words_main(argv: list[str]) -> None:
     data = Data("stdlib") if options.src == "stdlib" else Data("text", dir=options.src)
     done = write_words(data, options.file, options.words)
     print(f"{options.file}: {done.words:,} words; {100 * done.known:.1f} % of the held-out ones are among them")
+
+
+def _parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
+    line = f"jaxmpi data {name}"
+    return argparse.ArgumentParser(line, description=description, epilog=f"example: {line} {example}")
+
+
+def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
+    options = parser.parse_args(argv)
+    if options.threads < 1:
+        raise UsageError(f"--threads: got {options.threads}; expected >= 1")
+    return options
+
+
+@contextlib.contextmanager
+def _progress_bar(text: str, total: int) -> Iterator[Progress]:
+    with progress.Progress(*progress.Progress.get_default_columns(), console=Console(stderr=True)) as shown:
+        task = shown.add_task(text, total=total)
+        yield lambda n: shown.advance(task, n)
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {"pack": pack_main, "check": check_main, "words": words_main}

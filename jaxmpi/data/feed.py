@@ -32,7 +32,7 @@ from jaxmpi.core.errors import AgreedError, UsageError
 from jaxmpi.core.pytrees import signature
 from jaxmpi.data import mpi_loaders as mpi_loaders  # a kind of loaders
 from jaxmpi.data.augment import Augment, load_mean_image
-from jaxmpi.data.batch_loader import Batch, Loader
+from jaxmpi.data.batch_loader import Loader
 from jaxmpi.data.example import ExampleReader, nested
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
 from jaxmpi.data.sampler import UNBOUNDED, FileSampler, Sampler, StreamSampler
@@ -159,18 +159,17 @@ class DeviceFeed:
         def put_next() -> bool:
             batches = [batch for batch in (next(loader, None) for loader in loaders) if batch is not None]
             if batches:
-                skipped_here = sum(loader.skipped for loader in loaders)
-                weights = [self._weights(batch) for batch in batches] if self.weigh and self.train else []
                 trees = [{**nested(batch.fields), "weight": batch.weight} for batch in batches]
+                weights = [self._weights(tree) for tree in trees] if self.weigh and self.train else []
+                skipped_here = sum(loader.skipped for loader in loaders)
                 ahead.append((_put_on_devices(trees, self.mesh), batches[0].step, skipped_here, weights))
             return bool(batches)
 
         try:
             while ahead or put_next():
                 batch, step, skipped_here, weights = ahead.popleft()
-                if isinstance(source, StreamSource):
-                    source.forget(start)
-                    start += 1
+                for reader in source.readers if isinstance(source, StreamSource) else ():
+                    reader.forget(step)
                 if self.memory:  # at the same batch on all ranks, however far each is ahead
                     self.memory.reached(step)
                 if all(loader.ready() for loader in loaders):
@@ -183,14 +182,13 @@ class DeviceFeed:
             for loader in loaders:
                 loader.close()
 
-    def _weights(self, batch: Batch) -> np.ndarray:
+    def _weights(self, tree: dict[str, Any]) -> np.ndarray:
         """f64[local batch]: weights of examples in the loss; 0 for fillers."""
         assert self.weigh is not None
-        weights = np.asarray(self.weigh({**nested(batch.fields), "weight": batch.weight}), np.float64)
-        is_well = weights.shape == batch.weight.shape and bool((np.isfinite(weights) & (weights >= 0)).all())
-        if not is_well:
-            raise UsageError(f"weight: got {weights}; expected {len(batch.weight)} finite numbers >= 0, one an example")
-        return np.where(batch.weight > 0, weights, 0)
+        weights, n = np.asarray(self.weigh(tree), np.float64), len(tree["weight"])
+        if weights.shape != (n,) or not (np.isfinite(weights) & (weights >= 0)).all():
+            raise UsageError(f"weight: got {weights}; expected {n} finite numbers >= 0, one an example")
+        return np.where(tree["weight"] > 0, weights, 0)
 
     def _scale(self, batch: train_state.Batch, weights: list[np.ndarray]) -> train_state.Batch:
         """Return the batch with weights N w_j / sum w, over the examples of all N workers; all ranks call it."""
@@ -237,7 +235,8 @@ def open_feed(
     """
     data, is_train, multiple = experiment.data, split == "train", micro_batch or 1
     source = open_source(data, split)
-    if isinstance(source, StreamSource):
+    is_stream = isinstance(source, StreamSource)
+    if is_stream:
         _open_streams(source, is_train, effective_batch, data, workers)
     for note in getattr(source, "notes", ()) if workers.processes.rank == 0 else ():
         print(f"jaxmpi: {note}", file=sys.stderr)
@@ -245,22 +244,21 @@ def open_feed(
     labels = spec.labels if spec else "numbers"
     if spec is not None and labels != "numbers":
         model = _fit_classes(model, source, is_train)
-    memory, seed, size = None, experiment.seed, workers.size
+    memory, order = None, {"size": workers.size, "seed": experiment.seed, "multiple": multiple}
     if data.memory == "partition":
-        memory, samplers = keep_in_memory(source, data, seed, effective_batch, is_train, workers, multiple)
+        memory, samplers = keep_in_memory(source, data, order["seed"], effective_batch, is_train, workers, multiple)
         source = memory.source
-    elif isinstance(source, StreamSource):
+    elif is_stream:
         if data.shuffle_by.startswith("files"):
             raise UsageError(f"data.shuffle_by: got {data.shuffle_by}; {source.name} is a stream: leave it out")
-        make = partial(StreamSampler, len(source), effective_batch, size=size, seed=seed, multiple=multiple)
-        streams = enumerate(workers.mine)
-        samplers = tuple(make(rank=rank, place=place, lengths=source.lengths) for place, rank in streams)
+        make = partial(StreamSampler, len(source), effective_batch, lengths=source.lengths, **order)
+        samplers = tuple(make(rank=rank, place=place) for place, rank in enumerate(workers.mine))
     else:
         source, sampler = _choose_sampler(source, data, is_train, workers)
-        make = partial(sampler, len(source), effective_batch, size=size, seed=seed, multiple=multiple)
-        samplers = tuple(make(rank=rank, shuffle=is_train) for rank in workers.mine)
+        make = partial(sampler, len(source), effective_batch, shuffle=is_train, **order)
+        samplers = tuple(make(rank=rank) for rank in workers.mine)
     kind = kind_for(data, source)
-    loaders = 1 if isinstance(source, StreamSource) else data.loaders * len(workers.mine)  # a stream has one order
+    loaders = 1 if is_stream else data.loaders * len(workers.mine)  # a stream has one order
     if pool is None or (pool.kind, pool.size) != (kind, loaders):
         pool = LoaderPool(kind, loaders, data.stall_timeout_s)
     return DeviceFeed(
@@ -281,8 +279,8 @@ def open_feed(
 
 def _choose_sampler(source: Source, data: Data, is_train: bool, workers: Workers) -> tuple[Source, Callable[..., Any]]:
     """The source to read, which gives examples or whole files, and the sampler of that order."""
-    shuffle_by, ends = data.shuffle_by, getattr(source, "file_ends", None)
-    span_ends = getattr(source, "span_ends", None)
+    shuffle_by = data.shuffle_by
+    ends, span_ends = (getattr(source, name, None) for name in ("file_ends", "span_ends"))
     if ends is None and shuffle_by.startswith("files"):
         raise UsageError(NO_FILES.format(asked=shuffle_by, source=source.name))
     if span_ends is None and shuffle_by == "files-mixed":
@@ -326,12 +324,13 @@ def _open_streams(source: StreamSource, is_train: bool, effective_batch: int, da
         return
     counts = source.count(data.stall_timeout_s)
     if source.is_own:
-        source.lengths = tuple(n for each in workers.processes.allgather_object(counts) for n in each)
-    for worker, n in enumerate(source.lengths or counts):
+        counts = [n for each in workers.processes.allgather_object(counts) for n in each]
+        source.lengths = tuple(counts)
+    for worker, n in enumerate(counts):
         if not n:
             way_out = ": give each worker some, or all workers one IterDataset" if source.is_own else ""
             raise UsageError(f"{source.stream_name(worker, workers.size)}: got no examples; expected >= 1{way_out}")
-    source.examples_in_all = sum(source.lengths or counts)
+    source.examples_in_all = sum(counts)
 
 
 def _fit_classes(model: Model, source: Source, is_train: bool) -> Model:

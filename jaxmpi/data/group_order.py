@@ -142,15 +142,10 @@ def plan_moves(
 ) -> Iterator[Move]:
     """Yield a shuffle in segments, equally many for every member: Algorithm 2 of IBM's DIMD (Kumar et al. 2018).
 
-    A segment is a run of places of the new order whose records have about `parts` x `segment_bytes`. It begins below
-    2^30 bytes and no record is longer than that, so no count of MPI passes 2^31.
-
-    Args:
-        order: i64[n], the new epoch's.
-        before, after: i32[n], who has record i, and who is to have place i of the order.
-        lengths: i64[n], bytes of record i.
-        me, parts: this part, and how many, each in a process of its own.
-        segment_bytes: of one part, about.
+    The new epoch's `order` is i64[n]; `before` and `after` are i32[n], who has record i, and who is to have place i of
+    the order; `lengths` are i64[n], bytes of record i; `me` is one of `parts` members, each in a process of its own. A
+    segment is a run of places of the new order whose records have about `parts` x `segment_bytes`. It begins below 2^30
+    bytes and no record is longer than that, so no count of MPI passes 2^31.
     """
     assert lengths.max(initial=0) <= MAX_RECORD_BYTES
     segments = (np.cumsum(lengths[order]) - lengths[order]) // min(parts * segment_bytes, MAX_RECORD_BYTES)

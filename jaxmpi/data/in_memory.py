@@ -47,12 +47,10 @@ class LoopSampler(GroupSampler):
         again, batch = divmod(batch, self.steps_per_epoch)
         epoch = shuffles + again * MOST_BATCHES  # so that crops are others, too
         places = slice(batch * self.effective_batch, min((batch + 1) * self.effective_batch, self.examples))
+        order = self._order(shuffles, places.start, places.stop)
         if again:
-            order = permute_within_parts(
-                self.examples, self.effective_batch, self.seed, epoch, self.parts, first=shuffles
-            )[places]
-        else:
-            order = self._order(shuffles, places.start, places.stop)
+            about = self.examples, self.effective_batch, self.seed, epoch, self.parts
+            order = permute_within_parts(*about, first=shuffles)[places]
         return Share(epoch, self._part(order), len(order))
 
 
@@ -93,7 +91,7 @@ class InMemory:
     ) -> None:
         check_whole("local_batch", local_batch)
         check_whole("seed", seed, 0)
-        seed = int(seed)  # NumPy's have no JSON
+        local_batch, seed = int(local_batch), int(seed)  # NumPy's have no JSON
         settings = _to_data(data)
         missing = [name for name in STATE if state and name not in state]
         if missing:
@@ -104,21 +102,18 @@ class InMemory:
             )
         group_size = (settings.group_size or "auto") if group_size is None else group_size
         group_size = state["group_size"] if state and group_size == "auto" else group_size
-        workers = gather_workers(1)
-        position = state or {"shuffles": 0, "batches": 0}
-        arguments = {"local_batch": int(local_batch), "group_size": group_size, "seed": seed, "state": position}
+        workers, position = gather_workers(1), state or {"shuffles": 0, "batches": 0}
+        arguments = {"local_batch": local_batch, "group_size": group_size, "seed": seed, "state": position}
         workers.processes.assert_same("settings of data in memory", arguments)
         fixed = {"memory": "partition", "group_size": group_size, "shuffle_by": "auto", "shuffle_period": 1}
         config = dataclasses.replace(settings, **fixed)  # period 1: records move at every turn, which is a call here
-        source = open_source(config, "train")
-        batch = int(local_batch) * workers.size
+        source, batch = open_source(config, "train"), local_batch * workers.size
         self._memory, samplers = keep_in_memory(source, config, seed, batch, True, workers, sampler=LoopSampler)
-        inside = self._memory.source
-        self._facts = {"examples": len(source), "effective_batch": batch, "seed": seed}
-        self._facts["group_size"] = samplers[0].parts
+        self._facts = {"examples": len(source), "effective_batch": batch, "seed": seed, "group_size": samplers[0].parts}
         self._shuffles, self._batches = position["shuffles"], position["batches"]
         self._iterator: Generator[Batch, None, None] | None = None
         self._is_closed = False
+        inside = self._memory.source
         agreed: type[Exception] = UsageError  # all ranks raise it together
         try:
             pool = LoaderPool(kind_for(config, inside), config.loaders, config.stall_timeout_s)
@@ -126,9 +121,7 @@ class InMemory:
             workers.processes.assert_same("the data", self._feed.facts())
             odd = [f"{k}: got {v}, expected {state.get(k)}" for k, v in self._facts.items() if state and state[k] != v]
             if odd:
-                raise UsageError(
-                    f"InMemory: the state is that of another order: {'; '.join(odd)}; give these, or no state"
-                )
+                raise UsageError(f"InMemory: the state is that of another order: {'; '.join(odd)}; give these, or none")
             agreed = NoRoom  # another error of loading may be of this rank alone
             self._memory.load()
         except agreed:

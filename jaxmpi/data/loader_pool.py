@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -31,20 +32,12 @@ from jaxmpi.core.errors import TrainingError, UsageError, lookup
 from jaxmpi.core.shared_memory import Segment
 from jaxmpi.data.example import ExampleReader
 from jaxmpi.data.loader_worker import (
-    BOARD_ROW,
-    INDEX,
-    JOB,
-    NO_SLOT,
+    BOARD,
     NOTHING,
-    PID,
-    SINCE,
-    STOP,
     Answer,
-    Attach,
-    Close,
     LoaderWorker,
     Make,
-    Open,
+    Note,
     Ring,
     SharedPickle,
     answer_from_bytes,
@@ -56,6 +49,15 @@ END_S = 1.0  # a process ends as soon as its pipe is closed, unless it has been 
 START_S = 120.0  # at least, for a process to start: a network file system may have to deliver all of Python
 POLL_S = 0.1  # between looks at whether loaders are well, while an answer is waited for
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+@dataclass
+class Job:
+    """One reader's rows."""
+
+    reader: ExampleReader
+    prepared: Any  # keeps the memory in which loaders have the reader
+    ring: Ring | None = None
 
 
 class LoaderPool:
@@ -72,8 +74,8 @@ class LoaderPool:
         self._start = lookup(KINDS, kind, "data.loader")
         self._loaders: Any = None  # made by a row of KINDS
         self._stop_loaders: Callable[[], object] = lambda: None
-        self._board = np.zeros((size, BOARD_ROW), np.int64)
-        self._jobs: dict[int, tuple[ExampleReader, Any]] = {}  # with what keeps the reader's memory
+        self._board = np.zeros(size, BOARD)
+        self.jobs: dict[int, Job] = {}  # that are not closed
         self._tickets: dict[int, tuple[int, int]] = {}  # ticket -> job, loader
         self._answers: dict[int, Answer] = {}
         self._numbers = itertools.count(1)
@@ -87,56 +89,48 @@ class LoaderPool:
         """
         if self._loaders is None:
             board = Segment(self._board.nbytes)
-            self._board = board.array(0, self._board.shape, np.int64)
+            self._board = board.array(0, self._board.shape, BOARD)
             self._loaders = self._start(self.size, board)
             self._stop_loaders = weakref.finalize(self, _stop, self._loaders, self._board)
-        job = next(self._numbers)
-        self._jobs[job] = reader, self._loaders.open(job, reader)
+        job, prepared = next(self._numbers), self._loaders.prepare(reader)
+        self.jobs[job] = Job(reader, prepared)
+        self.note(job, prepared)
         return job
 
     def attach(self, job: int, ring: Ring) -> None:
         """Say where the job's batches lie."""
-        self._send_all(Attach(job, ring))
+        self.jobs[job].ring = ring
+        self.note(job, ring)
 
-    def request_first_row(self, job: int, epoch: int, indices: Sequence[int] | np.ndarray) -> int:
-        """Have a loader find the first good row among `indices`; return the ticket."""
-        return self._request(0, job, NO_SLOT, epoch, 0, 1, indices)
+    def note(self, job: int, content: Any) -> None:
+        """Send all loaders a `Note`."""
+        if self._loaders is not None:
+            for number in range(self.size):
+                self._loaders.send(number, Note(job, content))
 
-    def make(self, job: int, slot: int, step: int, epoch: int, indices: np.ndarray) -> list[int]:
-        """Have all loaders make their rows of a batch; return the tickets."""
-        size = self.size
-        return [
-            self._request((first + step) % size, job, slot, epoch, first, size, indices[first::size])
-            for first in range(min(size, len(indices)))
-        ]
-
-    def _request(self, number: int, job: int, *fields: Any) -> int:
+    def request(self, number: int, job: int, *fields: Any) -> int:
+        """Send a loader `Make(job, ticket, *fields)`; return the ticket."""
         ticket = next(self._numbers)
         self._tickets[ticket] = job, number
         if self._loaders is not None:  # else it has been stopped, which whoever waits will see
             self._loaders.send(number, Make(job, ticket, *fields))
         return ticket
 
-    def _send_all(self, message: Any) -> None:
-        if self._loaders is not None:
-            for number in range(self.size):
-                self._loaders.send(number, message)
-
     def has(self, ticket: int) -> bool:
         """Return True if `answer` would not wait."""
         self._receive(0)
         return ticket in self._answers
 
-    def answer(self, ticket: int, is_closed: Callable[[], bool]) -> Answer:
+    def answer(self, ticket: int) -> Answer:
         """Wait for the answer to a ticket.
 
         Raises:
-            CancelledError: `is_closed()`, or the pool has been stopped.
+            CancelledError: its job was closed, or the pool stopped.
             TrainingError: the loader that has the ticket died or stalls; its file is named.
         """
         begin = time.monotonic()
         while ticket not in self._answers:
-            if is_closed() or self._loaders is None:
+            if ticket not in self._tickets or self._loaders is None:
                 raise CancelledError
             if not self._receive(POLL_S):
                 self._check_alive(ticket, begin)
@@ -158,7 +152,7 @@ class LoaderPool:
         if how:
             raise TrainingError(f"loader {number} of {self.size} {how} {place or 'between examples'}")
         silent_s = time.monotonic() - (since_s if place else max(begin, since_s))  # since its last message
-        if silent_s > (self.stall_timeout_s if self._board[number, PID] else max(self.stall_timeout_s, START_S)):
+        if silent_s > max(self.stall_timeout_s, 0 if self._board["pid"][number] else START_S):
             raise TrainingError(
                 f"loader {number} of {self.size} has been {place or 'silent'} for {silent_s:.0f} s; "
                 "data.stall_timeout_s sets how long it may"
@@ -166,27 +160,30 @@ class LoaderPool:
 
     def current_example(self, number: int) -> tuple[str, float]:
         """A loader's example, empty if none, and since when by `time.monotonic`; 0 before its first message."""
-        job, index, since_ns = self._board[number, [JOB, INDEX, SINCE]].tolist()
-        if not since_ns or index == NOTHING or job not in self._jobs:
+        job, index, since_ns = (int(self._board[field][number]) for field in ("job", "index", "since"))
+        if not since_ns or index == NOTHING or job not in self.jobs:
             return "", since_ns / 1e9
-        source = self._jobs[job][0].source
+        source = self.jobs[job].reader.source
         awaited_s = getattr(source, "awaited_s", lambda index: 0.0)(index)
         return f"at {where(source, index)} (example {index})", max(since_ns / 1e9, awaited_s)
 
     def close(self, job: int) -> None:
-        """Drop a job; answers to its tickets are thrown away."""
-        if self._jobs.pop(job, None) is None:
+        """Drop a job, and its queued work wherever it is; answers to its tickets are thrown away."""
+        closed = self.jobs.pop(job, None)
+        if closed is None:
             return
+        if closed.ring is not None:
+            closed.ring.closed[0] = 1
         with self._lock:
             for ticket in [ticket for ticket, (other, _) in self._tickets.items() if other == job]:
                 del self._tickets[ticket]
                 self._answers.pop(ticket, None)
-        self._send_all(Close(job))
+        self.note(job, None)
 
     def stop(self) -> None:
         """End the loaders. A job that is opened later starts new ones."""
         self._loaders = None
-        self._jobs.clear()
+        self.jobs.clear()
         self._stop_loaders()
 
     def __enter__(self) -> "LoaderPool":
@@ -197,7 +194,7 @@ class LoaderPool:
 
 
 def _stop(loaders: Any, board: np.ndarray) -> None:
-    board[:, STOP] = 1
+    board["stop"] = 1
     loaders.stop()
 
 
@@ -221,17 +218,21 @@ class Threads:
     def __init__(self, size: int, board: Segment) -> None:
         self.done: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self.inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
-        rows = board.array(0, (size, BOARD_ROW), np.int64)
+        rows = board.array(0, (size,), BOARD)
         self.threads = [
-            threading.Thread(target=_work, args=(row, inbox, self.done), daemon=True, name=f"jaxmpi-loader-{number}")
-            for number, (row, inbox) in enumerate(zip(rows, self.inboxes, strict=True))
+            threading.Thread(
+                target=_work,
+                args=(rows[number : number + 1], inbox, self.done),
+                daemon=True,
+                name=f"jaxmpi-loader-{number}",
+            )
+            for number, inbox in enumerate(self.inboxes)
         ]
         for thread in self.threads:
             thread.start()
 
-    def open(self, job: int, reader: ExampleReader) -> None:
-        for inbox in self.inboxes:
-            inbox.put(Open(job, reader))
+    def prepare(self, reader: ExampleReader) -> ExampleReader:
+        return reader
 
     def send(self, number: int, message: Any) -> None:
         self.inboxes[number].put(message)
@@ -247,7 +248,7 @@ class Threads:
     def ended(self, number: int) -> str:
         return ""  # a thread does not end before `stop`
 
-    def stop(self) -> None:  # queued requests are passed over, since the board says STOP
+    def stop(self) -> None:  # queued requests are passed over, since the board says so
         for inbox in self.inboxes:
             inbox.put(None)
         deadline = time.monotonic() + JOIN_S
@@ -275,11 +276,8 @@ class LoaderProcesses:
         self.loaders = [LoaderProcess(number, board.address) for number in range(size)]
         self.open_pipes = {loader.pipe for loader in self.loaders}
 
-    def open(self, job: int, reader: ExampleReader) -> SharedPickle:
-        pickled = pickle_reader(reader)
-        for number in range(len(self.loaders)):
-            self.send(number, Open(job, pickled))
-        return pickled
+    def prepare(self, reader: ExampleReader) -> SharedPickle:
+        return pickle_reader(reader)
 
     def send(self, number: int, message: Any) -> None:
         self.loaders[number].outbox.put(pickle.dumps(message))
@@ -386,7 +384,7 @@ def end_processes(loaders: Sequence[LoaderProcess]) -> None:
                 loader.process.wait(1)
 
 
-# Each row has `open(job, reader)`, whose result is kept until the job is closed, `send(number, message)`,
+# Each row has `prepare(reader)`, whose result is sent and kept until the job is closed, `send(number, message)`,
 # `answers(timeout_s)`, which waits for the first, `ended(number)`, empty while a loader lives, and `stop()`.
 # `mpi_loaders` adds `spawn`.
 KINDS: dict[str, Callable[[int, Segment], Any]] = {"threads": Threads, "processes": LoaderProcesses}

@@ -26,12 +26,11 @@ from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import Example, ExampleReader
 from jaxmpi.data.sources.base import Source, where
 
-# Columns of a loader's row on the board, by which the worker names the file at which a loader died or stalled.
-# JOB and INDEX: the example that it is at, NOTHING between two messages. SINCE: from when, in ns of time.monotonic_ns,
-# 0 before its first message. PID: its process, once it has started. STOP: set by the worker to drop all work.
-JOB, INDEX, SINCE, PID, STOP = range(5)
+# A loader's row on the board, by which the worker names the file at which a loader died or stalled: one cache line.
+# job and index: the example that it is at, NOTHING between two messages. since: from when, in ns of time.monotonic_ns,
+# 0 before its first message. pid: its process, once it has started. stop: set by the worker to drop all work.
+BOARD = np.dtype({"names": ["job", "index", "since", "pid", "stop"], "formats": ["i8"] * 5, "itemsize": 64})
 NOTHING = -1
-BOARD_ROW = 8  # i64 a loader: one cache line
 NO_SLOT = -1
 COPY_FINISHED = b"copy_finished"  # Theano-MPI's message
 
@@ -103,18 +102,11 @@ def _round_up(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-class Open(NamedTuple):
-    """A new job: who reads its examples."""
+class Note(NamedTuple):
+    """What loaders must know of a job beforehand: who reads its examples, then where its rows lie; None: its end."""
 
     job: int
-    reader: ExampleReader | SharedPickle
-
-
-class Attach(NamedTuple):
-    """The memory of a job's batches."""
-
-    job: int
-    ring: Ring
+    content: "ExampleReader | SharedPickle | Ring | None"
 
 
 class Make(NamedTuple):
@@ -129,40 +121,32 @@ class Make(NamedTuple):
     indices: Sequence[int] | np.ndarray
 
 
-class Close(NamedTuple):
-    """The end of a job."""
-
-    job: int
-
-
-class RowFailure(NamedTuple):
-    """A row that could not be made."""
-
-    position: int
-    error: BaseException
-
-
 class Answer(NamedTuple):
     """Answer to a ticket."""
 
     ticket: int
-    failures: list[RowFailure]
+    failures: list[tuple[int, BaseException]]  # positions of rows that could not be made, and why
     row: Example | None = None
 
 
 class LoaderWorker:
-    """State of a loader: its jobs, and its row of the board."""
+    """State of a loader: its jobs, and its row of the board, BOARD[1]."""
 
     def __init__(self, board: np.ndarray) -> None:
-        self.board = board  # i64[BOARD_ROW]
-        board[PID] = os.getpid()
+        self.board = board
+        board["pid"] = os.getpid()
         self.readers: dict[int, ExampleReader | Exception] = {}
         self.rings: dict[int, Ring] = {}
 
-    def handle(self, message: Any) -> Answer | None:
+    def handle(self, message: Note | Make) -> Answer | None:
         """Do what one message says."""
         match message:
-            case Open(job, SharedPickle() as shared):
+            case Note(job, None):
+                self.readers.pop(job, None)
+                self.rings.pop(job, None)
+            case Note(job, Ring() as ring):
+                self.rings[job] = ring
+            case Note(job, SharedPickle() as shared):
                 try:
                     self.readers[job] = shared.open()
                 except Exception as error:  # mostly a class whose module this process cannot import
@@ -171,56 +155,45 @@ class LoaderWorker:
                         f"({type(error).__name__}: {error}); use data.loader = threads, or functions and classes of a "
                         "module: an experiment file is none"
                     )
-            case Open(job, ExampleReader() as reader):
+            case Note(job, ExampleReader() as reader):
                 self.readers[job] = reader
-            case Attach(job, ring):
-                self.rings[job] = ring
-            case Close(job):
-                self.readers.pop(job, None)
-                self.rings.pop(job, None)
             case Make():
                 try:
-                    reader = self.readers[message.job]
-                    if not isinstance(reader, ExampleReader):
-                        raise reader
-                    make = self._find_first_row if message.slot == NO_SLOT else self._make_rows
-                    return make(message, reader)
+                    return self._make(message)
                 except BaseException as error:  # the worker raises it, whatever it is
-                    return Answer(message.ticket, [RowFailure(0, error)])
+                    return Answer(message.ticket, [(0, error)])
                 finally:
                     self._note(message.job, NOTHING)
         return None
 
     def _note(self, job: int, index: int) -> None:
-        self.board[SINCE] = time.monotonic_ns()  # first: a reader between the two must not combine it with an old time
-        self.board[JOB], self.board[INDEX] = job, index
+        self.board["since"] = (
+            time.monotonic_ns()
+        )  # first: a reader between the two must not combine it with an old time
+        self.board["job"], self.board["index"] = job, index
 
-    def _find_first_row(self, message: Make, reader: ExampleReader) -> Answer:
-        for index in message.indices:
-            if self.board[STOP]:
-                break
-            self._note(message.job, reader.number(message.epoch, int(index)))
-            try:
-                return Answer(message.ticket, [], reader.row(message.epoch, int(index)))
-            except CorruptExample as error:
-                if not reader.skip:
-                    return Answer(message.ticket, [RowFailure(0, error)])
-        return Answer(message.ticket, [])
-
-    def _make_rows(self, message: Make, reader: ExampleReader) -> Answer:
-        ring = self.rings[message.job]
-        rows = ring.rows(message.slot)
-        failures: list[RowFailure] = []
+    def _make(self, message: Make) -> Answer:
+        reader = self.readers[message.job]
+        if not isinstance(reader, ExampleReader):
+            raise reader
+        ring = None if message.slot == NO_SLOT else self.rings[message.job]
+        rows = ring.rows(message.slot) if ring else {}
+        failures: list[tuple[int, BaseException]] = []
         for i, index in enumerate(np.asarray(message.indices).tolist()):
-            if ring.closed[0] or self.board[STOP]:
+            if self.board["stop"][0] or (ring and ring.closed[0]):
                 break
             position, number = message.first + i * message.stride, reader.number(message.epoch, index)
             self._note(message.job, number)
             try:
-                _write_row(reader.row(message.epoch, index), rows, position, reader.source, number)
+                row = reader.row(message.epoch, index)
+                if ring is None:
+                    return Answer(message.ticket, [], row)
+                _write_row(row, rows, position, reader.source, number)
             except BaseException as error:
-                failures.append(RowFailure(position, error))
-                if not (reader.skip and isinstance(error, CorruptExample)):
+                is_skipped = reader.skip and isinstance(error, CorruptExample)
+                if ring or not is_skipped:
+                    failures.append((position, error))
+                if not is_skipped:
                     break
                 # Frames would keep what was read, and so a worker's whole part of a data set, in memory.
                 error.__traceback__ = error.__cause__ = error.__context__ = None
@@ -237,22 +210,20 @@ def _write_row(row: Example, rows: dict[str, np.ndarray], position: int, source:
         fits = got.dtype == target.dtype or got.dtype.kind == target.dtype.kind == "f"
         if got.shape != target.shape or not fits:
             way_out = "set data.crop" if field == "image" else "pad it, and give the mask as a field"
-            what, pair = "type", (got.dtype, target.dtype)
-            if got.shape != target.shape:
-                what, pair = "shape", (got.shape, target.shape)
             raise UsageError(
-                f"{where(source, number)}: got {field} of {what} {pair[0]}; expected {pair[1]} as before it; {way_out}"
+                f"{where(source, number)}: got {field} {got.dtype}{list(got.shape)}; expected "
+                f"{target.dtype}{list(target.shape)} as before it; {way_out}"
             )
         if isinstance(got, np.ndarray) and got.ndim == 3 and got.strides[2] == 0:
             for channel in range(got.shape[2]):  # a grey image broadcast to channels: five times as fast so
                 target[..., channel] = got[..., channel]
             continue
-        try:
-            with np.errstate(over="raise"):
+        with np.errstate(over="raise"):
+            try:
                 rows[field][position : position + 1] = got  # a slice: a row may be a number
-        except FloatingPointError as error:
-            name = f"{where(source, number)}: {field}"
-            raise UsageError(f"{name}: got {got.dtype} beyond 3.4e38; expected 32-bit floats") from error
+            except FloatingPointError as error:
+                name = f"{where(source, number)}: {field}"
+                raise UsageError(f"{name}: got {got.dtype} beyond 3.4e38; expected 32-bit floats") from error
 
 
 # ---------------------------------------------------------------- in a process of its own
@@ -262,7 +233,7 @@ def main(fd: int, parent: int, dies_with_thread: bool, number: int, board: tuple
     """Serve the worker behind socket `fd`, as loader `number`, until it ends or closes `fd`.
 
     With `dies_with_thread` the kernel ends this process with the parent's thread that has started it. `board` is the
-    address of i64[loaders, BOARD_ROW].
+    address of BOARD[loaders].
     """
     ignore_signals()
     # Have glibc keep the memory that an image frees for the next: fresh pages cost a tenth of the decoding.
@@ -278,7 +249,7 @@ def main(fd: int, parent: int, dies_with_thread: bool, number: int, board: tuple
     worker = Connection(fd)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(worker, inbox.put), daemon=True).start()
-    loader = LoaderWorker(attached(*board).array(number * BOARD_ROW * 8, (BOARD_ROW,), np.int64))
+    loader = LoaderWorker(attached(*board).array(number * BOARD.itemsize, (1,), BOARD))
     while True:
         try:
             answer = loader.handle(pickle.loads(inbox.get()))
@@ -307,14 +278,14 @@ def answer_to_bytes(answer: Answer) -> bytes:
     """An answer as a message."""
     if not answer.failures and answer.row is None:
         return b"%s %d" % (COPY_FINISHED, answer.ticket)
-    for failure in answer.failures:
-        failure.error.add_note("in a loader process:\n" + "".join(traceback.format_exception(failure.error)))
+    for _, error in answer.failures:
+        error.add_note("in a loader process:\n" + "".join(traceback.format_exception(error)))
     try:
         data = pickle.dumps(answer)
         pickle.loads(data)
         return data
     except Exception:  # some errors cannot be pickled, or not be unpickled: their text is sent
-        failures = [RowFailure(at, RuntimeError(f"{type(error).__name__}: {error}")) for at, error in answer.failures]
+        failures = [(at, RuntimeError(f"{type(error).__name__}: {error}")) for at, error in answer.failures]
         return pickle.dumps(answer._replace(failures=failures))
 
 

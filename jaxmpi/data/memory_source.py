@@ -22,7 +22,7 @@ from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import unreadable
-from jaxmpi.data.sources.base import Source, decode_image, pair, where
+from jaxmpi.data.sources.base import Source, TableSource, pair, where
 from jaxmpi.data.sources.packed import check_record
 from jaxmpi.data.thread_map import in_order
 
@@ -38,78 +38,6 @@ ENDLESS = "data.memory: got partition; examples of {source} change by epoch, so 
 
 class NoRoom(UsageError):
     """Too little memory for parts of the data, on all ranks alike."""
-
-
-def need_and_left(part_bytes: float, loaded_bytes: float, copies: float = 1) -> np.ndarray:
-    """f64[2]: bytes that a process still needs for its part and copies, a chunk with each; bytes its host has left."""
-    need_bytes = copies * (part_bytes + min(part_bytes, CHUNK_BYTES)) - loaded_bytes
-    return np.array([need_bytes, available_bytes()], np.float64)
-
-
-def check_room(rows: np.ndarray, hosts: Sequence[int]) -> None:
-    """Raise `NoRoom` for parts that together need more memory than their host has left.
-
-    The system would grant the memory, and kill the process that uses it.
-
-    Args:
-        rows: f64[ranks, 2], `need_and_left` of each.
-        hosts: of each.
-    """
-    for ranks, need_bytes, left_bytes in _by_host(rows, hosts):
-        if need_bytes > left_bytes:
-            raise NoRoom(
-                f"data.memory: {need_bytes / 1e9:,.1f} GB more are needed by {len(ranks)} rank{'s' * (len(ranks) > 1)} "
-                f"on rank {ranks[0]}'s machine, which has {left_bytes / 1e9:,.1f} GB left; take more workers on other "
-                "hosts, a larger data.group_size, smaller images, or data.memory none"
-            )
-
-
-def check_alone(part_bytes: float, loaded_bytes: float = 0) -> None:
-    """`check_room` for this process alone."""
-    check_room(need_and_left(part_bytes, loaded_bytes)[None], [0])
-
-
-def _by_host(rows: np.ndarray, hosts: Sequence[int]) -> Iterator[tuple[list[int], float, float]]:
-    """Each host's ranks, the bytes they need together, and its bytes left."""
-    for host in sorted(set(hosts)):
-        ranks = [rank for rank, other in enumerate(hosts) if other == host]
-        yield ranks, float(rows[ranks, 0].sum()), float(rows[ranks, 1].min())
-
-
-def smallest_group(total_bytes: float, copies: float, left: np.ndarray, hosts: Sequence[int], each: int = 1) -> int:
-    """The smallest group whose parts fit into FREE_SHARE of each host's free memory; all workers if none does.
-
-    The smaller a group, the fewer records move.
-
-    Args:
-        total_bytes: of all records.
-        copies: of a part, if its records move.
-        left: f64[ranks], bytes that the host of each has left.
-        hosts: of each rank.
-        each: workers of a rank.
-    """
-    sizes = _group_sizes(len(hosts) * each, each)
-    for size in sizes:
-        parts = max(size // each, 1)
-        need_bytes = need_and_left(total_bytes / parts, 0, copies if parts > 1 else 1)[0]
-        rows = np.stack([np.full(len(left), need_bytes), left], axis=1)
-        if all(need <= FREE_SHARE * left_bytes for _, need, left_bytes in _by_host(rows, hosts)):
-            return size
-    return sizes[-1]
-
-
-def check_group(group: int, workers: int, each: int = 1) -> int:
-    """Check and return a group's size; 0 stands for all workers."""
-    size, fits = group or workers, _group_sizes(workers, each)
-    if size not in fits:
-        what = f"{workers} workers" + f", {each} a process" * (each > 1)
-        raise UsageError(NO_GROUP.format(size=size, workers=what, fits=", ".join(map(str, fits))))
-    return size
-
-
-def _group_sizes(workers: int, each: int) -> list[int]:
-    """Sizes of groups that split `workers`, but no process of `each`; ascending."""
-    return [d for d in range(1, workers + 1) if workers % d == 0 and (d % each == 0 or each % d == 0)]
 
 
 class Arena:
@@ -131,7 +59,8 @@ class Arena:
         self.bytes = np.frombuffer(self.pages, np.uint8, size_bytes)
 
     def __contains__(self, record: int) -> bool:
-        return _contains(self.records, record)
+        place = int(np.searchsorted(self.records, record))
+        return place < len(self.records) and int(self.records[place]) == record
 
     def __getitem__(self, record: int) -> np.ndarray:
         place = int(np.searchsorted(self.records, record))
@@ -149,11 +78,6 @@ class Arena:
         return out
 
 
-def _contains(ascending: np.ndarray, number: int) -> bool:
-    place = int(np.searchsorted(ascending, number))
-    return place < len(ascending) and int(ascending[place]) == number
-
-
 def map_pages(size_bytes: int) -> mmap.mmap:
     """Memory from the system itself, in large pages if it has them: NumPy's would stay with the process when freed."""
     pages = mmap.mmap(-1, size_bytes + size_bytes // SPARE + 1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -162,34 +86,11 @@ def map_pages(size_bytes: int) -> mmap.mmap:
     return pages
 
 
-def _next_chunk(blobs: Iterator[Any]) -> tuple[np.ndarray, int]:
-    """The next of these joined as u8, CHUNK_BYTES of them or fewer if they end; and how many they are."""
-    chunk: list[Any] = []
-    size_bytes = 0
-    while size_bytes < CHUNK_BYTES and (blob := next(blobs, None)) is not None:
-        chunk.append(blob)
-        size_bytes += len(blob)
-    joined, at = np.frombuffer(map_pages(size_bytes), np.uint8, size_bytes), 0
-    for blob in chunk:
-        joined[at : at + len(blob)] = np.frombuffer(blob, np.uint8)
-        at += len(blob)
-    return joined, len(chunk)
-
-
-def array_to_bytes(array: np.ndarray, where: str) -> bytes:
-    """An array of numbers as a record; its inverse is `pickle.loads`."""
-    # Not .npy, whose head cannot be read in several threads at once in Python 3.11.
-    check_unmasked(where, array)
-    if array.dtype.kind not in "biufc":
-        raise UsageError(f"{where}: got {array.dtype}; expected numbers to keep in memory")
-    return pickle.dumps(array, protocol=5)
-
-
-class MemorySource:
+class MemorySource(TableSource):
     """Another source's records, kept in memory as compressed as they are, for several threads.
 
-    A record that is on its way here is waited for. One that neither is here nor comes, such as what fills a short
-    batch, is read from the source. Text, and a source whose examples change by epoch, are refused.
+    A record that is not here is waited for while a shuffle brings any. One that does not come, such as what fills a
+    short batch, is read from the source. Text, and a source whose examples change by epoch, are refused.
 
     Attributes:
         lengths, labels, is_corrupt: i64, i32 and bool[n]; of the records that have been loaded.
@@ -202,17 +103,15 @@ class MemorySource:
         for name, refusal in (("bytes_each", TEXT), ("endless", ENDLESS)):
             if getattr(inner, name, 0):
                 raise UsageError(refusal.format(source=inner.name))
-        self.inner, self.data = inner, data
+        super().__init__(data)
+        self.inner, self.data, n = inner, data, len(inner)
         self.name, self.classes = inner.name, inner.classes
         self.is_compressed = getattr(inner, "encoded", None) is not None
-        self.encoded = self.record if self.is_compressed else None
-        n = len(inner)
-        self.lengths, self.labels, self.is_corrupt = np.zeros(n, np.int64), np.zeros(n, np.int32), np.zeros(n, bool)
+        self.labels: np.ndarray = np.zeros(n, np.int32)
+        self.lengths, self.is_corrupt = np.zeros(n, np.int64), np.zeros(n, bool)
         self.read_again = 0
         self._arenas: tuple[Arena, ...] = ()  # newest first; two while records are shuffled
-        self._home: Arena | None = None  # the first, if it stays
-        self._coming = np.empty(0, np.int64)  # records on their way, sorted
-        self._promised = 0  # shuffles whose records are not known yet
+        self._promised = 0  # shuffles that are not done
         self._changed = threading.Condition()
         self._changed_s = 0.0  # when, by time.monotonic
 
@@ -230,50 +129,38 @@ class MemorySource:
         if self.is_corrupt[index]:
             raise CorruptExample(self.where(index), index, "it was so when it was loaded into memory")
         with self._changed:
-            self._changed.wait_for(lambda: self._arena(index) is not None or not self._may_come(index))
+            self._changed.wait_for(lambda: self._arena(index) is not None or not self._promised)
             arena = self._arena(index)
             self.read_again += arena is None
             view = None if arena is None else arena[index]
         return self._read(index) if view is None else (view.data, int(self.labels[index]))
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+    def cells(self, index: int) -> tuple[Any, int]:
         blob, label = self.record(index)
-        if self.is_compressed:
-            return decode_image(blob, self.where(index), index, self.data.channels, self.data.resize), label
-        return pickle.loads(blob), label
+        return (blob if self.is_compressed else pickle.loads(blob)), label
 
     def awaited_s(self, index: int) -> float:
         """The `time.monotonic` until which a reader may have waited for this record."""
         with self._changed:
-            is_awaited = self._arena(index) is None and self._may_come(index)
-            return time.monotonic() if is_awaited else self._changed_s
+            return time.monotonic() if self._promised and self._arena(index) is None else self._changed_s
 
     def _arena(self, index: int) -> Arena | None:
         return next((arena for arena in self._arenas if index in arena), None)
 
-    def _may_come(self, index: int) -> bool:
-        return self._promised > 0 or _contains(self._coming, index)
-
-    def _read(self, index: int) -> tuple[Any, int]:
-        """The source's compressed image, or its array as bytes, and the label."""
-        if self.is_compressed:
-            blob, label = self.inner.encoded(index)  # pyright: ignore[reportAttributeAccessIssue]
-        else:
-            image, label = pair(self.inner, index)
-            blob = array_to_bytes(image, self.where(index))
-        return check_record(blob, label, self.classes, self.where(index))
+    # ------------------------------------------------------------ loading
 
     def mean_bytes(self) -> float:
         """Mean bytes of a record, by a sample that is not kept; raises as `load`."""
         records = _sample_first(np.arange(len(self)))[:SAMPLE]
         return sum(map(len, self._read_all(records.tolist()))) / max(len(records), 1)
 
-    def load(self, records: np.ndarray, check_memory: Callable[[float, float], None] = check_alone) -> None:
+    def load(self, records: np.ndarray, check_memory: Callable[[float, float], None] | None = None) -> None:
         """Read these records from the source.
 
         Args:
             check_memory: is called once, after a sample has been read, with the bytes of all these records, estimated
-                from the sample, and the bytes that are here already. It raises if there is no room for them.
+                from the sample, and the bytes that are here already. It raises if there is no room for them. None:
+                this process is alone.
 
         Raises:
             CorruptExample: one is damaged; with `data.on_error` skip it is noted and has no bytes.
@@ -283,7 +170,7 @@ class MemorySource:
         records = _sample_first(records)
         blobs = self._read_all(records.tolist())
         sample, count = _next_chunk(itertools.islice(blobs, SAMPLE))
-        check_memory(len(sample) / max(count, 1) * len(records), len(sample))
+        (check_memory or check_alone)(len(sample) / max(count, 1) * len(records), len(sample))
         chunks = [sample]
         del sample
         while len(chunk := _next_chunk(blobs)[0]):
@@ -320,24 +207,27 @@ class MemorySource:
             self.is_corrupt[index] = True
             return b""
 
+    def _read(self, index: int) -> tuple[Any, int]:
+        """The source's compressed image, or its array as bytes, and the label."""
+        if self.is_compressed:
+            blob, label = self.inner.encoded(index)  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            image, label = pair(self.inner, index)
+            blob = array_to_bytes(image, self.where(index))
+        return check_record(blob, label, self.classes, self.where(index))
+
+    # ------------------------------------------------------------ shuffles
+
     def promise(self) -> None:
-        """Announce that records will come; `expect` says later which."""
+        """Announce that a shuffle brings records."""
         with self._changed:
             self._promised += 1
 
-    def expect(self, records: np.ndarray) -> None:
-        """Say which records are on their way, as promised."""
-        with self._changed:
-            self._promised -= 1
-            self._coming = np.sort(records)
-            self._changed_s = time.monotonic()
-            self._changed.notify_all()
-
-    def take(self, arena: Arena) -> None:
+    def take(self, arena: Arena, promised: bool = False) -> None:
         """Read from this arena too, from now on."""
         with self._changed:
             self._arenas = (arena, *self._arenas)
-            self._coming = np.empty(0, np.int64)
+            self._promised -= promised
             self._changed_s = time.monotonic()
             self._changed.notify_all()
 
@@ -345,21 +235,22 @@ class MemorySource:
         """The arena that was taken last."""
         return self._arenas[0]
 
-    def origin(self) -> Arena:
-        """The arena that a shuffle copies from."""
-        return self._home or self.newest()
-
-    def keep_first(self) -> None:
-        """Keep what has been loaded for good: shuffles bring copies of it."""
-        self._home = self._home or self._arenas[-1]
-
-    def forget(self) -> mmap.mmap | None:
-        """Drop all arenas but the newest and the one that stays; return the pages of one that nobody reads any more."""
+    def forget(self, stays: Arena | None = None) -> mmap.mmap | None:
+        """Drop all arenas but the newest and this one; return the pages of one that nobody reads any more."""
         with self._changed:
-            stays = {id(self._arenas[0]), id(self._home)}
-            dropped = [(weakref.ref(arena.bytes), arena.pages) for arena in self._arenas if id(arena) not in stays]
-            self._arenas = tuple(arena for arena in self._arenas if id(arena) in stays)
+            kept = [arena for arena in self._arenas if arena is self._arenas[0] or arena is stays]
+            dropped = [(weakref.ref(arena.bytes), arena.pages) for arena in self._arenas if arena not in kept]
+            self._arenas = tuple(kept)
         return next((pages for view, pages in dropped if view() is None), None)
+
+
+def array_to_bytes(array: np.ndarray, where: str) -> bytes:
+    """An array of numbers as a record; its inverse is `pickle.loads`."""
+    # Not .npy, whose head cannot be read in several threads at once in Python 3.11.
+    check_unmasked(where, array)
+    if array.dtype.kind not in "biufc":
+        raise UsageError(f"{where}: got {array.dtype}; expected numbers to keep in memory")
+    return pickle.dumps(array, protocol=5)
 
 
 def _sample_first(records: np.ndarray) -> np.ndarray:
@@ -368,3 +259,81 @@ def _sample_first(records: np.ndarray) -> np.ndarray:
         return records
     first = np.random.default_rng(0).permutation(len(records))[:SAMPLE]
     return np.concatenate([records[first], np.delete(records, first)])
+
+
+def _next_chunk(blobs: Iterator[Any]) -> tuple[np.ndarray, int]:
+    """The next of these joined as u8, CHUNK_BYTES of them or fewer if they end; and how many they are."""
+    chunk: list[Any] = []
+    size_bytes = 0
+    while size_bytes < CHUNK_BYTES and (blob := next(blobs, None)) is not None:
+        chunk.append(blob)
+        size_bytes += len(blob)
+    joined, at = np.frombuffer(map_pages(size_bytes), np.uint8, size_bytes), 0
+    for blob in chunk:
+        joined[at : at + len(blob)] = np.frombuffer(blob, np.uint8)
+        at += len(blob)
+    return joined, len(chunk)
+
+
+# ---------------------------------------------------------------- room
+
+
+def need_and_left(part_bytes: float, loaded_bytes: float, copies: float = 1) -> np.ndarray:
+    """f64[2]: bytes that a process still needs for its part and copies, a chunk with each; bytes its host has left."""
+    need_bytes = copies * (part_bytes + min(part_bytes, CHUNK_BYTES)) - loaded_bytes
+    return np.array([need_bytes, available_bytes()], np.float64)
+
+
+def check_room(rows: np.ndarray, hosts: Sequence[int]) -> None:
+    """Raise `NoRoom` for parts that together need more memory than their host has left.
+
+    The system would grant the memory, and kill the process that uses it. `rows` are f64[ranks, 2], `need_and_left` of
+    each rank, `hosts` those of the ranks.
+    """
+    for ranks in _by_host(hosts):
+        need_bytes, left_bytes = rows[ranks, 0].sum(), rows[ranks, 1].min()
+        if need_bytes > left_bytes:
+            raise NoRoom(
+                f"data.memory: {need_bytes / 1e9:,.1f} GB more are needed by {len(ranks)} rank{'s' * (len(ranks) > 1)} "
+                f"on rank {ranks[0]}'s machine, which has {left_bytes / 1e9:,.1f} GB left; take more workers on other "
+                "hosts, a larger data.group_size, smaller images, or data.memory none"
+            )
+
+
+def check_alone(part_bytes: float, loaded_bytes: float = 0) -> None:
+    """`check_room` for this process alone."""
+    check_room(need_and_left(part_bytes, loaded_bytes)[None], [0])
+
+
+def _by_host(hosts: Sequence[int]) -> list[list[int]]:
+    return [[rank for rank, other in enumerate(hosts) if other == host] for host in sorted(set(hosts))]
+
+
+def smallest_group(total_bytes: float, copies: float, left: np.ndarray, hosts: Sequence[int], each: int = 1) -> int:
+    """The smallest group whose parts fit into FREE_SHARE of each host's free memory; all workers if none does.
+
+    The smaller a group, the fewer records move. `total_bytes` are those of all records, of which a part is there
+    `copies` times if they move; `left` is f64[ranks], the bytes that the host of each has left; a rank has `each`
+    workers.
+    """
+    sizes = _group_sizes(len(hosts) * each, each)
+    for size in sizes:
+        parts = max(size // each, 1)
+        need_bytes = need_and_left(total_bytes / parts, 0, copies if parts > 1 else 1)[0]
+        if all(len(ranks) * need_bytes <= FREE_SHARE * left[ranks].min() for ranks in _by_host(hosts)):
+            return size
+    return sizes[-1]
+
+
+def check_group(group: int, workers: int, each: int = 1) -> int:
+    """Check and return a group's size; 0 stands for all workers."""
+    size, fits = group or workers, _group_sizes(workers, each)
+    if size not in fits:
+        what = f"{workers} workers" + f", {each} a process" * (each > 1)
+        raise UsageError(NO_GROUP.format(size=size, workers=what, fits=", ".join(map(str, fits))))
+    return size
+
+
+def _group_sizes(workers: int, each: int) -> list[int]:
+    """Sizes of groups that split `workers`, but no process of `each`; ascending."""
+    return [d for d in range(1, workers + 1) if workers % d == 0 and (d % each == 0 or each % d == 0)]

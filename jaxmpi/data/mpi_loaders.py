@@ -1,16 +1,11 @@
 """Loaders that MPI starts by `Comm.Spawn`, for `data.loader = spawn`, as Theano-MPI does (Ma et al. 2016, section 3.3).
 
-The paper's messages, between a worker and each of its loaders:
+Messages between a worker and each of its loaders, with the paper's tags:
 
-    tag 99  to the loader   what it needs beforehand: readers, rings, the end of a job
-    tag 40  to the loader   "train <job>" or "val <job>": which reader is meant from now on
-                            a file's name, NUL, what of it to make and where: `Make`
-                            "stop"
+    tag 40  to the loader   a `Note` or `Make`, as to loaders of other kinds, or "stop"
     tag 55  to the worker   "copy_finished <ticket>"; an `Answer` if something went wrong
                             "ended <how>": the loader has died
                             "stop": the loader has ended
-
-As any image may stand in any batch, the name is that of the first one; the others follow by their numbers.
 """
 
 import contextlib
@@ -26,62 +21,34 @@ from typing import Any
 from jaxmpi.comm.polling import POLL_S, WaitClock, wait
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.shared_memory import Segment
-from jaxmpi.data.example import ExampleReader
 from jaxmpi.data.loader_pool import JOIN_S, KINDS, LoaderProcess, end_processes, pickle_reader, python_line
-from jaxmpi.data.loader_worker import (
-    NO_SLOT,
-    Answer,
-    Close,
-    Make,
-    Open,
-    SharedPickle,
-    answer_from_bytes,
-    ignore_signals,
-)
-from jaxmpi.data.sources.base import where
+from jaxmpi.data.loader_worker import Answer, answer_from_bytes, ignore_signals
 from jaxmpi.runtime import failures, job_folder
 
-CONFIG, TO_LOADER, TO_WORKER = 99, 40, 55  # the paper's tags
+TO_LOADER, TO_WORKER = 40, 55
 STOP, ENDED = b"stop", b"ended"
 
 
 class SpawnedLoaders:
     """MPI loaders on the worker's host, in a communicator with it alone."""
 
+    prepare = staticmethod(pickle_reader)
+
     def __init__(self, size: int, board: Segment) -> None:
         self.board, self.size = board, size  # the board's address is valid while it lives
         self.deaths: dict[int, str] = {}  # by number, how loaders have ended
-        self.readers: dict[int, ExampleReader] = {}
-        self.modes = [b""] * size  # the last train or val that each was sent
         self.mpi, self.comm = _spawn(size, board)
         self.sent: list[tuple[Any, bytes]] = []  # requests with what they send
 
-    def open(self, job: int, reader: ExampleReader) -> SharedPickle:
-        pickled, self.readers[job] = pickle_reader(reader), reader
-        for number in range(self.size):
-            self.send(number, Open(job, pickled))
-        return pickled
-
     def send(self, number: int, message: Any) -> None:
-        if not isinstance(message, Make) or message.slot == NO_SLOT:
-            if isinstance(message, Close):
-                self.readers.pop(message.job, None)
-            return self._send(number, CONFIG, pickle.dumps(message))
-        reader = self.readers[message.job]
-        mode = b"%s %d" % (b"train" if reader.augment.train else b"val", message.job)
-        if self.modes[number] != mode:
-            self._send(number, TO_LOADER, mode)
-            self.modes[number] = mode
-        name = where(reader.source, reader.number(message.epoch, int(message.indices[0])))
-        encoded = name.encode(errors="backslashreplace").replace(b"\0", b"")
-        self._send(number, TO_LOADER, encoded + b"\0" + pickle.dumps(message))
+        self._send(number, pickle.dumps(message))
 
-    def _send(self, number: int, tag: int, message: bytes) -> None:
+    def _send(self, number: int, message: bytes) -> None:
         self.sent = [(request, data) for request, data in self.sent if not request.Test()]
-        self.sent.append((self.comm.Isend([message, self.mpi.BYTE], number, tag), message))
+        self.sent.append((self.comm.Isend([message, self.mpi.BYTE], number, TO_LOADER), message))
 
     def answers(self, timeout_s: float) -> list[Answer]:
-        wait(partial(self.comm.Iprobe, self.mpi.ANY_SOURCE, self.mpi.ANY_TAG), timeout_s)
+        wait(partial(self.comm.Iprobe, self.mpi.ANY_SOURCE, TO_WORKER), timeout_s)
         answers = []
         for number, message in self._receive_all():
             if message.startswith(ENDED):
@@ -92,8 +59,8 @@ class SpawnedLoaders:
 
     def _receive_all(self) -> list[tuple[int, bytes]]:
         status, messages = self.mpi.Status(), []
-        while (received := _receive(self.mpi, self.comm, status)) is not None:
-            messages.append((status.Get_source(), received[1]))
+        while (message := _receive(self.mpi, self.comm, TO_WORKER, status)) is not None:
+            messages.append((status.Get_source(), message))
         return messages
 
     def ended(self, number: int) -> str:
@@ -101,7 +68,7 @@ class SpawnedLoaders:
 
     def stop(self) -> None:  # MPI lets this process go only once they have gone
         for number in range(self.size):
-            self._send(number, TO_LOADER, STOP)
+            self._send(number, STOP)
         stopped: set[int] = set()
 
         def all_ended() -> bool:
@@ -133,7 +100,7 @@ def _spawn(size: int, board: Segment) -> tuple[Any, Any]:
     waited = WaitClock()
     while not started.done():
         if waited.look() > failures.START_TIMEOUT_S:
-            failures.note_spawned()
+            failures.job.has_spawned = True
             raise TrainingError(
                 f"data.loader spawn: MPI has not started {size} loaders within {failures.START_TIMEOUT_S:g} s "
                 "(JAXMPI_START_TIMEOUT_S sets the time); start the job again, or take --data.loader processes"
@@ -146,17 +113,18 @@ def _spawn(size: int, board: Segment) -> tuple[Any, Any]:
             f"data.loader: got spawn, but MPI cannot start {size} loaders a worker ({error}): no slots are left, or "
             "its launcher does not allow it; start the job with more slots than ranks, or use processes"
         ) from error
-    failures.note_spawned()
+    failures.job.has_spawned = True
     return MPI, comm
 
 
-def _receive(mpi: Any, comm: Any, status: Any) -> tuple[int, bytes] | None:
-    """Tag and contents of the next message that has come, described by the status from now on; or None."""
-    if not comm.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG, status):
+def _receive(mpi: Any, comm: Any, tag: int, status: Any = None) -> bytes | None:
+    """The next message that has come, described by the status from now on; or None."""
+    status = status or mpi.Status()
+    if not comm.Iprobe(mpi.ANY_SOURCE, tag, status):
         return None
     message = bytearray(status.Get_count(mpi.BYTE))
-    comm.Recv([message, mpi.BYTE], status.Get_source(), status.Get_tag())
-    return status.Get_tag(), bytes(message)
+    comm.Recv([message, mpi.BYTE], status.Get_source(), tag)
+    return bytes(message)
 
 
 KINDS["spawn"] = SpawnedLoaders
@@ -179,16 +147,12 @@ def main(worker: int, board: tuple[int, ...]) -> None:
     comm, is_alive = MPI.Comm.Get_parent(), True
     loader = LoaderProcess(MPI.COMM_WORLD.rank, board)
     while True:  # not `polling.wait`: there is no time limit, and it sleeps in `pipe.poll`, which ends with a message
-        while (received := _receive(MPI, comm, MPI.Status())) is not None:
-            tag, message = received
-            if tag == TO_LOADER and message == STOP:
+        while (message := _receive(MPI, comm, TO_LOADER)) is not None:
+            if message == STOP:
                 end_processes([loader])
                 comm.Send([STOP, MPI.BYTE], 0, TO_WORKER)
                 return comm.Disconnect()
-            if tag == CONFIG:
-                loader.outbox.put(message)
-            elif b"\0" in message:  # else train or val, which each `Make` says by its job
-                loader.outbox.put(message.partition(b"\0")[2])
+            loader.outbox.put(message)
         if not is_alive:
             time.sleep(POLL_S)
         elif loader.pipe.poll(POLL_S):

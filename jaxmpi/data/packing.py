@@ -12,6 +12,7 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
+import io
 import json
 import sys
 import zlib
@@ -34,15 +35,13 @@ from jaxmpi.data.sources.packed import (
     PackedSource,
     check_manifest,
     check_record,
-    check_rows,
     shard_name,
 )
 from jaxmpi.data.thread_map import in_order
 
 Progress = Callable[[int], None]  # how many more examples are done
 Record = tuple[bytes, int] | CorruptExample
-JOB = "packing.json"
-MOST_JOB_BYTES = 1 << 16  # bytes read of a file that says what is packed; a few hundred are used
+JOB = "packing.json"  # what is packed, until it is finished; also the lock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +52,6 @@ class PackingOptions:
     quality: int = 90  # quality of images that are compressed anew: JPEG 1 to 100, or 0 for PNG
     shard_bytes: int = 1 << 30  # at which a shard ends
     on_error: str = "stop"  # stop | skip: what a corrupt image does
-    verify: str = "decode"  # decode | header: how an image that keeps its bytes is verified
 
     def __post_init__(self) -> None:
         for flag, value, fits, expected in (
@@ -61,7 +59,6 @@ class PackingOptions:
             ("--quality", self.quality, 0 <= self.quality <= 100, "1 to 100, or 0 for PNG"),
             ("--shard-mb", self.shard_bytes, self.shard_bytes >= 1, "1 byte or more"),
             ("--on-error", self.on_error, self.on_error in ("stop", "skip"), "stop or skip"),
-            ("--verify", self.verify, self.verify in ("decode", "header"), "decode or header"),
         ):
             if not fits:
                 raise UsageError(f"{flag}: got {value!r}; expected {expected}")
@@ -92,12 +89,12 @@ def pack(
 ) -> Packing:
     """Pack a source's examples into a folder for one split, in their order; continue if an earlier packing was stopped.
 
-    An image that needs no other size keeps its bytes. It is decoded to see that it can be, unless `verify` is `header`.
-    `threads` read and compress; `progress` is called with how many more examples are done.
+    An image that needs no other size keeps its bytes, and is decoded to see that it can be. `threads` read and
+    compress; `progress` is called with how many more examples are done.
 
     Raises:
-        UsageError: the folder has something else, or the same without examples that are not to be left out; another
-            process packs into it, an example cannot be packed, or the disk is full: how many examples are safe.
+        UsageError: the folder has something else; another process packs into it, an example cannot be packed, or the
+            disk is full: how many examples are safe.
         CorruptExample: with `on_error` stop.
     """
     options, folder, progress = options or PackingOptions(), Path(folder), progress or (lambda n: None)
@@ -107,63 +104,31 @@ def pack(
         "digest": getattr(source, "digest", str)(),
         **{name: getattr(options, name) for name in ("resize", "quality", "shard_bytes")},
     }
-
-    def check_none_left_out(skipped: int) -> None:
-        if skipped and options.on_error != "skip":
-            raise UsageError(
-                f"{folder}: was packed with --on-error skip, which has left out {skipped} corrupt examples; give it "
-                "again, or give another folder"
-            )
-
-    with _writing(folder, 0, len(source)):
+    shards: list[Shard] = []
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_ways_out(folder, str(folder), "packing writes nothing through those: remove it")
-    with _lock_for(folder, job) as is_new:
-        if (folder / MANIFEST).exists():
-            packing = _read_finished(folder, job)
-            check_none_left_out(packing.skipped)
-            return packing
-        shards = [] if is_new else _whole_shards(folder, len(source))
-        check_none_left_out(sum(shard.skipped for shard in shards))
-        with _writing(folder, _count_done(shards), len(source)):
-            stale = set(folder.glob("shard-*.rows")) - {_rows_path(folder, i) for i in range(len(shards))}
-            if stale:
-                name = shard_name(len(shards))
-                print(f"{folder}: packed again from {name} on: it or what belongs to it is damaged", file=sys.stderr)
-            for path in stale:  # else a later resumption would trust them
-                path.unlink()
-        progress(_count_done(shards))
-        indices, work = range(_count_done(shards), len(source)), functools.partial(_pack_one, source, options=options)
-        with contextlib.closing(in_order(work, indices, threads)) as records:
-            numbered = zip(indices, records, strict=True)
-            while _count_done(shards) < len(source):
-                writing = functools.partial(_writing, folder, _count_done(shards), len(source))
-                shards.append(_write_shard(folder, len(shards), numbered, options.shard_bytes, progress, writing))
-        return _finish(source, folder, job, shards)
-
-
-@contextlib.contextmanager
-def _writing(folder: Path, done: int, examples: int) -> Iterator[None]:
-    """Turn an `OSError` into a `UsageError` with the number of safe examples."""
-    try:
-        yield
-    except OSError as error:
+        with (folder / JOB).open("a+b", buffering=0) as file:
+            is_new = _begin(file, job, folder)
+            if (folder / MANIFEST).exists():
+                return _read_finished(folder, job)
+            if not is_new:
+                shards += _whole_shards(folder, len(source))
+            for stale in set(folder.glob("shard-*.rows")) - {_rows_path(folder, i) for i in range(len(shards))}:
+                stale.unlink()  # a later resumption would trust them
+            begin = _count_done(shards)
+            progress(begin)
+            work = functools.partial(_pack_one, source, options=options)
+            with contextlib.closing(in_order(work, range(begin, len(source)), threads)) as records:
+                numbered = enumerate(records, begin)
+                while _count_done(shards) < len(source):
+                    shards.append(_write_shard(folder, len(shards), numbered, options.shard_bytes, progress))
+            return _finish(source, folder, job, shards)
+    except OSError as error:  # of writing alone: what reads the source raises others
         raise UsageError(
-            f"{folder}: {error.strerror or error}; {done} of {examples} examples are safe in whole shards. Make room, "
-            "and run the same line again: it continues from there"
+            f"{folder}: {error.strerror or error}; {_count_done(shards)} of {len(source)} examples are safe in whole "
+            "shards. Make room, and run the same line again: it continues from there"
         ) from error
-
-
-def _put(path: Path, content: bytes) -> None:
-    """Write a file, whole or not at all."""
-    aside = path.with_name(f"{path.name}.tmp")
-    try:
-        with aside.open("wb", buffering=0) as file:
-            write_all(file, content)
-            sync_file(file)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _count_done(shards: list[Shard]) -> int:
@@ -173,32 +138,27 @@ def _count_done(shards: list[Shard]) -> int:
 # ---------------------------------------------------------------- what an earlier packing has left
 
 
-@contextlib.contextmanager
-def _lock_for(folder: Path, job: dict[str, Any]) -> Iterator[bool]:
-    """Lock the folder; yield True if nothing has been packed in it."""
-    with contextlib.ExitStack() as stack:
-        with _writing(folder, 0, job["examples"]):
-            file = stack.enter_context((folder / JOB).open("a+b", buffering=0))  # closing it writes nothing
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UsageError(f"{folder}: another process packs into it; wait for its end") from None
-            file.seek(0)
-            try:
-                earlier = json.loads(file.read(MOST_JOB_BYTES) or "null")
-            except (ValueError, RecursionError):
-                earlier = None  # it was stopped before it had written anything else
-            if earlier is not None:
-                _check_same_job(earlier, job, folder)
-            elif not (folder / MANIFEST).exists():  # a finished folder keeps no job: its manifest says what of
-                file.truncate(0)
-                write_all(file, json.dumps(job).encode())
-        yield earlier is None
+def _begin(file: io.FileIO, job: dict[str, Any], folder: Path) -> bool:
+    """Lock the folder by its file JOB, and note the job there; return True if nothing has been packed in it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"{folder}: another process packs into it; wait for its end") from None
+    file.seek(0)
+    try:
+        earlier = json.loads(file.read() or "null")
+    except ValueError:
+        earlier = None  # it was stopped before it had written anything else
+    if earlier is not None:
+        _check_same_job(earlier, job, folder)
+    elif not (folder / MANIFEST).exists():  # a finished folder keeps no job: its manifest says what of
+        file.truncate(0)
+        write_all(file, json.dumps(job).encode())
+    return earlier is None
 
 
-def _check_same_job(earlier: Any, job: dict[str, Any], folder: Path) -> None:
-    old = earlier if isinstance(earlier, dict) else {}
-    odd = [f"{k}: got {v!r:.80}, expected {old.get(k)!r:.80}" for k, v in job.items() if k not in old or old[k] != v]
+def _check_same_job(earlier: dict[str, Any], job: dict[str, Any], folder: Path) -> None:
+    odd = [f"{k}: got {v!r:.80}, expected {earlier.get(k)!r:.80}" for k, v in job.items() if earlier.get(k) != v]
     if odd:
         raise UsageError(
             f"{folder}: packed from something else: {', '.join(odd)}; give another folder, or delete this one"
@@ -208,13 +168,9 @@ def _check_same_job(earlier: Any, job: dict[str, Any], folder: Path) -> None:
 def _read_finished(folder: Path, job: dict[str, Any]) -> Packing:
     """Counts of an earlier packing, whose leftovers are removed."""
     packed = PackedSource(folder)
-    made, skipped = packed.manifest.made, packed.manifest.made.get("skipped")
-    _check_same_job(made, job, folder)
-    if type(skipped) is not int or skipped < 0:
-        raise UsageError(f"{folder}: got skipped {skipped!r:.80}; expected how many; delete this folder")
-    with _writing(folder, len(packed), len(packed)):
-        _tidy(folder, len(packed.manifest.shard_bytes))
-    return Packing(len(packed), sum(packed.manifest.shard_bytes), skipped)
+    _check_same_job(packed.manifest.made, job, folder)
+    _tidy(folder, len(packed.manifest.shard_bytes))
+    return Packing(len(packed), sum(packed.manifest.shard_bytes), int(packed.manifest.made.get("skipped", 0)))
 
 
 def _tidy(folder: Path, shards: int) -> None:
@@ -224,39 +180,26 @@ def _tidy(folder: Path, shards: int) -> None:
 
 
 def _rows_path(folder: Path, number: int) -> Path:
-    """A shard's rows, whose first is a note: next, skipped and the CRC-32 of the others as offset, length and crc32."""
+    """A shard's rows; the first is a note, whose offset and length are the shard's `next` and `skipped`."""
     return folder / f"shard-{number:05d}.rows"
 
 
 def _whole_shards(folder: Path, examples: int) -> list[Shard]:
-    """An earlier packing's shards, until one is missing or damaged. Anyone may have written them."""
+    """An earlier packing's shards, until one is missing or damaged."""
     shards: list[Shard] = []
     while True:
-        path, done = _rows_path(folder, len(shards)), _count_done(shards)
-        try:
-            size_bytes = (folder / shard_name(len(shards))).stat().st_size
-            with path.open("rb") as file:
-                raw = file.read((examples + 1) * ROW.itemsize + 1)
-        except FileNotFoundError:
+        path, blob, done = _rows_path(folder, len(shards)), folder / shard_name(len(shards)), _count_done(shards)
+        table = np.fromfile(path, ROW) if path.exists() and blob.exists() else np.empty(0, ROW)
+        if not len(table):
             return shards
-        except OSError as error:  # it may be there again tomorrow: hours of packing are not thrown away for that
-            raise UsageError(
-                f"{path}, or its shard, cannot be read: {error}; mend it, or delete {folder} and pack again"
-            ) from error
-        if not raw or len(raw) % ROW.itemsize:
-            return shards
-        table = np.frombuffer(raw, ROW)
-        note, rows = table[0], table[1:]
-        shard = Shard(int(note["offset"]), int(note["length"]), rows)
-        is_sound = (
-            done < shard.next <= examples
-            and rows["length"].sum(dtype=np.uint64) == size_bytes
-            and len(rows) + shard.skipped == shard.next - done
-            and zlib.crc32(rows.tobytes()) == note["crc32"]
-        )
-        if not is_sound:
+        shard = Shard(int(table["offset"][0]), int(table["length"][0]), table[1:])
+        is_counted = len(shard.rows) + shard.skipped == shard.next - done and done < shard.next <= examples
+        if not is_counted or shard.rows["length"].sum(dtype=np.uint64) != blob.stat().st_size:
             return shards
         shards.append(shard)
+
+
+# ---------------------------------------------------------------- what is packed now
 
 
 def _pack_one(source: Source, index: int, *, options: PackingOptions) -> Record:
@@ -274,7 +217,7 @@ def _pack_one(source: Source, index: int, *, options: PackingOptions) -> Record:
                 if not original:
                     raise UsageError("the file is empty")
                 blob = encoded_again(original, options.resize, options.quality)
-                if blob is original and options.verify == "decode":
+                if blob is original:
                     decoded(blob, channels=3, resize=0)
     except CorruptExample as error:
         if options.on_error == "skip":
@@ -288,41 +231,37 @@ def _pack_one(source: Source, index: int, *, options: PackingOptions) -> Record:
 
 
 def _write_shard(
-    folder: Path,
-    number: int,
-    numbered: Iterator[tuple[int, Record]],
-    shard_bytes: int,
-    progress: Progress,
-    writing: Callable[[], contextlib.AbstractContextManager[None]],
+    folder: Path, number: int, numbered: Iterator[tuple[int, Record]], shard_bytes: int, progress: Progress
 ) -> Shard:
-    aside = folder / f"{shard_name(number)}.tmp"
     rows, size_bytes, skipped, after = [], 0, 0, 0
+    with _whole_file(folder / shard_name(number)) as file:
+        for index, record in numbered:
+            after = index + 1
+            progress(1)
+            if isinstance(record, CorruptExample):
+                print(f"skipped: {record.fault}", file=sys.stderr)
+                skipped += 1
+                continue
+            blob, label = record
+            write_all(file, blob)
+            rows.append((0, len(blob), label, zlib.crc32(blob)))
+            size_bytes += len(blob)
+            if size_bytes >= shard_bytes:
+                break
+    with _whole_file(_rows_path(folder, number)) as file:
+        write_all(file, np.array([(after, skipped, 0, 0), *rows], ROW).tobytes())
+    return Shard(after, skipped, np.array(rows, ROW))
+
+
+@contextlib.contextmanager
+def _whole_file(path: Path) -> Iterator[io.FileIO]:
+    """A file to write that appears whole, or not at all."""
+    aside = path.with_name(f"{path.name}.tmp")
     try:
-        with writing():
-            file = aside.open("wb", buffering=0)
-        with contextlib.closing(file):
-            for index, record in numbered:
-                after = index + 1
-                progress(1)
-                if isinstance(record, CorruptExample):
-                    print(f"skipped: {record.fault}", file=sys.stderr)
-                    skipped += 1
-                    continue
-                blob, label = record
-                with writing():
-                    write_all(file, blob)
-                rows.append((0, len(blob), label, zlib.crc32(blob)))
-                size_bytes += len(blob)
-                if size_bytes >= shard_bytes:
-                    break
-            with writing():
-                sync_file(file)
-        shard = Shard(after, skipped, np.array(rows, ROW))
-        note = np.array((shard.next, skipped, 0, zlib.crc32(shard.rows.tobytes())), ROW)
-        with writing():
-            aside.replace(folder / shard_name(number))
-            _put(_rows_path(folder, number), note.tobytes() + shard.rows.tobytes())
-        return shard
+        with aside.open("wb", buffering=0) as file:
+            yield file
+            sync_file(file)
+        aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
 
@@ -340,14 +279,19 @@ def _finish(source: Source, folder: Path, job: dict[str, Any], shards: list[Shar
         index_sha256=hashlib.sha256(rows.tobytes()).hexdigest(),
         made={**job, "skipped": skipped},
     )
-    # Rows of an earlier packing may be a stranger's, and names any object's: nothing that no reader takes is finished.
-    check_manifest(manifest, folder / MANIFEST)
-    check_rows(rows, manifest, folder / INDEX)
-    with _writing(folder, _count_done(shards), len(source)):
-        _put(folder / INDEX, rows.tobytes())
-        _put(folder / MANIFEST, json.dumps({"format": FORMAT, **manifest._asdict()}, indent=1).encode())
-        _tidy(folder, len(shards))
+    check_manifest(manifest, folder / MANIFEST)  # names are any object's
+    contents = {
+        INDEX: rows.tobytes(),
+        MANIFEST: json.dumps({"format": FORMAT, **manifest._asdict()}, indent=1).encode(),
+    }
+    for name, content in contents.items():
+        with _whole_file(folder / name) as file:
+            write_all(file, content)
+    _tidy(folder, len(shards))
     return Packing(len(rows), sum(manifest.shard_bytes), skipped)
+
+
+# ---------------------------------------------------------------- checks
 
 
 def find_damage(
@@ -357,7 +301,7 @@ def find_damage(
 
     def look(index: int) -> str:
         try:
-            packed[index] if decode else packed.encoded(index)
+            packed[index] if decode else packed.cells(index)
         except CorruptExample as error:
             return error.fault
         except (OSError, UsageError) as error:
@@ -374,10 +318,8 @@ def find_damage(
 
 def splits_in(folder: Path) -> list[Path]:
     """The folder, and those in it, that are packed, or partly."""
-    candidates = [folder]
-    if folder.is_dir():
-        candidates += sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    found = [path for path in candidates if any((path / name).exists() for name in (MANIFEST, INDEX, JOB))]
+    inner = sorted(path for path in folder.iterdir() if not path.is_symlink()) if folder.is_dir() else []
+    found = [path for path in (folder, *inner) if any((path / name).exists() for name in (MANIFEST, INDEX, JOB))]
     if not found:
         raise UsageError(f"{folder}: neither it nor a folder in it has a {MANIFEST}; make one with: jaxmpi data pack")
     return found

@@ -1,18 +1,15 @@
 """A worker's part of the data in memory, shuffled by a thread while the epoch before is read.
 
-Records of other workers on the host are read out of their memory. Those of other hosts are sent by MPI_Ialltoallv over
-a communicator of the group's own, which one thread at a time uses. The thread sleeps between looks at it: it must not
-spin on a core that computes.
+Records are sent by MPI_Ialltoallv over a communicator of the group's own, which one thread at a time uses. The thread
+sleeps between looks at it: it must not spin on a core that computes.
 """
 
 import collections
 import dataclasses
-import queue
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,28 +23,15 @@ from jaxmpi.config.data import Data, shuffle_schedule
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.shared_memory import available_bytes
-from jaxmpi.data import memory_source
-from jaxmpi.data.group_order import (
-    GroupSampler,
-    Move,
-    place_owners,
-    plan_moves,
-    record_owners,
-    slice_bounds,
-    slice_owners,
-)
-from jaxmpi.data.memory_source import Arena, MemorySource, check_group, check_room, need_and_left, smallest_group
-from jaxmpi.data.peer_memory import PeerArena, PeerMemory, arena_addresses
+from jaxmpi.data import group_order, memory_source
+from jaxmpi.data.group_order import GroupSampler, Move
+from jaxmpi.data.memory_source import Arena, MemorySource
 from jaxmpi.data.sources.base import Source
 from jaxmpi.runtime import progress
 
 THREAD = "jaxmpi shuffle"
 POLL_S = 0.0002  # between looks at what is sent
 AHEAD = 2  # segments sent concurrently: one is copied together while the one before is sent
-FORBIDDEN = (
-    "jaxmpi: data in memory: this host does not let workers read each other's memory (kernel.yama.ptrace_scope, or a "
-    "container's rules), so shuffles go by MPI and take up to twice as long"
-)
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 
 
@@ -72,54 +56,33 @@ def describe_memory(sampler: GroupSampler, is_auto: bool, worker_bytes: float, l
     return f"training data in memory, {worker_bytes / 1e6:,.1f} MB a worker: {how}; loaded in {load_s:.1f} s"
 
 
+@dataclass(eq=False)
 class MemoryShuffle:
-    """Store of one split's records, on the workers that read them.
+    """Store of one split's records, on the workers that read them."""
 
-    Args:
-        source: whose memory is filled.
-        control: of all ranks.
-        fixed: i64[k], the records to load for good; None if they are shuffled over a group.
-        group: communicator of mpi4py, this object's alone; None if no records move.
-        sampler: the order of the split, of any worker.
-        each: workers of a process.
-        in_background: whether MPI may be called from a thread concurrently with others.
-    """
+    source: MemorySource  # whose memory is filled
+    control: Processes  # of all ranks
+    fixed: np.ndarray | None  # i64[k], the records to load for good; None if they are shuffled over a group
+    group: Any  # communicator of mpi4py, this object's alone; None if no records move
+    sampler: GroupSampler  # the order of the split, of any worker
+    each: int = 1  # workers of a process
+    in_background: bool = True  # whether MPI may be called from a thread concurrently with others
 
-    def __init__(
-        self,
-        source: MemorySource,
-        control: Processes,
-        fixed: np.ndarray | None,
-        group: Any,
-        sampler: GroupSampler,
-        each: int = 1,
-        in_background: bool = True,
-    ) -> None:
-        self.source, self.control, self.fixed, self.sampler, self.each = source, control, fixed, sampler, each
-        self.group: Any = group
+    def __post_init__(self) -> None:
         self.load_s = 0.0  # seconds that loading took
         self.shuffles: list[Shuffle] = []  # that are done
         self._is_loaded = False
+        self._home: Arena | None = None  # what has been loaded, if it stays: shuffles bring copies of it
         self._turn, self._last_turn = -1, None
         self._placed: int | None = None  # the shuffle whose records are here or will be; None: as they were loaded
-        # Shuffles to do. They keep this object alive until they are done; the thread itself does not.
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._stop: weakref.finalize | None = None
-        if group is None:
-            return
-        first = control.rank - group.rank
-        self.neighbours = PeerMemory(group, control.hosts[first : first + group.size])
-        if self.neighbours.is_forbidden and control.rank == 0:
-            print(FORBIDDEN, file=sys.stderr)
-        if in_background:
-            thread = threading.Thread(target=_work, args=(self._queue,), name=THREAD, daemon=True)
-            thread.start()
-            self._stop = weakref.finalize(self, _stop, thread, self._queue)
+        # That of the last shuffle, which keeps this object alive until it is done. The process must not end before: MPI
+        # would be finalized under it.
+        self._threads: list[threading.Thread] = []
+        weakref.finalize(self, _join, self._threads)
 
     def stop(self) -> None:
-        """End the thread once the shuffle that it is at is done."""
-        if self._stop:
-            self._stop()
+        """Wait for the shuffles that have begun."""
+        _join(self._threads)
 
     def close(self) -> None:
         """`stop`, and give the communicator back; all ranks call it together."""
@@ -146,7 +109,7 @@ class MemoryShuffle:
         self._turn = turn
         is_last = self._last_turn is not None and turn >= self._last_turn
         if is_last or not self._bring(turn + 1):
-            self.source.forget()
+            self.source.forget(self._home)
 
     def load(self) -> bool:
         """Load this process's part once, on all ranks together; return True if this call did. Raises as `begin`."""
@@ -162,7 +125,7 @@ class MemoryShuffle:
 
     def _load_slice(self) -> None:
         group, source = self.group, self.source
-        bounds = slice_bounds(len(source), group.size)
+        bounds = group_order.slice_bounds(len(source), group.size)
         begin, end = bounds[group.rank : group.rank + 2].tolist()
         source.load(np.arange(begin, end), self._check_room)
         self._wait(group.Ibarrier(), "workers of its group, which still read their parts")
@@ -170,78 +133,68 @@ class MemoryShuffle:
             group.Allgatherv(values[begin:end].copy(), [values, (np.diff(bounds).tolist(), bounds[:-1].tolist())])
         self._check_room(source.lengths.sum() / group.size, source.newest().bytes.size)  # now all lengths are known
         if self.sampler.piece_steps:
-            source.keep_first()
+            self._home = source.newest()
 
     def _check_room(self, part_bytes: float, loaded_bytes: float) -> None:
-        local = need_and_left(part_bytes, loaded_bytes, 1 if self.group is None else self.sampler.copies)
+        local = memory_source.need_and_left(part_bytes, loaded_bytes, 1 if self.group is None else self.sampler.copies)
         rows, control = local[None], self.control
         if isinstance(control, MpiProcesses):
             rows = np.empty((control.size, local.size))
             self._wait(control.world.Iallgather(local, rows), "ranks to say what memory they need")  # some read slower
-        check_room(rows, control.hosts)
+        memory_source.check_room(rows, control.hosts)
 
     def _bring(self, turn: int) -> bool:
         placed = self.sampler.shuffle_of_turn(turn)
         if placed == self._placed:
             return False
         self.source.promise()
-        shuffle = partial(self._shuffle, placed, self._placed)
-        if self._stop:
-            self._queue.put(shuffle)
+        work, self._placed = partial(self._shuffle, placed, self._placed, [*self._threads]), placed
+        if self.in_background:
+            self._threads[:] = [threading.Thread(target=work, name=THREAD, daemon=True)]
+            self._threads[0].start()
         else:
-            shuffle()
-        self._placed = placed
+            work()
         return True
 
     # ------------------------------------------------------------ in the thread
 
-    def _shuffle(self, shuffle: int, before: int | None) -> None:
-        """Move records from their owners after shuffle `before` to those of `shuffle`."""
+    def _shuffle(self, shuffle: int, before: int | None, last: list[threading.Thread]) -> None:
+        """Move records from their owners after shuffle `before`, once it is done, to those of `shuffle`."""
+        _join(last)
         group, source, sampler = self.group, self.source, self.sampler
         begin = time.perf_counter()
         order, worker = sampler.shuffled_records(shuffle)
         if before is None or sampler.piece_steps:
-            owners = slice_owners(len(source), group.size)
+            owners = group_order.slice_owners(len(source), group.size)
         else:
             order_before, worker_before = sampler.shuffled_records(before)
-            owners = record_owners(order_before, worker_before // self.each)
-        moves = list(plan_moves(order, owners, worker // self.each, source.lengths, group.rank, group.size))
-        arena = new_arena(source, moves)
-        source.expect(arena.records)
-        self._fill(arena, moves)
-        self._wait(group.Ibarrier())  # others may still read what this member forgets next
-        source.take(arena)
+            owners = group_order.record_owners(order_before, worker_before // self.each)
+        moves = list(group_order.plan_moves(order, owners, worker // self.each, source.lengths, group.rank, group.size))
+        old = self._home or source.newest()
+        arena = new_arena(source, moves, self._home)
+        self._fill(arena, old, moves)
+        source.take(arena, promised=True)
         end = time.perf_counter()
         moved_bytes = sum(int(move.received_bytes.sum() - move.received_bytes[group.rank]) for move in moves)
         self.shuffles.append(Shuffle(end - begin, moved_bytes))
         progress.record_span("shuffle", f"shuffle {len(self.shuffles)}, {moved_bytes / 1e6:.3g} MB", begin, end)
 
-    def _fill(self, arena: Arena, moves: list[Move]) -> None:
+    def _fill(self, arena: Arena, old: Arena, moves: list[Move]) -> None:
         pending: collections.deque[tuple[Any, np.ndarray]] = collections.deque()  # requests, and what they send
-        old, at, is_far = self._open_neighbours(), 0, ~self.neighbours.near
+        me, at = self.group.rank, 0
+        others = np.arange(self.group.size) != me
         for move in moves:
             received = arena.bytes[at : at + int(move.received_bytes.sum())]
             at += received.size
             begins = np.cumsum(move.received_bytes) - move.received_bytes
-            if is_far.any():
-                sent = self.source.origin().gather(move.sent[is_far[move.to]])
-                into = alltoallv_buffer(received, move.received_bytes * is_far, begins)
-                pending.append((self.group.Ialltoallv(alltoallv_buffer(sent, move.sent_bytes * is_far), into), sent))
-            for m, near in old.items():
-                near.gather(move.received[move.source == m], received[begins[m] : begins[m] + move.received_bytes[m]])
+            sent = old.gather(move.sent[move.to != me])
+            into = alltoallv_buffer(received, move.received_bytes * others, begins)
+            pending.append((self.group.Ialltoallv(alltoallv_buffer(sent, move.sent_bytes * others), into), sent))
+            old.gather(move.received[move.source == me], received[begins[me] : begins[me] + move.received_bytes[me]])
             if len(pending) == AHEAD:
                 self._wait(pending.popleft()[0])
         while pending:
             self._wait(pending.popleft()[0])
-
-    def _open_neighbours(self) -> dict[int, Arena | PeerArena]:
-        """The complete arenas of this member and those near it."""
-        group, source, neighbours = self.group, self.source, self.neighbours
-        rows = np.empty((group.size, 4), np.int64)
-        self._wait(group.Iallgather(arena_addresses(source.origin()), rows))
-        near = np.roll(np.flatnonzero(neighbours.near), -group.rank)  # not all read the same one first
-        old = {m: PeerArena(int(neighbours.pids[m]), rows[m], source.lengths) for m in near.tolist() if m != group.rank}
-        return old | {group.rank: source.origin()}
 
     def _wait(
         self, request: Any, what: str = "workers of its group; all must read as many epochs, or call shuffle() as often"
@@ -258,25 +211,19 @@ class MemoryShuffle:
             time.sleep(POLL_S)
 
 
-def new_arena(source: MemorySource, moves: list[Move]) -> Arena:
+def _join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        if thread is not threading.current_thread():  # it is if the object has ended with its last shuffle
+            thread.join()
+
+
+def new_arena(source: MemorySource, moves: list[Move], stays: Arena | None = None) -> Arena:
     """The empty arena that these moves fill in order, in pages that nobody reads any more if they are enough."""
-    spare = source.forget()
+    spare = source.forget(stays)
     part_bytes = sum(int(move.received_bytes.sum()) for move in moves)
     spare_bytes = len(spare) * memory_source.SPARE // (memory_source.SPARE + 1) if spare else 0
     memory_source.check_alone(part_bytes, spare_bytes)  # others may have taken memory since
     return Arena(np.concatenate([move.received for move in moves]), source.lengths, spare)
-
-
-def _work(wanted: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    while (shuffle := wanted.get()) is not None:
-        shuffle()
-        del shuffle  # else an idle thread keeps the records alive
-
-
-def _stop(thread: threading.Thread, wanted: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    wanted.put(None)
-    if thread is not threading.current_thread():  # it is if the object has ended with its last shuffle
-        thread.join()
 
 
 def alltoallv_buffer(raw: np.ndarray, size_bytes: np.ndarray, begins: np.ndarray | None = None) -> list:
@@ -315,12 +262,12 @@ def keep_in_memory(
         mean_bytes = float(control.bcast_object(inside.mean_bytes() if control.rank == 0 else 0.0))
         left = control.allgather_array(np.array([available_bytes()]))[:, 0]
         copies = dataclasses.replace(alone, **options).copies
-        parts = smallest_group(n * mean_bytes, copies, left, control.hosts, each)
+        parts = memory_source.smallest_group(n * mean_bytes, copies, left, control.hosts, each)
     elif train:
-        parts = check_group(int(data.group_size), size, each)
+        parts = memory_source.check_group(int(data.group_size), size, each)
     samplers = tuple(sampler(n, effective_batch, rank, size, seed, **options, parts=parts) for rank in workers.mine)
     if not train:
-        fixed = np.flatnonzero(np.isin(place_owners(n, effective_batch, size), workers.mine))
+        fixed = np.flatnonzero(np.isin(group_order.place_owners(n, effective_batch, size), workers.mine))
         return MemoryShuffle(inside, control, fixed, None, samplers[0]), samplers
     if not isinstance(control, MpiProcesses) or parts <= each:
         return MemoryShuffle(inside, control, np.arange(n), None, samplers[0]), samplers

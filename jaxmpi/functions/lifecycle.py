@@ -30,7 +30,7 @@ from jaxmpi.functions.commands import execute
 from jaxmpi.functions.groups import DeviceGroup, ForkedGroup, ProcessGroup, RankGroup, WorkerGroup
 from jaxmpi.functions.transport import MpiTransport, OutOfStep, SocketTransport, WorkerDied
 from jaxmpi.functions.worker import Command
-from jaxmpi.runtime import allocator, caches, failures, process
+from jaxmpi.runtime import compile_cache, failures, process
 from jaxmpi.runtime.failures import call_before_finalize
 
 START_TIMEOUT_S = 120.0  # for a forked worker to import JAX and call back
@@ -82,12 +82,7 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
             f"fork: there are {_group.size} workers already, and functions or variables on them; fork first, or "
             "jaxmpi.close() before"
         )
-    try:
-        _group = make_group(n, kind)
-    except Exception as error:
-        if (sentence := failures.as_sentence(error)) is error:
-            raise
-        raise sentence from error
+    _group = make_group(n, kind)
     atexit.register(close)
     return _group.size
 
@@ -237,9 +232,9 @@ def forked_main(socket: int) -> None:
     setup: dict[str, Any] = master.recv()
     sys.path[:], sys.argv[:] = setup["path"], setup["argv"]  # modules that it imports may read its arguments
     jax.config.update("jax_enable_x64", setup["x64"])
-    allocator.keep_freed_memory()
+    process.keep_freed_memory()
     process.pin_cores(setup["rank"], setup["size"])
-    caches.use_compilation_cache()
+    compile_cache.use_compilation_cache()
     code = 0
     try:
         serve(ForkedGroup(SocketTransport(setup["rank"], setup["size"], {0: master}, {}), setup["fork"]))

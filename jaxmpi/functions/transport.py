@@ -24,10 +24,10 @@ from jaxmpi.comm.control import LATE_S, MAX_BYTES, MpiProcesses
 from jaxmpi.comm.polling import POLL_S, wait
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError
-from jaxmpi.core.process_stat import stat_of
 from jaxmpi.functions.reports import SHORT_BYTES, CallReport, pack_report, unpack_reports
 from jaxmpi.runtime import host_callbacks
 from jaxmpi.runtime.failures import call_before_finalize
+from jaxmpi.runtime.process import stat_of
 
 
 class OutOfStep(TrainingError):

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> NoReturn:
     if not argv or argv[0] in ("-h", "--help"):
         print(f"{USAGE}\n\nfields used most:\n{summary()}")
         raise SystemExit(0)
-    options = parse(argv)
+    options = parse(experiment_file.take_run(argv))
     experiment_file.refuse_early(options.train_args, file_is_here=options.are_ranks_here)
     launch(options)
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError, lookup
-from jaxmpi.runtime import failures, process
+from jaxmpi.runtime import process
 
 TIMEOUT_S = 60.0  # for an experiment file to run
 # Words in a line or a file by which these facts may change, and those by which code runs that is not in sight.
@@ -50,7 +50,6 @@ def facts_of(train_args: Sequence[str], *, file_is_here: bool = True) -> Experim
 
     Raises:
         UsageError: the file, or a field, is wrong.
-        SystemExit: the same, if the other process has said so.
     """
     file = experiment_file.locate(train_args[0]) if train_args else Path()
     try:
@@ -67,9 +66,6 @@ def facts_of(train_args: Sequence[str], *, file_is_here: bool = True) -> Experim
         return ExperimentFacts(**facts)
     if facts and file_is_here:
         raise UsageError(facts["error"])
-    if code == failures.MISUSED and file_is_here:
-        sys.stderr.write(text)
-        raise SystemExit(failures.MISUSED)
     last = text.strip().splitlines()[-1:] or [f"exit code {code}"]
     why = facts.get("error", f"has run for {TIMEOUT_S:.0f} s" if code is None else f"{last[0]:.200}")
     print(

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxmpi.config import experiment_file
-from jaxmpi.config.flags import flags, unknown_flags
+from jaxmpi.config.flags import flags
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError, nearest
 
 USAGE = """usage: jaxmpi train [-n N] [--restarts R] [--elastic MIN:MAX] [--launcher mpirun|srun]
                     [--launcher-args "..."] [--field value ...] EXPERIMENT.py [--field value ...]
+       jaxmpi train [-n N] ... --from RUN [--field value ...]
 
 Train an experiment with N workers: print the launcher's line, run it, and say how it ended.
 
@@ -24,6 +25,7 @@ Train an experiment with N workers: print the launcher's line, run it, and say h
   --elastic MIN:MAX  start with MAX workers, again with those that are left, MIN at least; the effective batch stays
   --launcher NAME    mpirun (default) or srun (default inside a Slurm job of several hosts)
   --launcher-args    more arguments for it, such as "--hostfile hosts"
+  --from RUN         the experiment file and flags of a run; others given here count; with --resume it goes on
   --field value      any field of the experiment: jaxmpi train EXPERIMENT.py --help lists them
 
 EXPERIMENT.py is a file, or a name that `jaxmpi experiments` lists.
@@ -65,9 +67,7 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
         if len(argv) == 1:
             raise UsageError(f"{argv[0]} needs a value\n{USAGE}")
         values[argv[0]], argv = argv[1], argv[2:]
-    # A rule of the user's own has fields that only its file knows.
-    checked = [arg for arg in fields if not arg.startswith("--rule.")]
-    odd = [arg for arg in checked if arg.startswith("-") and (arg[:2] != "--" or unknown_flags([arg], Experiment()))]
+    odd = [arg for arg in fields if arg.startswith("-") and not is_field(arg)]
     if odd and fields[0].startswith("-"):
         known = {**values, **{f"--{name}": None for name in flags(Experiment())}}
         raise UsageError(f"got {odd[0]}; {nearest(odd[0], known)}\n{USAGE}")
@@ -90,6 +90,15 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
         raise UsageError("--elastic says with how many workers to start again; give --restarts, too")
     names = (values["--launcher"], tuple(launcher_args), tuple(argv))
     return Options(int(workers), *names, restarts=int(values["--restarts"]), least=least)
+
+
+def is_field(arg: str) -> bool:
+    """Return True for a flag of the experiment."""
+    try:
+        experiment_file.refuse_unknown([arg])
+    except UsageError:
+        return False
+    return True
 
 
 def elastic(text: str) -> tuple[int, int]:

@@ -1,7 +1,12 @@
-"""Find the rank that ended a job first, from the job's output."""
+"""The rank that ended a job first, from the job's output, and ranks that are alive."""
 
+import os
 import re
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
+
+from jaxmpi.runtime.process import LAUNCHERS
 
 TAIL_BYTES = 200_000  # bytes at the end of a job's output, searched for the culprit
 SHOWN_LINES = 12  # lines of the culprit's last message
@@ -61,3 +66,35 @@ def culprit(text: str) -> Culprit | None:
     groups = found.groupdict()
     rank = groups.get("rank") or groups.get("absent") or ""
     return Culprit(rank.replace(" ", ""), groups.get("host") or "", words)
+
+
+# ---------------------------------------------------------------- who is alive
+
+
+def ranks_under(pid: int) -> dict[int, int]:
+    """A launcher's processes on this host by rank, except spawned ones."""
+    variables = tuple(f"{names[0]}=".encode() for names in LAUNCHERS.values())
+    jobs = b"PMIX_NAMESPACE="  # Open MPI's job: the launcher's own ends with @1, of spawned processes with @2, ...
+    found: dict[int, int] = {}
+    waiting = [pid]
+    while waiting:
+        for child in children_of(waiting.pop()):
+            with suppress(OSError):  # it has ended
+                environ = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+                ranks = [int(line.partition(b"=")[2]) for line in environ if line.startswith(variables)]
+                is_spawned = any(line.startswith(jobs) and not line.endswith(b"@1") for line in environ)
+                if not ranks:
+                    waiting.append(child)
+                elif not is_spawned:
+                    found[ranks[0]] = child
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that any thread of a process has started."""
+    found: list[int] = []
+    with suppress(OSError):  # the process has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):  # the thread has
+                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return found

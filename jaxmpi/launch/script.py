@@ -34,7 +34,11 @@ def main(argv: Sequence[str]) -> None:
     try:
         runpy.run_path(options.script, run_name="__main__")
     except SystemExit as left:
-        failures.leave_with(left.code)
+        if left.code not in (0, None):
+            code = left.code if isinstance(left.code, int) else 1
+            why = f"jaxmpi: {failures.describe_rank()} has left with exit code {code}; ending the job\n"
+            sys.stderr.write(why if isinstance(left.code, int) else f"{left.code}\n{why}")
+            failures.end_job(code)
     except BaseException as error:
         failures.fail(error, script_trace(error.__traceback__))
 

@@ -22,14 +22,14 @@ from types import FrameType
 from typing import TextIO
 
 from jaxmpi.checkpoint import manifests, run_directory
-from jaxmpi.config.experiment_file import hyphens
+from jaxmpi.checkpoint.held_folder import HeldFolder
+from jaxmpi.config.flags import hyphens
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.files import HeldFolder
 from jaxmpi.launch.options import Options
-from jaxmpi.launch.postmortem import HOST_GONE, KILLED, TAIL_BYTES, culprit
-from jaxmpi.runtime import failures, interrupts, job_folder, process
+from jaxmpi.launch.postmortem import HOST_GONE, KILLED, TAIL_BYTES, culprit, ranks_under
+from jaxmpi.runtime import failures, job_folder, process
 
 # Exit codes after which a restart is pointless: done, error of usage, to be resumed later, interrupted.
 FINAL = (0, failures.MISUSED, failures.PREEMPTED, failures.INTERRUPTED)
@@ -42,7 +42,7 @@ ENDS_S = seconds_from("JAXMPI_LAUNCHER_TIMEOUT_S", 15)  # for a launcher to end 
 # By default Open MPI takes eight minutes to notice that a host has vanished; with these settings 25 s.
 KEEPALIVE = {"time": "10", "intvl": "5", "probes": "3"}
 SETTINGS = {f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in KEEPALIVE.items()}
-# Ranks set it themselves, but too late if their script starts MPI first (runtime/allocator.py).
+# Ranks set it themselves, but too late if their script starts MPI first (runtime/process.py).
 ONE_ARENA = {} if os.environ.get("JAXMPI_ALLOCATOR") == "system" else {"MALLOC_ARENA_MAX": "1"}
 
 
@@ -55,7 +55,7 @@ class JobRunner:
     def __init__(self) -> None:
         """Install handlers that forward signals as requests to leave."""
         self._job: subprocess.Popen | None = None
-        self._requests = interrupts.Requests()
+        self._requests = failures.Requests()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
             if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
                 signal.signal(number, self._request_leave)
@@ -159,7 +159,7 @@ def wait_for_end(job: subprocess.Popen, marks: Path, *, outlives_ranks: bool, lo
         look_s = FIRST_LOOK_S if looks < FIRST_LOOKS else LOOK_S
         with contextlib.suppress(subprocess.TimeoutExpired):
             return job.wait(look_s)
-        alive = process.ranks_under(job.pid)
+        alive = ranks_under(job.pid)
         seen |= alive
         looks += bool(seen)
         may_leave = (marks / job_folder.FINISHED).exists()

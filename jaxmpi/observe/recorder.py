@@ -9,7 +9,6 @@ import io
 import json
 import math
 import re
-import shutil
 import statistics
 import sys
 import time
@@ -263,11 +262,6 @@ class Recorder:
             self._file.close()
             cut_record(Path(self._file.name), step)
             self._file = open_record(Path(self._file.name))
-
-    def copy_to(self, folder: Path) -> None:
-        """Copy the record to another folder, even if its file was removed."""
-        if self._file:
-            shutil.copyfile(f"/proc/self/fd/{self._file.fileno()}", folder / "record.jsonl")
 
     def __enter__(self) -> "Recorder":
         """Be closed at the end of the block."""

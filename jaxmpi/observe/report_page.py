@@ -40,7 +40,7 @@ DECISIVE = (  # facts that are equal in runs of one group
     *("experiment", "workers", "strategy", "effective_batch"),
     *("experiment_file", "commit", "versions", "backend"),
 )
-OF_ONE_RUN = ("seed", "run_dir", "resume", "continue_from")  # settings in which runs of one group may differ
+OF_ONE_RUN = ("seed", "run_dir", "resume")  # settings in which runs of one group may differ
 
 
 def page(records: Sequence[Record], data: dict[str, Any] | None = None) -> str:

@@ -11,6 +11,7 @@ program whose inside nobody times, and count as compute.
 
 import itertools
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,9 +21,10 @@ import numpy as np
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.observe.record_format import EXCHANGE_PARTS, PARTS, SOURCES
 from jaxmpi.runtime import progress
-from jaxmpi.runtime.progress import Span, clipped, inside, length, minus
+from jaxmpi.runtime.progress import Span
 
 Interval = tuple[float, float]
+Intervals = list[Interval]
 LOCAL = ("data", "transfer", "compute", "exposed", "hidden", "other")  # parts that a process measures alone
 OWN = [[*PARTS].index(part) for part in ("data", "transfer", "compute")]
 HEAD = len(LOCAL) + 1  # values of a `flat` window before `exposed`
@@ -137,7 +139,7 @@ def decompose(rows: Sequence[StepTimes], step_s: float | None, has_exchange: boo
         step_s: duration of a step, if known; gives the end of a step that ended while the loop waited.
         noted: spans of data and of buckets.
     """
-    waits = progress.union([(s.begin_s, s.end_s) for s in noted if s.track == "wait"])
+    waits = union([(s.begin_s, s.end_s) for s in noted if s.track == "wait"])
     travel = [(s.begin_s, s.end_s) for s in noted if s.track == "travel"]
     source = SOURCES.index("measured" if waits else "unknown") if has_exchange else SOURCES.index("none")
     ends = estimate_ends(rows, step_s)
@@ -190,6 +192,47 @@ def busy_intervals(row: StepTimes, idle_from_s: float, own_s: float | None) -> l
     own_from = max(row.start_s, row.end_s - own_s)
     before_to, own_from = (idle_from_s, row.start_s) if idle_from_s < row.start_s else (own_from, own_from)
     return [(row.step - 1, (row.begin_s, before_to)), (row.step, (own_from, row.end_s))]
+
+
+# ---------------------------------------------------------------- intervals of time
+
+
+def union(spans: Intervals) -> Intervals:
+    """Intervals that cover what the given ones cover, in order, without overlap."""
+    merged: Intervals = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        elif end > begin:
+            merged.append((begin, end))
+    return merged
+
+
+def clipped(spans: Intervals, begin: float, end: float) -> Intervals:
+    """The parts of intervals that lie in [begin, end]."""
+    return [(max(b, begin), min(e, end)) for b, e in spans if b < end and e > begin]
+
+
+def inside(merged: Intervals, begin: float, end: float) -> Intervals:
+    """`clipped`, in logarithmic time, for intervals that `union` has returned."""
+    first = bisect_right(merged, begin, key=lambda one: one[1])
+    return clipped(merged[first : bisect_left(merged, end, lo=first, key=lambda one: one[0])], begin, end)
+
+
+def length(spans: Intervals) -> float:
+    """Seconds that intervals cover, overlaps counted once."""
+    return sum(end - begin for begin, end in union(spans))
+
+
+def minus(spans: Intervals, holes: Intervals) -> Intervals:
+    """Intervals without the parts that holes cover."""
+    left, merged = [], union(holes)
+    for begin, end in union(spans):
+        for hole_begin, hole_end in inside(merged, begin, end):
+            left.append((begin, hole_begin))
+            begin = hole_end
+        left.append((begin, end))
+    return [(begin, end) for begin, end in left if end > begin]
 
 
 # ---------------------------------------------------------------- over ranks

@@ -6,6 +6,7 @@ on the choice. `Plain` limits progress lines to one a second, and always prints 
 empty row, because mpirun passes on whole lines only.
 """
 
+import os
 import sys
 import time
 from collections import deque
@@ -18,7 +19,8 @@ from rich.live import Live
 from rich.text import Text
 
 from jaxmpi.runtime import failures
-from jaxmpi.runtime.progress import current, note_output, stop_progress, terminal_columns
+from jaxmpi.runtime.process import launched, stat_of
+from jaxmpi.runtime.progress import current, note_output, stop_progress
 
 MOST_WORKERS = 8  # workers up to which each one's steps are shown
 LINE_S = 1.0  # between lines through a pipe at least; the first and the last always come
@@ -286,3 +288,26 @@ def open_terminal(quiet: bool, out: TextIO | None = None) -> Terminal:
     panel = Panel(out or sys.stdout, columns)
     panel.start()
     return panel
+
+
+def terminal_columns(out: TextIO) -> int:
+    """Columns of the terminal that a stream leads to; else 0.
+
+    Open MPI gives every rank a terminal of its own and passes on what is written there to mpirun's own output. So under
+    a launcher the width is that of the first process above whose output goes elsewhere.
+    """
+    if not out.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        return 0
+    if launched() is None:
+        return os.get_terminal_size(out.fileno()).columns or 80
+    try:
+        pid, stdout = os.getppid(), os.readlink("/proc/self/fd/1")
+        above = stdout
+        while pid > 1 and above == stdout:
+            above, pid = os.readlink(f"/proc/{pid}/fd/1"), int(stat_of(pid)[1])
+        if above == stdout or not above.startswith(("/dev/pts/", "/dev/tty")):
+            return 0
+        with open(above, "rb") as terminal:
+            return os.get_terminal_size(terminal.fileno()).columns or 80
+    except (OSError, ValueError, IndexError):  # another user's process, or one that has ended
+        return 0

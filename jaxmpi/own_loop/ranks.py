@@ -1,18 +1,19 @@
 """A rank's examples, random key and output, and loops of uneven length."""
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.call_order import one_thread
 from jaxmpi.comm.agreement import check_may_send, without_messages
 from jaxmpi.comm.job import processes
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, mean_of_floats
-from jaxmpi.core.random_keys import key_from_seed
 from jaxmpi.data.sampler import Sampler
 
 T = TypeVar("T")
@@ -46,7 +47,13 @@ def rank_key(seed: int) -> jax.Array:
     Raises:
         UsageError: the seed is no whole number from 0 to 2^64 - 1.
     """
-    return jax.random.fold_in(key_from_seed("rank_key: seed", seed), processes().rank)
+    if isinstance(seed, Tracer):
+        return jax.random.fold_in(jax.random.key(seed), processes().rank)
+    if not (hasattr(seed, "__index__") and 0 <= operator.index(seed) < 2**64):
+        raise UsageError(f"rank_key: seed: got {seed!r}; expected a whole number from 0 to 2^64 - 1")
+    low, high = np.uint32(int(seed) % 2**32), np.uint32(int(seed) // 2**32)
+    key = jax.random.key(low)  # without 64-bit types JAX takes the low 32 bits alone; so the high ones are folded in
+    return jax.random.fold_in(jax.random.fold_in(key, high) if high else key, processes().rank)
 
 
 def print0(*values: Any, sep: str = " ", end: str = "\n") -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from jaxmpi.runtime import failures, interrupts, process
+from jaxmpi.runtime import failures, process
 
 JUST_NOW_S = 1.0  # between the SIGCONT and the SIGTERM by which mpirun ends its ranks: a quarter of a second
 
@@ -20,7 +20,7 @@ class PreemptionNotice:
         """Install the handlers in the main thread; elsewhere signals keep theirs."""
         self.given = self.is_interrupt = False
         self.launcher_ends = False  # Open MPI's mpirun, which was asked to end, ends its ranks
-        self._requests, self._woken_s = interrupts.Requests(), 0.0
+        self._requests, self._woken_s = failures.Requests(), 0.0
         try:
             heard = {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGCONT}
             for number in (signal.SIGHUP, signal.SIGINT):  # nohup, or a shell's job in the background

@@ -9,7 +9,7 @@ ends in NumPy, apart from the messages; so tests can run random schedules withou
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,30 +64,6 @@ class Rule(NamedTuple):
     sharding: Sharding | None = None  # `init` then gives the whole state, for its shapes
 
 
-class ScheduledPush(NamedTuple):
-    """A push that one worker is to send to another."""
-
-    to: int
-    share: float  # share of the sender's weight, alpha_s
-
-
-class Gossip(Protocol):
-    """A worker's part in gossip.
-
-    Weights of all workers, and shares of pushes on their way, sum to 1: their weighted mean is the run's result.
-    """
-
-    weight: float  # alpha
-
-    def draw(self, closed: frozenset[int], /) -> ScheduledPush | None:
-        """After a step: whom to push to now, never one in `closed`."""
-        ...
-
-    def merge(self, w: np.ndarray, pushed: np.ndarray, share: float, /) -> np.ndarray:
-        """Params f32[n] after a push; the weight grows by the share."""
-        ...
-
-
 class Asynchronous(NamedTuple):
     """How workers exchange with a center or each other, in NumPy on f32[n].
 
@@ -100,7 +76,7 @@ class Asynchronous(NamedTuple):
     # (w, base, pushed, seen) -> (w, base), the worker's after the exchange
     pull: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
     # (worker, workers, seed, weight or 0) -> its part, if workers push to each other and not to a center
-    gossip: Callable[[int, int, int, float], Gossip] | None = None
+    gossip: Callable[[int, int, int, float], Any] | None = None  # `RandomGossip`
     starts_at_center: bool = False  # if a run is resumed
     to_center: Callable[[PyTree, PyTree], PyTree] = lambda params, state: params  # the tree that is pushed
     from_center: Callable[[PyTree, PyTree], PyTree] = lambda tree, state: tree  # its inverse

@@ -29,8 +29,7 @@ class RuleSpec:
 
     build: Build
     _: KW_ONLY
-    lr_scaling: str = "none"  # the default
-    sums_updates: bool = False  # scaling lr linearly as well would count the workers twice
+    sums_updates: bool = False  # workers' updates are added: w workers make w times the step of one at the same lr
     any_optimizer: bool = False  # else only optimizers linear in the gradient: with others it equals no single worker
     is_periodic: bool = False  # exchanges every so many steps, nothing in between
     is_asynchronous: bool = False  # workers do not wait for each other
@@ -51,7 +50,6 @@ CENTER = ("tau", "staleness", "servers")
 RULES: dict[str, RuleSpec] = {
     "gradients": RuleSpec(
         lambda tx, x, c: gradients(tx, x, c.noise_scale),
-        lr_scaling="linear",
         any_optimizer=True,
         settings=("noise_scale",),
         takes_compressors=True,
@@ -59,13 +57,10 @@ RULES: dict[str, RuleSpec] = {
     "subgd": RuleSpec(lambda tx, x, c: subgd(tx, x), sums_updates=True, settings=()),
     "awagd": RuleSpec(
         lambda tx, x, c: awagd(tx, x, c.average_momentum),
-        lr_scaling="linear",
         settings=("average_momentum",),
         sends_params=True,
     ),
-    "local_sgd": RuleSpec(
-        local_sgd, lr_scaling="linear", any_optimizer=True, is_periodic=True, settings=("local_steps",)
-    ),
+    "local_sgd": RuleSpec(local_sgd, any_optimizer=True, is_periodic=True, settings=("local_steps",)),
     "diloco": RuleSpec(
         diloco, any_optimizer=True, is_periodic=True, settings=("local_steps", "outer_lr", "outer_momentum")
     ),
@@ -73,11 +68,6 @@ RULES: dict[str, RuleSpec] = {
     "easgd_sync": RuleSpec(easgd_sync, is_periodic=True, settings=("alpha", "tau"), check=check_stable),
     "asgd": RuleSpec(asgd, sums_updates=True, is_asynchronous=True, settings=CENTER),
     "gosgd": RuleSpec(gosgd, is_asynchronous=True, settings=("p",), check=check_gossip),
-}
-# Why a rule has no use for a setting, if there is more to say than that it does not use it.
-NO_USE = {
-    "servers": "which has no center",
-    "staleness": "whose workers report to no center that could hold them back",
 }
 
 
@@ -88,15 +78,12 @@ def check_settings(config: RuleConfig) -> None:
         got, default = getattr(config, field.name), field.default
         if callable(field.default_factory):
             default = field.default_factory()
-        if row.uses(field.name) or got == default:
-            continue
-        why, able = NO_USE.get(field.name, "which does not use it"), [n for n, r in RULES.items() if r.uses(field.name)]
-        ways = [f"rule.{field.name}: got {got} with rule {config.name}, {why}; leave it out"]
-        if able:
-            ways.append(f"or use {' or '.join(able)}")
-        if row.settings is None:
-            ways.append(f"or add {field.name} to `settings` of its RuleSpec if the rule does")
-        raise UsageError(", ".join(ways))
+        if not row.uses(field.name) and got != default:
+            able = " or ".join(name for name, other in RULES.items() if other.uses(field.name))
+            raise UsageError(
+                f"rule.{field.name}: got {got} with rule {config.name}, which does not use it; leave it out, or use "
+                f"{able or 'a rule with it in `settings` of its RuleSpec'}"
+            )
 
 
 def is_asynchronous(config: RuleConfig) -> bool:
@@ -164,20 +151,3 @@ def check_wire(config: RuleConfig, strategy: str) -> None:
             f"rule {config.name} sends weights, and wire {wire} keeps 8 bits of them: small updates would be rounded "
             "away. Use wire 32 or 16, rule gradients, or --rule.force"
         )
-
-
-def scale_lr(rule: str, scaling: str, workers: int) -> tuple[float, str]:
-    """The factor on lr and the scaling; `rule` takes the rule's default.
-
-    Raises:
-        UsageError: an unknown scaling, or one beside none for a rule that sums updates.
-    """
-    row = lookup(RULES, rule, "rule")
-    name = row.lr_scaling if scaling == "rule" else scaling
-    factor = lookup({"none": 1.0, "linear": float(workers), "sqrt": workers**0.5}, name, "lr_scaling")
-    if row.sums_updates and name != "none":
-        raise UsageError(
-            f"rule {rule!r} sums the workers' updates, which is {workers} times one worker's step already; "
-            f"lr_scaling {name} would count them twice: use none"
-        )
-    return factor, name

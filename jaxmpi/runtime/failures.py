@@ -1,4 +1,4 @@
-"""Hooks that end the job when a rank fails, with one message.
+"""Hooks that end the job when a rank fails, with one message; signals that ask to leave.
 
 If one rank raises an error, the others block in their next collective for ever: MPI does not pass exceptions on. So an
 uncaught error in any thread prints rank, host and phase, and aborts the job (`fail`, `end_job`). At exit a rank waits
@@ -23,7 +23,6 @@ import termios
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,9 +31,8 @@ from typing import NamedTuple, NoReturn, TextIO
 
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
-from jaxmpi.runtime.interrupts import INTERRUPTED as INTERRUPTED
 from jaxmpi.runtime.job_folder import ENDED_WITH, ENDING, is_marked, mark
-from jaxmpi.runtime.process import _prepared, launched, my_rank
+from jaxmpi.runtime.process import _prepared, has_backend, launched, my_rank
 
 # How long a rank at its end waits for the others before it takes them for stuck.
 EXIT_TIMEOUT_S = seconds_from("JAXMPI_EXIT_TIMEOUT_S", 300)
@@ -48,31 +46,35 @@ RANK_0_FIRST_S, RANK_0_FIRST_MOST_S = 4.0, 30.0
 LOADED_S = time.monotonic()  # nearly when this process began
 MISUSED = 2  # exit code if what was asked for cannot be
 PREEMPTED = 75  # exit code after a checkpoint on request: to be resumed
+INTERRUPTED = 128 + signal.SIGINT  # the exit code of a shell
 INTERRUPT_NOTE = "interrupted: the run saves itself and leaves; Ctrl-C again ends it at once, unsaved"
+# Within this time a second signal is part of the first: GNU `timeout` sends two, to its command and to the group.
+ONE_REQUEST_S = 0.5
+ONE_CTRL_C_S = 0.05  # a key may be typed twice in less
 
 
 @dataclass
 class JobControl:
-    """This process's part in a job of several, as hooks need it."""
+    """This process's part in a job, as hooks need it."""
 
     rank: int
     size: int
-    abort: Callable[[int], NoReturn]  # ends all ranks
-    wait_for_all: Callable[[float], bool]  # False if time ran out
+    abort: Callable[[int], NoReturn] = os._exit  # ends all ranks
+    wait_for_all: Callable[[float], bool] = lambda timeout_s: True  # False if time ran out
     echoes: Callable[[BaseException | None], str | None] = lambda error: None  # see `fail`
     working: bool = False  # True while a rank that leaves must take the others with it
     has_spawned: bool = False  # processes by MPI spawn, with which Open MPI 5's launcher takes an abort for 0 at times
     kill: Callable[[Sequence[int]], bool] | None = None  # ends ranks, if the others go on without them
 
 
-_job: JobControl | None = None
+job = JobControl(0, 1)  # until MPI starts
 _ending = threading.RLock()  # by the thread that ends the job, until this process is gone
 
 
-def install_hooks(job: JobControl) -> None:
+def install_hooks(control: JobControl) -> None:
     """Install hooks that end the job after an error or early exit."""
-    global _job
-    _job = job
+    global job
+    job = control
     install_excepthooks()
     call_before_finalize(leave)
 
@@ -83,25 +85,9 @@ def install_excepthooks() -> None:
     threading.excepthook = fail_in_thread
 
 
-def survive_losses(kill: Callable[[Sequence[int]], bool]) -> None:
-    """From now on let a rank that fails by itself end alone.
-
-    Args:
-        kill: ends other ranks; False if one has ended already, though nobody has noticed.
-    """
-    if _job is not None:
-        _job.kill = kill
-
-
 def kill_ranks(ranks: Sequence[int]) -> bool:
-    """End these ranks, if the others go on; False if they cannot."""
-    return _job is not None and _job.kill is not None and _job.kill(ranks)
-
-
-def note_spawned() -> None:
-    """From now on this job has processes that MPI has spawned."""
-    if _job is not None:
-        _job.has_spawned = True
+    """End these ranks, if the others go on; False if they cannot, or one has ended already unnoticed."""
+    return job.kill is not None and job.kill(ranks)
 
 
 @contextmanager
@@ -150,9 +136,8 @@ def current_phase() -> PhaseStatus:
 
 def describe_rank() -> str:
     """This rank in messages, also before MPI starts: `rank 2/4 on node07`."""
-    launch = launched()
-    rank, size = (_job.rank, _job.size) if _job else (launch.rank, launch.size) if launch else (0, 1)
-    return f"rank {rank}/{size} on {socket.gethostname()}"
+    of = launched() or job if job.size == 1 else job
+    return f"rank {of.rank}/{of.size} on {socket.gethostname()}"
 
 
 # ---------------------------------------------------------------- a failure
@@ -164,24 +149,23 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
     A `UsageError` or `TrainingError` is printed without a traceback. An error may be caused by the end of another rank,
     as `JobControl.echoes` finds. Such an error is one line, or none if that rank has said why.
     """
-    echo = _job.echoes(error) if _job else None
+    echo = job.echoes(error)
     if echo is not None:
         sys.stderr.write(f"jaxmpi: {describe_rank()} ({_at.phase}) {echo}\n" if echo else "")
         end_job(1 if echo else 0)  # so that the other rank's code is the job's
     if isinstance(error, (UsageError, AgreedError)) and my_rank() != 0:
-        age_s = time.monotonic() - LOADED_S if _job is None else 0.0
+        age_s = time.monotonic() - LOADED_S if job.size == 1 else 0.0
         time.sleep(max(RANK_0_FIRST_S, min(age_s, RANK_0_FIRST_MOST_S)))  # rank 0 most likely says it, and ends the job
         if is_marked(ENDING):  # it has said so, and the launcher is slow to end this rank
             end_job(exit_code(error))
-    phase = f" ({_at.phase})" if _job else ""
-    if _is_no_backend(error):
-        error = no_device(error)
+    error = no_device(error) or error
     if isinstance(error, (UsageError, TrainingError)):
         text = f"error: {error}\n"
     elif isinstance(error, KeyboardInterrupt):
         text = "interrupted\n"
     else:
         text = "".join(traceback.format_exception(None if error is None else type(error), error, trace))
+    phase = f" ({_at.phase})" if _at.count else ""
     sys.stderr.write(f"jaxmpi: {describe_rank()}{phase}:\n{text}")  # at once: other ranks write too
     if not isinstance(error, (UsageError, AgreedError, KeyboardInterrupt)):
         _die_alone_if_others_go_on()
@@ -189,8 +173,8 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
 
 
 def fail_in_thread(args: threading.ExceptHookArgs) -> None:
-    """Call `fail`, unless the thread is spared or raised `SystemExit`."""
-    report = _spared.get(args.thread) if args.thread else None
+    """Call `fail`, or what the thread's starter wants called instead; `SystemExit` ends the thread alone."""
+    report = getattr(args.thread, "jaxmpi_report", None)
     if args.exc_type is SystemExit:
         return
     if report and args.exc_value is not None:
@@ -204,24 +188,15 @@ def exit_code(error: BaseException | None) -> int:
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else MISUSED if isinstance(error, UsageError) else 1
 
 
-def as_sentence(error: Exception) -> Exception:
-    """The error in the user's words, which Python prints without a traceback."""
-    shown = no_device(error) if _is_no_backend(error) else error
-    before = sys.excepthook
-
-    def show(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
-        if raised is shown:
-            sys.stderr.write(f"jaxmpi: error: {raised}\n")
-        else:
-            before(kind, raised, trace)
-
-    if isinstance(shown, (UsageError, TrainingError)) and before is sys.__excepthook__:  # else hooks show sentences
-        sys.excepthook = show
-    return shown
-
-
-def no_device(error: BaseException | None) -> UsageError:
-    """JAX's error that it cannot start a backend, with a way out."""
+def no_device(error: BaseException | None) -> UsageError | None:
+    """JAX's error that it cannot start a backend, with a way out; None for any other error."""
+    if isinstance(error, AssertionError) and not error.args and os.environ.get("JAX_PLATFORMS") and error.__traceback__:
+        # JAX passes over `cuda` if the host has no GPU, and then a bare assertion of its own fails.
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if has_backend() or not str(frame.f_globals.get("__name__")).startswith("jax."):
+            return None
+    elif not (isinstance(error, RuntimeError) and str(error).startswith("Unable to initialize backend")):
+        return None
     said = (str(error) or "none of that platform").splitlines()[0]
     if "FFI handler registration for mpi_" in said:
         return UsageError(
@@ -234,27 +209,6 @@ def no_device(error: BaseException | None) -> UsageError:
     )
 
 
-def _is_no_backend(error: BaseException | None) -> bool:
-    """Return True if JAX could not start the backend that JAX_PLATFORMS names.
-
-    JAX passes over `cuda` if the host has no GPU, and then a bare assertion of its own fails.
-    """
-    if isinstance(error, RuntimeError):
-        return str(error).startswith("Unable to initialize backend")
-    if not isinstance(error, AssertionError) or error.args or not os.environ.get("JAX_PLATFORMS"):
-        return False
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    is_of_jax = bool(frames) and str(frames[-1].f_globals.get("__name__", "")).split(".")[0] == "jax"
-    return is_of_jax and not has_backend()
-
-
-def has_backend() -> bool:
-    """Return True if a device of JAX has started."""
-    from jax._src import xla_bridge  # nothing public shows it without starting one
-
-    return xla_bridge.backends_are_initialized()
-
-
 # ---------------------------------------------------------------- the end of the job
 
 
@@ -262,21 +216,21 @@ def end_job(code: int) -> NoReturn:
     """End all ranks with `code`, from any thread, if necessary by SIGKILL."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if _job is not None and _job.size > 1:
+    if job.size > 1:
         _ending.acquire(timeout=ENDING_S)
-        if not _job.kill or code == MISUSED:
+        if not job.kill or code == MISUSED:
             mark(ENDING)
-        if _job.has_spawned and not _job.kill:
+        if job.has_spawned and not job.kill:
             mark(f"{ENDED_WITH}{code}")
             drain_stdio()
             os.kill(os.getpid(), signal.SIGKILL)
-        _job.abort(code)
+        job.abort(code)
     os._exit(code)
 
 
 def _die_alone_if_others_go_on() -> None:
     """End this rank by SIGKILL if the others are to go on: after a bad exit code Open MPI would end them."""
-    if _job is not None and _job.kill:
+    if job.kill:
         sys.stdout.flush()
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -288,28 +242,17 @@ def wait_for_ending_thread() -> None:
         _ending.release()
 
 
-def leave_with(code: object) -> None:
-    """End the job unless this rank's `sys.exit` was given 0 or None."""
-    if code in (0, None):
-        return
-    if not isinstance(code, int):
-        sys.stderr.write(f"{code}\n")
-    number = code if isinstance(code, int) else 1
-    sys.stderr.write(f"jaxmpi: {describe_rank()} has left with exit code {number}; ending the job\n")
-    end_job(number)
-
-
 def leave() -> None:
     """Wait for the other ranks at exit, or end the whole job."""
-    if _job is None or _job.size == 1:
+    if job.size == 1:
         return
     wait_for_ending_thread()
-    if _job.working:
-        end = "the others go on" if _job.kill else "ending the job"
+    if job.working:
+        end = "the others go on" if job.kill else "ending the job"
         print(f"jaxmpi: {describe_rank()} left early ({_at.phase}); {end}", file=sys.stderr)
         _die_alone_if_others_go_on()
         end_job(1)
-    if not _job.wait_for_all(EXIT_TIMEOUT_S):
+    if not job.wait_for_all(EXIT_TIMEOUT_S):
         print(
             f"jaxmpi: {describe_rank()} has ended, but others had not {EXIT_TIMEOUT_S:.0f} s later; ending the job "
             "(JAXMPI_EXIT_TIMEOUT_S sets the time)",
@@ -320,24 +263,17 @@ def leave() -> None:
         check()
 
 
-def is_at_work() -> bool:
-    """Return True within `at_work`."""
-    return _job is not None and _job.working
-
-
 @contextmanager
 def at_work() -> Iterator[None]:
     """End the job at once if a rank leaves within this block."""
-    if _job is not None:
-        _job.working = True
+    job.working = True
     try:
         yield
     except SystemExit as error:
         if error.code not in (0, None):
             fail(error, error.__traceback__)
         raise
-    if _job is not None:
-        _job.working = False
+    job.working = False
 
 
 # ---------------------------------------------------------------- hooks before MPI ends, at exit or in MPI.Finalize()
@@ -368,35 +304,6 @@ def run_hooks() -> None:
 def call_after_all_scripts(check: Callable[[], object]) -> None:
     """Call the check when all ranks' scripts have ended, before MPI ends."""
     _checks.append(check)
-
-
-# ---------------------------------------------------------------- threads of other libraries, such as trackers
-
-Report = Callable[[BaseException], None]
-_spared: weakref.WeakKeyDictionary[threading.Thread, Report] = weakref.WeakKeyDictionary()
-_scope = threading.local()
-_start = threading.Thread.start
-
-
-@contextmanager
-def spare_threads(report: Report) -> Iterator[None]:
-    """Have errors of threads that this thread starts in the block, and of their children, end no run.
-
-    Args:
-        report: is called by a spared thread with its uncaught error.
-    """
-
-    def start(self: threading.Thread) -> None:  # Python does not keep who has started a thread
-        if found := getattr(_scope, "report", None) or _spared.get(threading.current_thread()):
-            _spared[self] = found
-        _start(self)
-
-    threading.Thread.start = start
-    before, _scope.report = getattr(_scope, "report", None), report
-    try:
-        yield
-    finally:
-        _scope.report = before
 
 
 # ---------------------------------------------------------------- output
@@ -452,14 +359,44 @@ def redirect_to_devnull(stream: TextIO) -> None:
 def open_streams() -> None:
     """Open stdout and stderr if closed, and let both print undecodable names."""
     for name, number in (("stdout", 1), ("stderr", 2)):
-        if getattr(sys, name) is None:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, number)
-            if nowhere != number:
-                os.close(nowhere)
+        if getattr(sys, name) is None:  # else the next file opened, as MPI's socket, would get the number
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
             setattr(sys, name, open(number, "w", closefd=False))
         if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+# ---------------------------------------------------------------- signals that ask to leave
+
+
+class Requests:
+    """Requests to leave that a process was sent, in order."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.heard: list[int] = []
+        self._last_s = 0.0
+
+    def add(self, number: int) -> bool:
+        """Add a signal; return False if it belongs to the last request."""
+        if number == signal.SIGHUP and self.heard:  # a closed terminal sends it twice, by its shell and by the kernel
+            return False
+        now_s, window_s = time.monotonic(), ONE_CTRL_C_S if number == signal.SIGINT else ONE_REQUEST_S
+        is_new = self.heard[-1:] != [number] or now_s - self._last_s > window_s
+        if is_new:
+            self.heard.append(number)
+            self._last_s = now_s
+        return is_new
+
+
+def leave_on_interrupt() -> None:
+    """Have Ctrl-C end this process with one line until a run begins."""
+
+    def end(number: int, frame: object) -> None:
+        write_error("jaxmpi: interrupted\n")
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, end)
 
 
 # ---------------------------------------------------------------- children of os.fork
@@ -472,9 +409,9 @@ def forget_in_child() -> None:
     that wait for these block for ever, and so do JAX's objects when they are destroyed, unless they crash. So the child
     drops the hooks, handles its own errors, and keeps for ever what its parent has made.
     """
-    global _job
+    global job
     if _prepared.is_set():
-        _job = None
+        job = JobControl(0, 1)
         sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
         atexit._clear()
         gc.freeze()

@@ -1,25 +1,26 @@
-"""This process: its rank by the launcher's variables, its cores and devices, and the set-up before JAX starts.
+"""This process: its rank by the launcher's variables, its memory, cores and devices, and the set-up before JAX starts.
 
 XLA sizes its thread pool, and takes a GPU, when its device starts; MPI reads its settings when it starts. So `prepare`
 comes before both, and everything here goes by the environment, without MPI.
 """
 
-import contextlib
 import ctypes
 import itertools
 import os
 import pwd
+import resource
 import signal
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.runtime.allocator import keep_freed_memory, use_main_arena
-from jaxmpi.runtime.caches import use_compilation_cache
+from jaxmpi.runtime.compile_cache import use_compilation_cache
 from jaxmpi.runtime.job_folder import BEGAN, OWN, SEGMENTS, lock_folder, mark, remove_stale_folders
 
 # Launcher: its variables for rank, size, local rank, local size.
@@ -86,7 +87,11 @@ def prepare() -> None:
         # Ranks compile at the same time: what one finds half written by another it compiles for itself.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry", UserWarning)
         _tune_mpi(launch)
-        lines.append(_idle_cores(len(core_mask()), os.cpu_count() or 1, launch.local_size))
+        if len(core_mask()) == 1 and (os.cpu_count() or 1) > launch.local_size:  # as Open MPI binds one rank or two
+            lines.append(
+                f"each rank may use 1 of the {os.cpu_count()} cores of its host, which has {launch.local_size} of the "
+                "ranks; if the launcher has bound them: mpirun --bind-to none, or srun --cpus-per-task"
+            )
         pin_cores(launch.local_rank, launch.local_size)
         pin_gpu(launch.local_rank, launch.local_size)
     lines.append(use_compilation_cache())
@@ -103,7 +108,7 @@ def _tune_mpi(launch: Launch) -> None:
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     folder = Path(os.environ.get(SEGMENTS, ""))
     if folder.name.startswith(OWN):
-        with contextlib.suppress(OSError):  # without such memory Open MPI takes other
+        with suppress(OSError):  # without such memory Open MPI takes other
             remove_stale_folders(folder.parent)
             lock_folder(folder)
         mark(BEGAN)
@@ -119,6 +124,119 @@ def set_home() -> None:
             os.environ["HOME"] = "/nonexistent"
 
 
+# ---------------------------------------------------------------- memory that a program has freed
+#
+# Kept memory is used again without page faults, but it has holes where buffers of other sizes were: 0.3 to 0.9 of what
+# is in use was seen with language models, whose leaves are few and big. JAXMPI_ALLOCATOR=system leaves glibc as it
+# comes, JAXMPI_ALLOCATOR=keep has it keep freed memory in any case.
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -3, -4, -8  # malloc.h
+_MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _HUGE_BYTES = 14, 15, 2 << 20  # sys/mman.h
+_MADVISE = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_TOP_PAD = 2**17  # bytes by which the heap grows beyond what is asked for, by default
+_MOST_BYTES = 2**31 - 2**27  # below the threshold from which glibc gives the heap's top back
+_huge: list[tuple[int, int]] = []  # begin and bytes of reserved addresses
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed buffers, since fresh ones cost page faults, more than half of a big exchange's time.
+
+    There is one arena, because those of other threads hold 64 MiB at most, and map larger buffers afresh each time.
+    Arenas that exist already, as after the start of MPI, stay and are given to new threads, too: `use_main_arena`.
+    """
+    if os.environ.get("JAXMPI_ALLOCATOR") == "system":
+        return
+    _set({_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1})
+    _grow_by_huge_pages()
+
+
+def _grow_by_huge_pages() -> None:
+    """Reserve up to 2 GiB of addresses, in which the heap grows by pages of 2 MiB in place of 4 KiB.
+
+    Without it a program's first ten exchanges fault a tree or more each, until the heap has room for all sizes in
+    every order. Addresses take no memory until they are written. glibc 2.35 has a setting for this, but only in the
+    environment that a process starts with. Nothing is reserved where addresses are limited or count as memory, or
+    where another allocator is loaded, whose blocks do not lie in the heap.
+    """
+    libc, limits = ctypes.CDLL(None), (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    is_limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
+    with suppress(OSError):
+        is_limited |= Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+    if _huge or is_limited or not hasattr(libc, "mallopt"):
+        return
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
+    libc.free.argtypes, libc.madvise.argtypes = [ctypes.c_void_p], _MADVISE
+    size = min(_MOST_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)
+    _set({_M_TOP_PAD: _TOP_PAD})
+    # Until `free` nothing may call malloc: a block above this one would pin the heap's top.
+    begin = libc.malloc(size)
+    aligned = -(-(begin or 0) // _HUGE_BYTES) * _HUGE_BYTES
+    is_top = bool(begin) and begin + size <= libc.sbrk(0) < begin + size + _HUGE_BYTES
+    if is_top:
+        libc.madvise(aligned, begin + size - aligned, _MADV_HUGEPAGE)
+    libc.free(begin)
+    if is_top:
+        _huge.append((aligned, begin + size - aligned))
+        _set({_M_TOP_PAD: size})  # what glibc leaves when it gives the top of the heap back
+
+
+def use_main_arena() -> str:
+    """Have XLA take buffers from the main arena, if threads that started before have made others; else say why not.
+
+    XLA's threads would be given those arenas in turn, from which a buffer above 64 MiB costs page faults at each use.
+    The main thread always has the main arena, so programs run in the thread that calls them.
+    """
+    libc = ctypes.CDLL(None)
+    if os.environ.get("JAXMPI_ALLOCATOR") == "system" or not hasattr(libc, "malloc_info"):
+        return ""
+    libc.fdopen.restype = ctypes.c_void_p
+    with tempfile.TemporaryFile() as report:
+        stream = ctypes.c_void_p(libc.fdopen(os.dup(report.fileno()), b"w"))
+        libc.malloc_info(0, stream)
+        libc.fclose(stream)
+        report.seek(0)
+        if report.read().count(b"<heap nr=") == 1:
+            return ""
+    import jax
+
+    if not has_backend() and "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+        return ""
+    return (
+        "threads that started before jaxmpi.world() have arenas in which a buffer above 64 MiB costs page faults "
+        "at each use; set MALLOC_ARENA_MAX=1 for all ranks, or call jaxmpi.world() before the first JAX array"
+    )
+
+
+def give_back_at_once() -> None:
+    """Have glibc unmap each buffer of 1 MiB or more when freed."""
+    for begin, size in _huge:
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = _MADVISE
+        madvise(begin, size, _MADV_NOHUGEPAGE)  # else the kernel may fill holes of given back pages again
+    _huge.clear()
+    _set({_M_MMAP_MAX: 65536, _M_MMAP_THRESHOLD: 2**20, _M_TRIM_THRESHOLD: 2**21, _M_TOP_PAD: _TOP_PAD})
+    give_back_freed_memory()
+
+
+def give_back_freed_memory() -> None:
+    """Return freed memory to the kernel now, as after a run's start."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)
+    if _huge:  # these addresses are given back as well
+        _huge.clear()
+        _grow_by_huge_pages()
+
+
+def _set(options: dict[int, int]) -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
+    if mallopt is not None:
+        for name, value in options.items():
+            mallopt(name, value)
+
+
 # ---------------------------------------------------------------- cores
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -132,17 +250,15 @@ def core_mask() -> list[int]:
 
 def cores() -> int:
     """Number of cores that affinity and a container's quota allow this process."""
-    allowed = len(core_mask()) or os.cpu_count() or 1
-    return min(allowed, quota_cores(QUOTA, allowed))
+    return min(len(core_mask()) or os.cpu_count() or 1, quota_cores())
 
 
-def quota_cores(file: Path, default: int) -> int:
-    """Whole cores, at least 1, of a control group's quota; else `default`."""
-    try:
-        quota, period = file.read_text().split()
-        return default if quota == "max" else max(1, int(quota) // int(period))
-    except (OSError, ValueError):  # no such control group, or not its format: no quota
-        return default
+def quota_cores() -> int:
+    """Whole cores, at least 1, of a control group's quota; without one the host's."""
+    with suppress(OSError, ValueError):  # there is no control group, or its quota is "max"
+        quota, period = map(int, QUOTA.read_text().split())
+        return max(1, quota // period)
+    return os.cpu_count() or 1
 
 
 def pin_cores(local_rank: int, local_size: int) -> None:
@@ -179,24 +295,21 @@ def unbind() -> None:
     if not _before_sharing or len(os.sched_getaffinity(0)) > 1:
         return
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # it has ended
+        with suppress(OSError):  # it has ended
             os.sched_setaffinity(int(thread), _before_sharing)
-
-
-def _idle_cores(allowed: int, all_cores: int, local_size: int) -> str:
-    """Advice if ranks of one core each leave cores idle, as Open MPI binds one or two ranks of a host; else empty."""
-    if allowed != 1 or all_cores <= local_size:
-        return ""
-    return (
-        f"each rank may use 1 of the {all_cores} cores of its host, which has {local_size} of the ranks; if the "
-        "launcher has bound them: mpirun --bind-to none, or srun --cpus-per-task"
-    )
 
 
 # ---------------------------------------------------------------- devices
 
 MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # share of a GPU's memory that JAX takes when its device starts
 _share = ""  # value that `share_gpu` has set, to distinguish it from the user's
+
+
+def has_backend() -> bool:
+    """Return True if a device of JAX has started."""
+    from jax._src import xla_bridge  # nothing public shows it without starting one
+
+    return xla_bridge.backends_are_initialized()
 
 
 def visible_gpus() -> list[str]:
@@ -220,9 +333,8 @@ def pin_gpu(local_rank: int, local_size: int, devices: int = 1) -> None:
     gpus = visible_gpus()
     if len(gpus) > 1:
         import jax
-        from jax._src import xla_bridge  # nothing public shows whether a device has started
 
-        if xla_bridge.backends_are_initialized() and jax.default_backend() == "gpu":
+        if has_backend() and jax.default_backend() == "gpu":
             raise UsageError(
                 "JAX's device has started before jaxmpi could give this rank a GPU of its own: all ranks of the host "
                 "would be on the first; call jaxmpi.world() before the first JAX array"
@@ -285,33 +397,14 @@ def make_cpu_devices(devices: int) -> None:
 # ---------------------------------------------------------------- other processes (Linux)
 
 
-def ranks_under(pid: int) -> dict[int, int]:
-    """A launcher's processes on this host by rank, except spawned ones."""
-    variables = tuple(f"{names[0]}=".encode() for names in LAUNCHERS.values())
-    jobs = b"PMIX_NAMESPACE="  # Open MPI's job: the launcher's own ends with @1, of spawned processes with @2, ...
-    found: dict[int, int] = {}
-    waiting = [pid]
-    while waiting:
-        for child in children_of(waiting.pop()):
-            with contextlib.suppress(OSError):  # it has ended
-                environ = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-                ranks = [int(line.partition(b"=")[2]) for line in environ if line.startswith(variables)]
-                is_spawned = any(line.startswith(jobs) and not line.endswith(b"@1") for line in environ)
-                if not ranks:
-                    waiting.append(child)
-                elif not is_spawned:
-                    found[ranks[0]] = child
-    return found
+def stat_of(process: int) -> list[str]:
+    """Fields of a process behind its name: state, who started it, ...
 
-
-def children_of(pid: int) -> list[int]:
-    """Processes that any thread of a process has started."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):  # the process has ended
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):  # the thread has
-                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return found
+    Raises:
+        OSError: it is gone, or not shown.
+    """
+    with open(f"/proc/{process}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].decode().split()  # a name may hold blanks and brackets of its own
 
 
 def end_with_parent(parent: int) -> None:

@@ -1,21 +1,16 @@
-"""What a process is doing: phases without a step, spans of time, and the terminal that shows them.
+"""What a process is doing: phases without a step, and spans of time.
 
 A job imports, waits for other ranks, traces and compiles before its first step. Whoever does such a thing opens a
 `phase`, and rank 0 prints its name whenever it has been silent for SILENCE_S. A `span` is time that recorder, trace and
 watchdog read later. This module imports next to nothing, so that phases can begin before JAX is imported.
 """
 
-import os
 import threading
 import time
-from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, TextIO
-
-from jaxmpi.core.process_stat import stat_of
-from jaxmpi.runtime.process import launched
+from typing import NamedTuple, TextIO
 
 SILENCE_S = 4.0
 
@@ -164,70 +159,3 @@ def drain() -> list[Span]:
     """Return and forget all spans since the last call."""
     _read()
     return [_spans.popleft() for _ in range(len(_spans))]
-
-
-Intervals = list[tuple[float, float]]
-
-
-def union(spans: Intervals) -> Intervals:
-    """Intervals that cover what the given ones cover, in order, without overlap."""
-    merged: Intervals = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        elif end > begin:
-            merged.append((begin, end))
-    return merged
-
-
-def clipped(spans: Intervals, begin: float, end: float) -> Intervals:
-    """The parts of intervals that lie in [begin, end]."""
-    return [(max(b, begin), min(e, end)) for b, e in spans if b < end and e > begin]
-
-
-def inside(merged: Intervals, begin: float, end: float) -> Intervals:
-    """`clipped`, in logarithmic time, for intervals that `union` has returned."""
-    first = bisect_right(merged, begin, key=lambda one: one[1])
-    return clipped(merged[first : bisect_left(merged, end, lo=first, key=lambda one: one[0])], begin, end)
-
-
-def length(spans: Intervals) -> float:
-    """Seconds that intervals cover, overlaps counted once."""
-    return sum(end - begin for begin, end in union(spans))
-
-
-def minus(spans: Intervals, holes: Intervals) -> Intervals:
-    """Intervals without the parts that holes cover."""
-    left, merged = [], union(holes)
-    for begin, end in union(spans):
-        for hole_begin, hole_end in inside(merged, begin, end):
-            left.append((begin, hole_begin))
-            begin = hole_end
-        left.append((begin, end))
-    return [(begin, end) for begin, end in left if end > begin]
-
-
-# ---------------------------------------------------------------- the terminal
-
-
-def terminal_columns(out: Any) -> int:
-    """Columns of the terminal that a stream leads to; else 0.
-
-    Open MPI gives every rank a terminal of its own and passes on what is written there to mpirun's own output. So under
-    a launcher the width is that of the first process above whose output goes elsewhere.
-    """
-    if not out.isatty() or os.environ.get("TERM", "dumb") == "dumb":
-        return 0
-    if launched() is None:
-        return os.get_terminal_size(out.fileno()).columns or 80
-    try:
-        pid, stdout = os.getppid(), os.readlink("/proc/self/fd/1")
-        above = stdout
-        while pid > 1 and above == stdout:
-            above, pid = os.readlink(f"/proc/{pid}/fd/1"), int(stat_of(pid)[1])
-        if above == stdout or not above.startswith(("/dev/pts/", "/dev/tty")):
-            return 0
-        with open(above, "rb") as terminal:
-            return os.get_terminal_size(terminal.fileno()).columns or 80
-    except (OSError, ValueError, IndexError):  # another user's process, or one that has ended
-        return 0

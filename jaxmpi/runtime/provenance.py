@@ -1,6 +1,5 @@
 """Origin of a run: commit, versions of packages, digests of files, the signature of the user who has begun it."""
 
-import hashlib
 import hmac
 import importlib.metadata
 import json
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.runtime.caches import cache_folder
+from jaxmpi.runtime.compile_cache import cache_folder
 
 PACKAGE = Path(__file__).resolve().parent.parent  # jaxmpi
 
@@ -30,11 +29,6 @@ def project_root(path: Path) -> Path:
         if (folder / "pyproject.toml").exists() or (folder / ".git").exists():
             return folder
     return path.resolve().parent.parent
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 PACKAGES = ("jaxmpi", "jax", "jaxlib", "flax", "optax", "numpy", "mpi4py", "mpi4jax")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxmpi.core.errors import UsageError, lookup
-from jaxmpi.runtime import failures, interrupts, process
+from jaxmpi.runtime import failures, process
 
 
 class CommandSpec(NamedTuple):
@@ -50,7 +50,7 @@ COMMANDS = {
     "data": CommandSpec("pack any source into few files; check them; words of a text", "data.command:main"),
     "export": CommandSpec(
         "a run's model as a program for JAX alone, an Orbax folder or safetensors",
-        "trainer.exported_program:main",
+        "trainer.finished:export",
         "trainer.options:export",
     ),
     "evaluate": CommandSpec(
@@ -105,7 +105,7 @@ def run(argv: list[str]) -> None:
         print("  ".join(f"{package} {version}" for package, version in versions().items()))
         return
     command, words = lookup(COMMANDS, argv[0], "command"), argv[1:]
-    interrupts.leave_on_interrupt()  # while it is imported, which may take a second
+    failures.leave_on_interrupt()  # while it is imported, which may take a second
     options = import_function(command.options)(words) if command.options else words
     import_function(command.run)(options)
 

@@ -31,7 +31,7 @@ from jaxmpi.comm.mpi import is_cuda_aware, world
 from jaxmpi.comm.mpi_info import mpi_facts
 from jaxmpi.core.errors import UsageError
 from jaxmpi.recover.watchdog import watching
-from jaxmpi.runtime import c_library, failures, process, provenance
+from jaxmpi.runtime import compile_cache, failures, process, provenance
 
 LENGTHS = {1 << 10: 100, 1 << 20: 10}  # floats of an exchange: rounds
 PAIR_FLOATS = 1 << 17  # f64, to another rank and back
@@ -70,7 +70,7 @@ def collect_facts() -> dict[str, Any]:
         "devices": [f"{device.device_kind}" for device in jax.local_devices()],
         "gpus": process.visible_gpus(),
         "versions": provenance.versions(),
-        "c compiler": " ".join(c_library.compiler()),
+        "c compiler": " ".join(compile_cache.compiler()),
     }
 
 
@@ -200,8 +200,8 @@ def suggest_for_host(host: str, ranks: Ranks, *, is_alone: bool) -> Iterator[str
         )
     if len(ranks) > 1 and first["shm free"] < SHM_BYTES:
         yield (
-            f"{host}: /dev/shm has {first['shm free'] >> 20} MiB free, expected {SHM_BYTES >> 20} or more: strategy "
-            "shm may not run; in containers: docker run --shm-size 1g"
+            f"{host}: /dev/shm has {first['shm free'] >> 20} MiB free, expected {SHM_BYTES >> 20} or more for MPI's "
+            "own memory; in containers: docker run --shm-size 1g"
         )
     if first["gpus"] and first["backend"] == "cpu" and os.environ.get("JAX_PLATFORMS", "") != "cpu":
         yield f"{host} has {len(first['gpus'])} GPUs, but JAX runs on its CPU: install jaxmpi[cuda]"

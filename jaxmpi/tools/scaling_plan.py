@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import jax
 
-from jaxmpi.allreduce import cost_model, probes
+from jaxmpi.allreduce import cost_model, measuring
 from jaxmpi.allreduce.algorithms.spec import Link, Net, wire_format
-from jaxmpi.allreduce.probes import Probe
+from jaxmpi.allreduce.measuring import Probe
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError
@@ -50,7 +50,7 @@ def main(options: argparse.Namespace) -> None:
     if comm is None:
         probe, source = given_prices(options), "given prices"
     elif isinstance(comm, MpiComm):
-        probe, source = probes.probe(comm, tuple(options.wires)), "probe of these ranks"
+        probe, source = measuring.probe(comm, tuple(options.wires)), "probe of these ranks"
     else:
         probe, source = newest_probe()
     if comm is not None and comm.rank != 0:
@@ -86,7 +86,7 @@ def newest_probe() -> tuple[Probe, str]:
     Raises:
         UsageError: there is none.
     """
-    if (found := probes.newest()) is None:
+    if (found := measuring.newest()) is None:
         raise UsageError(
             "no probe is kept on this machine; run it under a launcher, as mpirun -n 8 jaxmpi plan, or give --alpha-s "
             "and --beta-s-per-byte"

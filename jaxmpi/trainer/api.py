@@ -2,8 +2,7 @@
 
 `Trainer(workers=N)` trains in processes of its own: `cloudpickle` writes the experiment for them, so functions and
 classes of a notebook go with it, and `jaxmpi train -n N` starts them, as on the command line. The pickle is in a folder
-of the run directory that only this user can read. Once all workers have read it they remove it, and the folder is gone
-when they have ended, whatever ended this process: no file that stays is ever unpickled.
+of the run directory that only this user can read, and is removed once all workers have read it.
 """
 
 import collections
@@ -22,15 +21,15 @@ import cloudpickle
 
 from jaxmpi.checkpoint import run_directory
 from jaxmpi.comm.job import processes
+from jaxmpi.config.experiment_file import FROM_PYTHON
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
-from jaxmpi.core.files import write_whole
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import failures, process
-from jaxmpi.trainer import exported_program, main
-from jaxmpi.trainer.callbacks import Callback, Moment
-from jaxmpi.trainer.finished import FROM_PYTHON, Finished, open_finished
+from jaxmpi.trainer import finished, main
+from jaxmpi.trainer.callbacks import Callback
+from jaxmpi.trainer.finished import Finished, open_finished
 from jaxmpi.trainer.options import check_program_file
 
 
@@ -55,15 +54,10 @@ class Trainer:
             the experiment its `run_dir`, and leave `fit` out.
 
     Raises:
-        UsageError: no experiment, or other workers than the launcher's; by the methods, what `python -m jaxmpi.train`
-            refuses.
+        UsageError: other workers than the launcher's; by the methods, what `python -m jaxmpi.train` refuses.
     """
 
     def __init__(self, experiment: Experiment, name: str = "run", *, workers: int | None = None) -> None:
-        if not isinstance(experiment, Experiment):
-            raise UsageError(f"Trainer: got {experiment!r}; expected a jaxmpi.config.Experiment")
-        if workers is not None and not (type(workers) is int and workers >= 1):
-            raise UsageError(f"Trainer: workers: got {workers!r}; expected a whole number >= 1, or None")
         control = processes()
         if control.size > 1 and workers not in (None, control.size):
             raise UsageError(
@@ -134,7 +128,7 @@ class Trainer:
         """
         check_program_file(Path(file), platforms)
         run = open_finished(self.experiment, self.run_dir, step=step, best=best)
-        exported_program.write(run, Path(file), platforms=platforms, batch=batch)
+        finished.write_program(run, Path(file), platforms=platforms, batch=batch)
 
 
 # ---------------------------------------------------------------- processes of its own
@@ -150,22 +144,19 @@ experiment = cloudpickle.loads(Path(__file__).with_suffix(".pickle").read_bytes(
 '''
 # `preexec_fn` would fork a process with JAX's threads, of which JAX warns.
 START = """
-import os, shutil, sys
+import sys
 from jaxmpi.runtime import process
-parent, folder = int(sys.argv.pop(1)), os.path.dirname(sys.argv[-1])
-process.end_with_parent(parent)
+process.end_with_parent(int(sys.argv.pop(1)))
 from jaxmpi.tools import cli
-try:
-    cli.main()
-finally:
-    if os.getppid() != parent:  # which would have removed it
-        shutil.rmtree(folder, ignore_errors=True)
+cli.main()
 """
 SHOWN_LINES = 30  # last lines of the workers' output that an error shows
 
 
 class KeepFigures(Callback):
-    """Write each evaluation's figures for the waiting process; remove the pickle."""
+    """Write the last figures for the waiting process; remove the pickle."""
+
+    first_rank_only = True
 
     def __init__(self, file: Path, pickle: Path) -> None:
         self.file, self.pickle = file, pickle
@@ -173,9 +164,8 @@ class KeepFigures(Callback):
     def at_start(self, step: int, state: TrainState) -> None:
         self.pickle.unlink(missing_ok=True)  # all workers have read and compared it by now
 
-    def after_evaluation(self, moment: Moment) -> None:
-        if moment.rank == 0:
-            write_whole(self.file, json.dumps(moment.figures).encode())
+    def at_end(self, figures: dict[str, float]) -> None:
+        self.file.write_text(json.dumps(figures))
 
 
 def fit_in_processes(experiment: Experiment, workers: int) -> dict[str, float]:
@@ -190,33 +180,27 @@ def fit_in_processes(experiment: Experiment, workers: int) -> dict[str, float]:
         file, result = Path(folder) / FROM_PYTHON, Path(folder) / "figures.json"
         pickle = file.with_suffix(".pickle")
         kept = (*experiment.callbacks, KeepFigures(result, pickle))
-        pickle.write_bytes(pickled(dataclasses.replace(experiment, callbacks=kept, fallback=None)))
+        try:
+            pickle.write_bytes(cloudpickle.dumps(dataclasses.replace(experiment, callbacks=kept, fallback=None)))
+        except Exception as error:  # whatever an object of the user's raises
+            raise UsageError(
+                f"the experiment cannot go to other processes: {type(error).__name__}: {error}; make that object "
+                "inside a function that the experiment holds, or train with Experiment(devices=K) in this process"
+            ) from error
         file.write_text(EXPERIMENT_FILE)
         line = [sys.executable, "-c", START, str(os.getpid()), "train", "-n", str(workers), str(file)]
         env = {name: value for name, value in os.environ.items() if name not in process.VARIABLES}
         env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         code, output = run_job(line, env)
         if code == failures.MISUSED:
-            begin = max((i for i, text in enumerate(output) if "error: " in text), default=0)
-            text = "\n".join(output[begin:])
-            raise UsageError(f"{workers} workers refused it: {text.partition('error: ')[2] or text}")
+            text = "\n".join(output).rpartition("error: ")[2]
+            raise UsageError(f"{workers} workers refused it: {text}")
         if code == failures.PREEMPTED:
             raise decisions.Preempted
         if code:
             last = "\n  ".join(output)
             raise TrainingError(f"{workers} workers ended with code {code}; their last lines:\n  {last}")
         return json.loads(result.read_text()) if result.exists() else {}
-
-
-def pickled(experiment: Experiment) -> bytes:
-    """The experiment by cloudpickle."""
-    try:
-        return cloudpickle.dumps(experiment)
-    except Exception as error:  # whatever an object of the user's raises
-        raise UsageError(
-            f"the experiment cannot go to other processes: {type(error).__name__}: {error}; make that object inside a "
-            "function that the experiment holds, or train with Experiment(devices=K) in this process"
-        ) from error
 
 
 def run_job(line: list[str], env: dict[str, str]) -> tuple[int, list[str]]:

@@ -6,22 +6,22 @@ Every tau steps it exchanges with the center, or after some steps it pushes its 
 of all. Worker 0 also leads: it logs, evaluates and saves by the examples of all workers.
 
 A checkpoint has two phases, since workers do not meet. Worker 0 orders it, and each worker writes its part when it next
-reports. When all have written, worker 0 adds the center and completes the checkpoint. Evaluations are ordered likewise
-(`shared_evaluation`).
+reports. When all have written, worker 0 adds the center and completes the checkpoint. Worker 0 evaluates the center by
+itself, while the others go on.
 """
 
 import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Generator, Sequence
-from operator import and_, gt, or_
-from typing import Any, NoReturn
+from collections.abc import Generator, Iterator
+from operator import or_
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint, refuge, warn, written
+from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint, warn, written
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import to_device
 from jaxmpi.config.durations import step_range
@@ -40,35 +40,23 @@ from jaxmpi.rules.asynchronous.worker import AsyncWorker
 from jaxmpi.runtime import failures
 from jaxmpi.runtime.progress import drain, phase
 from jaxmpi.trainer import callbacks
-from jaxmpi.trainer.evaluate import rate_factor, score
-from jaxmpi.trainer.loop import Position, RunProgress, run_steps
-from jaxmpi.trainer.progress import SUMS, Done
-from jaxmpi.trainer.run import Run
-from jaxmpi.trainer.shared_evaluation import SharedEvaluation
-from jaxmpi.trainer.state import note_whole, run_facts
-from jaxmpi.trainer.step import Metrics
+from jaxmpi.trainer.loop import Coordinator, Position, RunProgress, run_steps
+from jaxmpi.trainer.run import SUMS, Run, batch_metrics, conclude, eval_state, gather_figures, rate_factor, score
+from jaxmpi.trainer.state import note_saved, run_facts
+from jaxmpi.trainer.step import EvalMetrics, Metrics
 from jaxmpi.trainer.timetable import DueEvents
 
-MANY = 50  # steps of a worker by the median, before one that has made few is named
 LOOK_S = 0.02  # between reports of a worker that only waits for the others
 
 
-def run_asynchronously(run: Run, start: AsyncStart, hosts: Sequence[str]) -> dict[str, float]:
-    """This rank's part, to the end; the last evaluation on worker 0.
-
-    Args:
-        hosts: names by rank.
-
-    Raises:
-        TrainingError: the center or worker 0 is gone, or the loss is not finite.
-        decisions.Preempted: the run was asked to leave, and has been saved.
-    """
+def run_asynchronously(run: Run, start: AsyncStart) -> dict[str, float]:
+    """This rank's part, to the end; the last evaluation on worker 0."""
     config, rule = run.experiment, run.functions.rule.asynchronous
     assert rule is not None
     trace = UncoordinatedTrace(step_range(config.trace, "trace"), run.workers.processes, run.folder / "trace.json")
     wire = run.plan.strategy.partition(":")[2]  # all that these rules take of a strategy
     target = run.plan.examples(run.plan.clock.total_steps)
-    monitor = HeartbeatMonitor(config.stall_timeout_s, config.on_stall, hosts, lambda: run.notice.given)
+    monitor = HeartbeatMonitor(config.stall_timeout_s, config.on_stall, run.hosts, lambda: run.notice.given)
     worker, serve = take_part(run.workers, config.rule, rule, wire, start, target, monitor)
     if worker is None:
         if serve and serve():
@@ -92,11 +80,10 @@ class StderrRecorder(Recorder):
         warn(f"{failures.describe_rank()}: {text}")
 
 
-class AsyncCoordinator:
-    """The loop's coordinator for this rank's worker."""
+class AsyncCoordinator(Coordinator):
+    """The coordinator of this rank's worker; nothing is ever due on a worker but worker 0."""
 
     is_asynchronous = True
-    is_stopped = False
 
     def __init__(
         self,
@@ -106,19 +93,17 @@ class AsyncCoordinator:
         trace: UncoordinatedTrace,
         server: threading.Thread | None = None,
     ) -> None:
-        """Take up what the run starts with; `server` keeps a shard of the center on this rank."""
         # Votes and evaluations are this rank's.
         solo = dataclasses.replace(run.plan, workers=run.workers._replace(processes=SoloProcesses()))
         leaves = [path for path, _ in named_leaves(start.state.params)]
         votes = decisions.StepConsensus(solo.workers.processes, run.notice, leaves)
         recorder = StderrRecorder(None) if worker.number else run.recorder
-        guard = dataclasses.replace(run.guard, votes=votes, plan=solo, recorder=recorder)
-        self.run, self.control = dataclasses.replace(run, plan=solo, guard=guard), run.workers.processes
-        self.start, self.worker, self.trace, self.server = start, worker, trace, server
+        self.run = dataclasses.replace(run, plan=solo, votes=votes, recorder=recorder)
+        self.control, self.start, self.worker = run.workers.processes, start, worker
+        self.trace, self.server = trace, server
         self.timer = StepTimer(worker.workers, to_device(run.workers))
         keep = Retention(run.experiment.keep_checkpoints, run.experiment.keep_best)
         self.parts = UncoordinatedCheckpoint(run.folder / "checkpoints", worker.workers, keep)
-        self.evaluation = SharedEvaluation(self.run, worker)
         self.report_every = run.experiment.log_every
         if not worker.rule.is_gossip:
             self.report_every = min(self.report_every, worker.tau)
@@ -131,19 +116,15 @@ class AsyncCoordinator:
         run = self.run
         state, self.source = on_device(position.state), run.plan.feed.batches(position.step)
         self.first = next(self.source)
-        train_step, limit_s = run.functions.train_step, start_limit_s(run.experiment.stall_timeout_s)
+        limit_s = start_limit_s(run.experiment.stall_timeout_s)
         with phase("tracing and compiling the step"):
-            self.step = self.control.leader_first(lambda: train_step.lower(state, self.first).compile(), limit_s)
-        with phase("compiling the evaluation"):  # else one would fall behind while it compiles
-            self.control.leader_first(lambda: self.evaluation.compile(state), limit_s)
-            run.plan.lr_of(1)  # as progress lines do
+            self.step = self.control.leader_first(lambda: run.functions.compile_step(state, self.first), limit_s)
         with phase("waiting for all workers to be ready"):
             self.worker.wait_for_start()
         run.recorder.start_window(int(self.start.counters.examples))
         return state
 
     def batches(self) -> Generator[Batch, None, None]:
-        """Batches without an end."""
         with contextlib.closing(self.source):
             yield self.first
             yield from self.source
@@ -164,7 +145,7 @@ class AsyncCoordinator:
         self._count(step)
         leave = bool(run.notice.given)
         state, status = worker.exchange(state, leave=leave) if exchanges else (state, worker.report(leave=leave))
-        self._obey(state, status)
+        worker.write_if_ordered(self.parts, run.home, state, status)
         self.is_left = status.stop == LEAVE
         if status.stop:
             self.trace.add(drain(), worker.number, step, is_end=True)
@@ -178,9 +159,11 @@ class AsyncCoordinator:
         return RunProgress(step, is_over=bool(status.stop))
 
     def _count(self, step: int) -> None:
-        """Count the pending steps, and where their time went."""
-        feed, before = self.run.plan.feed, self._waited
-        sums = np.sum([self._step_sums(*pending) for pending in self._pending], axis=0)
+        """Count the pending steps, checked as finite before they reach the center, and where their time went."""
+        feed, before, sums = self.run.plan.feed, self._waited, np.zeros(SUMS)
+        for pending in self._pending:
+            sums += self.run.sums(*pending)
+            self.run.settle()
         self.timer.pause()
         window = self.timer.window()
         self.trace.add(window.spans, self.worker.number, step)
@@ -198,50 +181,12 @@ class AsyncCoordinator:
         )
         self._pending.clear()
 
-    def _step_sums(self, step: int, metrics: Metrics | None) -> np.ndarray:
-        """f64[SUMS] of a step, checked as finite before it reaches the center.
-
-        Raises:
-            TrainingError: it is not, and `on_nonfinite` does not leave it out.
-        """
-        assert metrics is not None
-        is_made = self.run.guard.passes(step, metrics)
-        self.run.guard.settle()
-        return self.run.log.sums(step, metrics) if is_made else np.zeros(SUMS)
-
-    def _obey(self, state: TrainState, status: Status) -> None:
-        """Do this worker's parts of a checkpoint and an evaluation that worker 0 has ordered."""
-        self.worker.write_if_ordered(self.parts, self.run.saver.home, state, status)
-        self.evaluation.evaluate_if_ordered(status.evaluate)
-
-    def pause(self, state: TrainState) -> None:
-        """Nothing: no message of this worker waits for others."""
-
-    def compare(self, step: int, state: TrainState) -> None:
-        """Nothing: its params are its own."""
-
-    def leave(self, step: int, state: TrainState) -> None:
-        """Nothing: the answer to a report ends the run."""
-
-    # Nothing is ever due on a worker but worker 0.
-    def log(self, step: int, state: TrainState) -> None: ...
-
-    def evaluate(self, step: int, state: TrainState) -> None: ...
-
-    def save(self, step: int, state: TrainState, *, is_last: bool) -> None: ...
-
     def settle(self, step: int, due: DueEvents) -> None:
         """Restart the timer, since record and checkpoints are no training; exchanges have been counted."""
         self.timer.restart()
 
     def finish(self, state: TrainState) -> dict[str, float]:
-        """Make the last exchange, evaluation and checkpoint, all workers doing their parts.
-
-        Returns: the last evaluation, on worker 0.
-
-        Raises:
-            decisions.Preempted: the run is to be resumed later.
-        """
+        """Make the last exchange, evaluation and checkpoint, all workers doing their parts."""
         figures = self.complete_run(self.worker.end(state))
         if self.server:
             self.server.join()
@@ -253,7 +198,7 @@ class AsyncCoordinator:
         """Do what worker 0 orders, until it closes the run."""
         while not (status := self.worker.report()).closing:
             time.sleep(LOOK_S)
-            self._obey(state, status)
+            self.worker.write_if_ordered(self.parts, self.run.home, state, status)
         return {}
 
 
@@ -264,41 +209,35 @@ class AsyncLeader(AsyncCoordinator):
     """Worker 0's coordinator: it leads all, by their examples."""
 
     def __init__(self, run: Run, start: AsyncStart, worker: AsyncWorker, *more: Any) -> None:
-        """Go on from the start of the run."""
         super().__init__(run, start, worker, *more)
         self.logged = AllWorkers({}, start.counters, np.zeros((worker.workers, len(Counters._fields))), [])
         self.workers = self.logged  # as the last answer has them
         self.saved = start.counters  # when the last checkpoint was begun
         self.done = start.step  # the last step for which it is known what is due
-        self.evaluated, self.order = -1, Order(0, start.step)  # step of the last evaluation; the last checkpoint
+        self.order = Order(0, start.step)  # the last checkpoint
         self.is_writing = False  # a checkpoint, whose parts workers still write
-        self.states: list[list[Any]] = []  # states of callbacks, when the last checkpoint was begun
+        # When the last checkpoint was begun: states of callbacks, and the figure that orders checkpoints.
+        self.states: list[list[Any]] = []
+        self.figure: float | None = None
         self.overdue = DueEvents(log=True)  # the run starts with a progress line
-        self.behind: frozenset[int] = frozenset()  # workers that were, at the last line
         self.result: dict[str, float] = {}
+        self.evaluated = -1  # step of the last evaluation
 
     def progress(self, step: int, state: TrainState, status: Status) -> RunProgress:
-        """Complete what all workers have done parts of; return what is due.
+        """Complete a checkpoint of which all workers have written their parts; return what is due.
 
         At the end nothing is due: see `complete_run`.
         """
         assert status.workers is not None
         self.workers, step = status.workers, self.run.plan.step(status.examples)
-        if outcome := self.evaluation.conclude_if_complete(self.workers):
-            self.result, self.evaluated = outcome.figures, self.evaluation.order.step
-        is_saved = all(report.saved >= self.order.number for report in self.workers.reports.values())
-        if self.is_writing and is_saved and not self.evaluation.is_open:  # which may be its score
-            is_scored = self.evaluated == self.order.step
-            self.complete(self.parts, state, score(self.run.experiment, self.result) if is_scored else None)
-            self.is_writing = False
-            note_whole(self.run, self.order.step)
+        if self.is_writing and all(report.saved >= self.order.number for report in self.workers.reports.values()):
+            self.complete(state)
         if status.stop:
             return RunProgress(step, is_over=True)
         due, self.done = self.run.plan.timetable.between(self.done, step), step
         due = DueEvents(*map(or_, due, self.overdue))
-        may = DueEvents(log=self.has_news(), evaluate=not self.evaluation.is_open, save=not self.is_writing)
-        now = DueEvents(*map(and_, due, may))
-        self.overdue = DueEvents(*map(gt, due, now))._replace(compare=False)
+        now = due._replace(compare=False, log=due.log and self.has_news(), save=due.save and not self.is_writing)
+        self.overdue = DueEvents(log=due.log > now.log, save=due.save > now.save)
         return RunProgress(step, now)
 
     def has_news(self) -> bool:
@@ -306,44 +245,37 @@ class AsyncLeader(AsyncCoordinator):
         return self.workers.counters.examples > self.logged.counters.examples
 
     def save(self, step: int, state: TrainState, *, is_last: bool) -> None:
-        """Have all workers write their parts of a checkpoint.
-
-        Raises:
-            TrainingError: it cannot be written; or the run directory is gone, moved or replaced: then the center is
-                saved elsewhere.
-        """
-        self.order, self.saved, home = Order(self.order.number + 1, step), self.workers.counters, self.run.saver.home
+        """Have all workers write their parts of a checkpoint."""
+        self.order, self.saved, home = Order(self.order.number + 1, step), self.workers.counters, self.run.home
         if fate := home.fate():
-            self.save_elsewhere(state, fate)
+            raise TrainingError(f"run directory {str(home.path)!r} {fate}: nothing is saved at step {step}")
         self.states = callbacks.states(self.run.experiment.callbacks, self.run.workers.processes)
         with written(step, home):
             self.parts.begin(step)
+        self.figure = score(self.run.experiment, self.result) if self.evaluated == step else None
         self.is_writing, self.worker.save_order = True, self.order
 
-    def save_elsewhere(self, state: TrainState, fate: str) -> NoReturn:
-        """Save the center elsewhere, to resume from, and end the run."""
-        home, step = self.run.saver.home, self.order.step
-        place = refuge(home, self.run.recorder.copy_to)
-        parts = self.parts._replace(folder=place / "checkpoints")
-        with written(step, home):
-            parts.begin(step)
-        self.complete(parts, state, None)
-        raise TrainingError(
-            f"run directory {str(home.path)!r} {fate}; the center is saved at step {step} in {str(place)!r}: go on "
-            f"with --resume --run-dir {place}"
-        )
-
-    def complete(self, parts: UncoordinatedCheckpoint, state: TrainState, score: float | None) -> None:
+    def complete(self, state: TrainState) -> None:
         """Complete a checkpoint's parts with the shared params and JSON values."""
         run, step = self.run, self.order.step
-        extra = run_facts(run)
-        extra |= {"tally": [*map(float, self.saved)], "lr": run.plan.lr_of(step + 1), "callbacks": self.states}
-        with written(step, run.saver.home):
-            parts.end(step, {"center": self.shared(state)}, extra, score)
+        extra = run_facts(run, step) | {"tally": [*map(float, self.saved)], "callbacks": self.states}
+        with written(step, run.home):
+            self.parts.end(step, {"center": self.shared(state)}, extra, self.figure)
+        self.is_writing = False
+        note_saved(run, step)
 
     def evaluate(self, step: int, state: TrainState) -> None:
-        """Evaluate the center; in gossip worker 0's params, until the end."""
-        self.evaluation.begin(step, state._replace(params=on_device(self.shared(state))))
+        """Evaluate the center, in gossip worker 0's params until the end; the other workers go on."""
+        run = self.run
+        subject = eval_state(run, state._replace(params=on_device(self.shared(state))))
+
+        def reporting() -> Iterator[EvalMetrics]:
+            for metrics in batch_metrics(run, subject, step):
+                self.worker.report()  # else server 0 would take this worker for late
+                yield metrics
+
+        self.result, self.evaluated = gather_figures(reporting(), run.workers), step
+        conclude(run, subject, step, self.result)
 
     def shared(self, state: TrainState) -> PyTree:
         """The params that stand for all workers'."""
@@ -357,16 +289,18 @@ class AsyncLeader(AsyncCoordinator):
         since = Counters(*(a - b for a, b in zip(now, before.counters, strict=True)))
         spent = dict(zip(Counters._fields, (self.workers.by_worker - before.by_worker).T, strict=True))
         worker_steps = self.workers.by_worker[:, Counters._fields.index("steps")].astype(int).tolist()
-        done = Done(
+        self.run.write(
+            step,
+            summary_asynchronous(spent) if spent["steps"].any() else None,
+            rate_factor(self.run, state),
             epoch=now.examples / len(self.run.plan.feed.source),
             examples=int(now.examples),
             loss=since.loss / since.examples,
             gradient_norm=(since.square / max(since.steps, 1.0)) ** 0.5,
             wait_s=now.wait_s / max(alive, 1),
             skipped=int(now.skipped),
+            worker_steps=worker_steps,
         )
-        anatomy = summary_asynchronous(spent) if spent["steps"].any() else None
-        self.run.log.write(step, done, anatomy, rate_factor(self.run, state), worker_steps=worker_steps)
         recorder.write(
             "workers",
             step=step,
@@ -378,29 +312,19 @@ class AsyncLeader(AsyncCoordinator):
             staleness=self.workers.staleness,
             worker_steps=worker_steps,
         )
-        behind = find_stragglers({number: worker_steps[number] for number in self.workers.reports})
-        for number in sorted(behind.keys() - self.behind):
-            recorder.say(
-                f"{recorder.name(number)} has fallen behind: {worker_steps[number]} steps, {behind[number]:g} by the "
-                "median"
-            )
-        self.behind = frozenset(behind)
         if alive < len(before.reports):
             recorder.say(f"{len(before.reports) - alive} of {len(before.reports)} workers gone; the others go on")
 
     def complete_run(self, state: TrainState) -> dict[str, float]:
         """Wait for all last exchanges; make the last evaluation and checkpoint; let all go."""
         run, workers = self.run, self.worker.workers
-        while self.is_writing or self.evaluation.is_open or not all(r.is_done for r in self.workers.reports.values()):
+        while self.is_writing or not all(report.is_done for report in self.workers.reports.values()):
             self.wait(state)
         step = run.plan.step(self.workers.counters.examples)
         if self.has_news():
             self.log(step, state)
-        is_due = run.plan.timetable.between(self.done, step).evaluate or self.overdue.evaluate
-        if step == run.plan.clock.total_steps or is_due:
+        if step == run.plan.clock.total_steps or run.plan.timetable.between(self.done, step).evaluate:
             self.evaluate(step, state)
-        while self.evaluation.is_open:
-            self.wait(state)
         self.save(step, state, is_last=True)
         while self.is_writing:
             self.wait(state)
@@ -417,14 +341,5 @@ class AsyncLeader(AsyncCoordinator):
         """Report, write the checkpoint part that is ordered, and complete what is whole."""
         time.sleep(LOOK_S)
         status = self.worker.report()
-        self.worker.write_if_ordered(self.parts, self.run.saver.home, state, status)
+        self.worker.write_if_ordered(self.parts, self.run.home, state, status)
         self.progress(self.order.step, state, status)
-
-
-def find_stragglers(worker_steps: dict[int, int]) -> dict[int, float]:
-    """Return the workers below half the median of steps, and that median.
-
-    If the median is below MANY nobody is behind: all are within the steps of one report.
-    """
-    median = float(np.median([*worker_steps.values()])) if worker_steps else 0.0
-    return {number: median for number, made in worker_steps.items() if median >= MANY and made < median / 2}

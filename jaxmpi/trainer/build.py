@@ -1,29 +1,39 @@
-"""The compiled functions of a run, made from its plan.
+"""The compiled functions of a run, made from its plan, and what is left open before they can be.
 
-`build_functions` joins task, rule and exchange into one training step: a single jit (`fused_step`), or gradients,
-exchange and update as jits of their own (`split_step`). Which of the two, and why there are two, is in `step_form.py`.
+A step is *fused*, one jit with the exchange inside, or *split*: gradients, exchange and update are three jits. Only a
+fused step can exchange buckets during the backward pass. But a program that holds a communicator is never found in the
+compile cache, so every rank would compile the whole model for itself: eight ranks on two cores take eight times as
+long. Several ranks on CPUs therefore split the step unless the exchange runs beside it (docs/decisions/0007), and so do
+processes of several devices, between whose programs MPI is called, and ranks that share one copy of the params.
+
+All of this is decided before anything is compiled, alike on all ranks, with a line for the log for each choice. The
+exchange that `auto` found is kept by checkpoints, so that a resumed run continues bit for bit.
 """
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmpi.allreduce import compression, overlap
-from jaxmpi.allreduce.api import Choice, Op, exchange, exchange_gradients
+from jaxmpi.allreduce import algorithms, comm_thread, compression, overlap
+from jaxmpi.allreduce.algorithms.table import algorithms_in_c, with_halves
+from jaxmpi.allreduce.api import BUCKET_BYTES, Choice, Op, exchange, exchange_gradients
+from jaxmpi.allreduce.autotune import choose, is_auto
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.comm_thread import exchange_handlers
 from jaxmpi.allreduce.local_devices import over_local_devices
+from jaxmpi.allreduce.sharded import check_floats
 from jaxmpi.allreduce.zero import make_zero
+from jaxmpi.checkpoint import run_directory
 from jaxmpi.comm.mpi import RankComm
 from jaxmpi.comm.shared_compile import compiled_for
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, mean_of_floats, size_bytes
+from jaxmpi.core.sharding import ElementSharding, TensorSharding
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.flops import StepFlops
 from jaxmpi.optim import optimizers
@@ -32,21 +42,9 @@ from jaxmpi.rules import base, registry
 from jaxmpi.rules.averaged import averaged, schedule_free
 from jaxmpi.rules.base import Rule
 from jaxmpi.trainer import step as steps
-from jaxmpi.trainer.conflicts import AVERAGES, WHOLE_AVERAGES, check_compatible
 from jaxmpi.trainer.plan import Plan
-from jaxmpi.trainer.step_form import (
-    SAVED_BYTES,
-    StepForm,
-    choose_form,
-    most_padding,
-    sharding_of,
-    shards_obstacle,
-    shares_params,
-    with_sharding,
-)
 
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, steps.Metrics]]
-CompileStep = Callable[[TrainState, Batch], jax.stages.Compiled]
+SAVED_BYTES = BUCKET_BYTES  # `auto` sums gradients as they come if a worker then holds this much less of them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +52,8 @@ class Functions:
     """The compiled functions of a run."""
 
     rule: Rule
-    train_step: TrainStep
-    compile_step: CompileStep  # the step's largest program, which the step then runs
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, steps.Metrics]]
+    compile_step: Callable[[TrainState, Batch], jax.stages.Compiled]  # its largest program, which it then runs
     is_fused: bool  # that program is the whole step; else it is the gradients
     eval_step: Callable[[PyTree, PyTree, Batch], steps.EvalMetrics]
     mean_state: Callable[[PyTree], PyTree]  # model state, its floating-point leaves averaged over workers
@@ -72,19 +70,21 @@ def build_functions(plan: Plan) -> Functions:
     form, order, flops = choose_form(plan), Order(), StepFlops()
     # One rank of a host compiles for all.
     jit = partial(steps.over_devices, mesh=workers.mesh) if workers.mesh else workers.comm.jit
-    exchanges = exchange_for(plan, order, form.overlaps)
+    exchanges = exchange_for(plan, order, form)
     forward = forward_of(plan)
     gradients = steps.local_gradients(forward, plan.micro_batch)
     if experiment.on_nonfinite == "skip":
         gradients = steps.poison_nonfinite(gradients)
-    make = split_step if form.is_split else fused_step
-    rule, train_step, compile_step, programs = make(plan, form, gradients, exchanges, order, flops, jit)
-    if experiment.batch_statistics == "local":
-        mean_state = keep_state
+    gradients = order.of(gradients, flops.count)
+    if form.is_split:
+        rule, train_step, compile_step, programs = split_step(plan, form, gradients, exchanges, order, jit)
     else:
-        mean = over_devices("asa:32", "mean", plan) or partial(exchange, strategy="asa32", comm=workers.comm)
-        mean_state = partial(mean_of_floats, mean=mean)
-    eval_params = rule.eval_params or keep_params
+        rule, train_step, compile_step, programs = fused_step(plan, form, gradients, exchanges, jit)
+    eval_params = rule.eval_params or (lambda params, rule_state: params)
+    mean = over_devices("asa:32", "mean", plan) or partial(exchange, strategy="asa32", comm=workers.comm)
+    mean_state = partial(mean_of_floats, mean=mean)
+    if experiment.batch_statistics == "local":
+        mean_state = lambda state: state  # noqa: E731 - each worker's own
     if not form.is_split and (workers.mesh or (form.overlaps and rule.sharding and rule.eval_params)):
         # Over a mesh exchanges are in programs. A host's first rank traces the step, and so knows the order by which a
         # sharded average is gathered beside a program.
@@ -106,21 +106,15 @@ def build_functions(plan: Plan) -> Functions:
 
 
 def fused_step(
-    plan: Plan,
-    form: StepForm,
-    gradients: Callable,
-    exchanges: base.Exchange,
-    order: Order,
-    flops: StepFlops,
-    jit: Callable,
-) -> tuple[Rule, TrainStep, CompileStep, str]:
+    plan: Plan, form: "StepForm", gradients: Callable, exchanges: base.Exchange, jit: Callable
+) -> tuple[Rule, Callable, Callable, str]:
     """The whole step as one jit, whose exchange may run during the backward pass."""
     experiment, workers = plan.experiment, plan.workers
     rule = build_rule(plan, exchanges)
     if workers.comm.size == 1:  # there is no exchange that should start early
         gradients = steps.after_all_gradients(gradients)
     guard = steps.revert_if_nonfinite if experiment.on_nonfinite == "skip" else None
-    step = partial(steps.train_step, gradients=order.of(gradients, flops.count), rule=rule, guard=guard)
+    step = partial(steps.train_step, gradients=gradients, rule=rule, guard=guard)
     if workers.mesh is None and not (form.overlaps and experiment.batch_statistics != "synchronised"):
         jit = jax.jit  # it holds a communicator, so each rank compiles its own
     jitted = jit(step, donate_argnums=() if experiment.on_rank_loss == "shrink" else (0,))
@@ -129,25 +123,16 @@ def fused_step(
 
 
 def split_step(
-    plan: Plan,
-    form: StepForm,
-    gradients: Callable,
-    exchanges: base.Exchange,
-    order: Order,
-    flops: StepFlops,
-    jit: Callable,
-) -> tuple[Rule, TrainStep, CompileStep, str]:
+    plan: Plan, form: "StepForm", gradients: Callable, exchanges: base.Exchange, order: Order, jit: Callable
+) -> tuple[Rule, Callable, Callable, str]:
     """Gradients, exchange and update as jits of their own; only the exchange communicates."""
     experiment, workers = plan.experiment, plan.workers
     skips = experiment.on_nonfinite == "skip"
-
-    def keep_operands(function: Callable, donate_argnums: tuple[int, ...] = (), **options: Any) -> Callable:
-        return jit(function, **options)
-
-    # The state before a step may still be the outcome, so nothing is donated.
-    keeps = skips or experiment.on_rank_loss == "shrink"
-    rule = build_rule(plan, exchanges._replace(jit=keep_operands if keeps else jit))
-    gradients = order.of(gradients, flops.count)
+    pieces = jit
+    if skips or experiment.on_rank_loss == "shrink":
+        # The state before a step may still be the outcome, so nothing is donated.
+        pieces = lambda function, donate_argnums=(), **options: jit(function, **options)  # noqa: E731
+    rule = build_rule(plan, exchanges._replace(jit=pieces))
     if form.is_early:
         assert isinstance(workers.comm, RankComm)
         assert exchanges.zero
@@ -179,30 +164,170 @@ def forward_of(plan: Plan) -> steps.Forward:
     )
 
 
-def keep_params(params: PyTree, rule_state: PyTree) -> PyTree:
-    """Params are evaluated as they are."""
-    return params
+# ---------------------------------------------------------------- the form of the step
 
 
-def keep_state(model_state: PyTree) -> PyTree:
-    """Each worker evaluates with its own."""
-    return model_state
+class StepForm(NamedTuple):
+    """The form of a run's step."""
+
+    is_split: bool  # gradients, exchange and update are jits of their own; else all are one
+    overlaps: bool = False  # buckets are sent during the backward pass
+    is_early: bool = False  # gradients go into a sum in shared memory as they come: they never exist together
+    why: str = ""  # the exchange is hidden or not, for the log
+
+
+def choose_form(plan: Plan) -> StepForm:
+    """The form that suits these workers."""
+    word, obstacle = plan.experiment.exchange.overlap, overlap_obstacle(plan)
+    if shares_params(plan):
+        saved = size_bytes(plan.param_shapes) * (plan.workers.size - 1) // plan.workers.size
+        if word == "auto" and not obstacle and saved < SAVED_BYTES:
+            obstacle = f"{saved / 1e6:.3g} MB of gradients less are less than a bucket of {SAVED_BYTES / 1e6:.3g}"
+        is_early, why = overlap.chosen_in_memory(word, obstacle)
+        return StepForm(is_split=True, is_early=is_early, why=why)
+    overlaps, why = overlap.chosen(word, plan.strategy, plan.workers.comm, obstacle)
+    return StepForm(is_split=is_split(plan) and not overlaps, overlaps=overlaps, why=why)
+
+
+def is_split(plan: Plan) -> bool:
+    """Return True if the step is split unless its exchange is hidden."""
+    workers = plan.workers
+    is_on_cpu = workers.mesh is None and workers.comm.size > 1 and jax.default_backend() == "cpu"
+    return workers.devices > 1 or is_on_cpu
+
+
+def shares_params(plan: Plan, strategy: str = "") -> bool:
+    """Return True if sharded updates write the one copy of the params that the host's ranks share.
+
+    The ranks read these params between programs, so the step is split. The params before a step must not be needed any
+    more. With `--comm xla` a step is one program over all devices.
+    """
+    experiment, strategy = plan.experiment, strategy or plan.experiment.exchange.strategy
+    if experiment.exchange.shard_update != "on" or plan.workers.size == 1 or experiment.comm == "xla":
+        return False
+    if compression.is_compressor(strategy) or is_auto(strategy) or experiment.exchange.gather_wire != "32":
+        return False
+    needs_previous = experiment.on_nonfinite == "skip" or experiment.on_rank_loss == "shrink"
+    is_near = algorithms.in_shared_memory(strategy) and jax.default_backend() == "cpu"
+    return is_near and not needs_previous and is_split(plan) and experiment.devices == 1
+
+
+def overlap_obstacle(plan: Plan) -> str:
+    """Why this step cannot hide an exchange; empty if it can."""
+    experiment, workers = plan.experiment, plan.workers
+    if workers.devices > 1:
+        return f"the {workers.devices} devices of a process add up their gradients before it"
+    if experiment.exchange.shard_update == "on" and (reason := shards_obstacle(plan, experiment.exchange.strategy)):
+        return reason
+    if experiment.on_rank_loss == "shrink":
+        return "a step ends before the vote on it (on_rank_loss shrink)"
+    if registry.is_periodic(experiment.rule):
+        return f"rule {experiment.rule.name} exchanges every so many steps only, and no gradients"
+    if compression.is_compressor(experiment.exchange.strategy):
+        return "a compressor exchanges more than once, one after another"
+    if plan.micro_batch not in (0, plan.local_batch):
+        return "with gradient accumulation gradients are complete only after the last micro-batch"
+    return ""
+
+
+def shards_obstacle(plan: Plan, strategy: str) -> str:
+    """Why the halves of a sharded exchange cannot run while the step computes; empty if they can."""
+    experiment, workers = plan.experiment, plan.workers
+    if compression.is_compressor(strategy):
+        return ""  # refused for itself
+    name = "asa:32" if is_auto(strategy) else algorithms.parse(strategy).name
+    halves, algorithm = algorithms.parse(name).spec.halves, name.partition(":")[0]
+    is_synchronised, is_shared = experiment.batch_statistics == "synchronised", shares_params(plan, name)
+    if is_shared and not is_synchronised:
+        if isinstance(sharding_of(plan), TensorSharding):
+            return f"optimizer {experiment.optim.name} takes whole tensors, of which gradients are dealt together"
+        return ""
+    if not halves:
+        return ""  # refused for itself
+    if not is_shared and not halves.scatter_part:
+        if nowhere := comm_thread.unavailable_reason("asa:32", workers.comm):
+            return nowhere
+        return f"the halves of {algorithm} do not run beside a program; those of asa, ring and hier do"
+    if is_synchronised:
+        return "batch statistics are synchronised in the program that would scatter gradients"
+    return comm_thread.unavailable_reason(f"{algorithm}:{experiment.exchange.gather_wire}", workers.comm) or ""
+
+
+def sharding_of(plan: Plan) -> ElementSharding | TensorSharding:
+    """How sharded updates divide the params among workers."""
+    check_floats(plan.param_shapes)
+    return optimizers.sharding_for(plan.experiment.optim, plan.lr, plan.param_shapes, plan.workers.size)
 
 
 # ---------------------------------------------------------------- the exchange
 
 
-def exchange_for(plan: Plan, order: Order, overlaps: bool) -> base.Exchange:
-    """The exchange of this run, during the backward pass or after it.
+def choose_exchange(plan: Plan, stored: run_directory.StoredSettings | None) -> Plan:
+    """The plan with its strategy settled, and a note for each choice; all ranks call it.
 
-    Args:
-        order: in which gradients come to exist, known once the step is traced.
+    A resumed run keeps what `auto` found before, if these ranks can have it. Else the candidates are timed.
+
+    Communicates: exchanges of `allreduce.autotune`, if `auto` is to be found.
     """
+    exchange, comm = plan.experiment.exchange, plan.workers.comm
+    if registry.is_asynchronous(plan.experiment.rule):
+        return plan.with_exchange(strategy=center_strategy(exchange.strategy))
+    if exchange.overlap == "on" and not plan.experiment.micro_batch and plan.micro_batch not in (0, plan.local_batch):
+        # Options of the job that began the run must not end a smaller one, whose workers have more examples.
+        plan = plan.with_exchange(overlap="off").with_note(f"overlap off: in micro-batches of {plan.micro_batch}")
+        exchange = plan.experiment.exchange
+    if not is_auto(exchange.strategy):
+        return plan
+    kept, dropped = run_directory.settled_exchange(stored, exchange), ""
+    if kept:
+        if can_keep(plan, kept["strategy"]):
+            off = ", overlap off" if kept["overlap"] != exchange.overlap else ""
+            return plan.with_exchange(**kept).with_note(f"{exchange.strategy}: {kept['strategy']}{off}, as before")
+        dropped = f"{kept['strategy']}, as before, cannot be here; "
+    is_sharded = exchange.shard_update == "on"
+    candidates = with_halves(comm.hosts, exchange.gather_wire) if is_sharded else ()
+    hidden: tuple[str, ...] = ()  # candidates that can run during the backward pass
+    if overlap.chosen(exchange.overlap, "asa:32", comm, overlap_obstacle(plan))[0]:
+        hidden = algorithms_in_c(comm.hosts)
+        if is_sharded:
+            hidden = tuple(name for name in candidates if not shards_obstacle(plan, name))
+    sizes = [leaf.size for leaf in jax.tree.leaves(plan.param_shapes)]
+    found = choose(comm, sizes, exchange.strategy, exchange.bucket_bytes, hidden or candidates)
+    options: dict[str, Any] = {}
+    if hidden and exchange.overlap == "auto" and not found.overlap:
+        found = choose(comm, sizes, exchange.strategy, exchange.bucket_bytes, candidates)
+        options["overlap"] = "off"
+        dropped += "overlap off, since most of an exchange is work for cores, which compute already; "
+    plan = plan.with_exchange(strategy=found.strategy, bucket_bytes=found.bucket_bytes, **options)
+    return plan.with_note(dropped + found.why)
+
+
+def can_keep(plan: Plan, name: str) -> bool:
+    """Return True if these ranks and options allow the strategy that `auto` found before."""
+    exchange, comm = plan.experiment.exchange, plan.workers.comm
+    strategy, algorithm = algorithms.parse(name), name.partition(":")[0]
+    must_hide = comm.size > 1 and exchange.overlap == "on"
+    if exchange.shard_update == "on":
+        is_able = algorithm in with_halves(comm.hosts, exchange.gather_wire)
+        is_able = is_able and not (must_hide and shards_obstacle(plan, algorithm))
+    else:
+        is_able = not must_hide or strategy.is_in_c(comm.hosts)
+    return is_able and strategy.spec.fits(comm.hosts)
+
+
+def center_strategy(name: str) -> str:
+    """The strategy of params between asynchronous workers and their center, in the requested wire."""
+    wire = name.partition(":")[2] or "32" if is_auto(name) else algorithms.parse(name).name.partition(":")[2]
+    return f"root:{wire}"
+
+
+def exchange_for(plan: Plan, order: Order, form: StepForm | None = None) -> base.Exchange:
+    """The exchange of this run, during the backward pass or after it."""
     experiment, workers, strategy = plan.experiment, plan.workers, plan.strategy
-    bucket_bytes = experiment.exchange.bucket_bytes
+    bucket_bytes, overlaps = experiment.exchange.bucket_bytes, form is not None and form.overlaps
     options: dict[str, Any] = {"strategy": strategy, "bucket_bytes": bucket_bytes, "comm": workers.comm}
     if overlaps:
-        exchange_handlers()  # all ranks make them together; programs that come from another rank find them
+        comm_thread.exchange_handlers()  # all ranks make them together; programs that come from another rank find them
     if experiment.exchange.shard_update == "on" and workers.size > 1:
         zero = make_zero(
             strategy,
@@ -216,7 +341,7 @@ def exchange_for(plan: Plan, order: Order, overlaps: bool) -> base.Exchange:
             gather_wire=experiment.exchange.gather_wire,
             host=workers.processes if shares_params(plan) else None,
             beside=order if overlaps else None,
-            early=shares_params(plan) and choose_form(plan).is_early,
+            early=shares_params(plan) and (form or choose_form(plan)).is_early,
         )
         return base.Exchange(partial(exchange, **options), partial(exchange, **options, op="sum"), zero=zero)
     if compression.is_compressor(strategy):
@@ -252,16 +377,19 @@ def build_rule(plan: Plan, exchanges: base.Exchange) -> Rule:
     experiment, params = plan.experiment, plan.param_shapes
     optim = experiment.optim
     if exchanges.zero and optim.decay_mask:
-        whole = trace_mask(optim.decay_mask, params)  # a mask goes by shapes, which shards do not have
-        optim = dataclasses.replace(optim, decay_mask=lambda _: whole)
+        found: list[PyTree] = []  # a mask goes by shapes, which shards do not have
+        jax.eval_shape(lambda tree: found.append(optim.decay_mask(tree)), params)
+        optim = dataclasses.replace(optim, decay_mask=lambda _: found[0])
     tx = optimizers.optimizer(optim, plan.lr, clips=not exchanges.zero)
     is_averaged = optimizers.is_averaged(tx, params)
     scaling = [type(callback).__name__ for callback in experiment.callbacks if callback.scales_rate]
-    if is_averaged and exchanges.zero:
-        raise UsageError(WHOLE_AVERAGES.format(optimizer=optim.name))
-    if is_averaged and (optim.ema or scaling):
-        refused = f"optim.ema {optim.ema}" if optim.ema else ", ".join(scaling)
-        raise UsageError(AVERAGES.format(asked=refused, optimizer=optim.name))
+    if is_averaged:
+        given = {"exchange.shard_update": exchanges.zero, "optim.ema": optim.ema} | dict.fromkeys(scaling, True)
+        if unfit := [name for name, is_given in given.items() if is_given]:
+            raise UsageError(
+                f"{', '.join(unfit)}: got optimizer {optim.name}, which is schedule-free: it evaluates an average of "
+                "its own, of whole params, made for one rate; leave it out"
+            )
     if scaling:
         tx = optax.chain(tx, optimizers.scale_by_rate_factor())
     rule = registry.build(
@@ -284,16 +412,9 @@ def measures_noise(plan: Plan) -> bool:
     return plan.experiment.rule.noise_scale and workers > 1 and plan.clock.effective_batch % workers == 0
 
 
-def trace_mask(decay_mask: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-    """The mask of params, which the function sees traced, as in an optimizer."""
-    found: list[PyTree] = []
-    jax.eval_shape(lambda tree: found.append(decay_mask(tree)), params)
-    return found[0]
-
-
-def rule_in_program(plan: Plan) -> Rule:
-    """The rule with its exchange in the program, for shapes and refusals."""
-    return build_rule(plan, exchange_for(plan, Order(), overlaps=False))
+def rule_of_shapes(plan: Plan) -> Rule:
+    """The rule for its shapes and refusals alone."""
+    return build_rule(plan, exchange_for(plan, Order()))
 
 
 def rule_state_shapes(rule: Rule, params: PyTree) -> PyTree:
@@ -301,55 +422,3 @@ def rule_state_shapes(rule: Rule, params: PyTree) -> PyTree:
     if rule.sharding:
         return jax.eval_shape(rule.sharding.init, params, jax.ShapeDtypeStruct((), np.int32))
     return jax.eval_shape(rule.init, params)
-
-
-# ---------------------------------------------------------------- sharded updates, if they are left open
-
-
-def choose_sharding(plan: Plan) -> Plan:
-    """The plan with `--exchange.shard-update auto` settled as on or off, and a note that says why.
-
-    Updates are sharded if they can be, each worker holds at least SAVED_BYTES less, and whole tensors do not need too
-    much padding. Communicates nothing: all ranks know the same.
-    """
-    if plan.experiment.exchange.shard_update != "auto":
-        return plan
-    on, off = with_sharding(plan, "on"), with_sharding(plan, "off")
-    why = sharding_obstacle(on)
-    if not why and not shares_params(on) and choose_form(off).overlaps:
-        if unfit := shards_obstacle(on, on.experiment.exchange.strategy):
-            why = f"the exchange runs during the backward pass, and sharded it could not: {unfit}"
-    if not why:
-        whole, shard = (size_bytes(rule_state_shapes(rule_in_program(x), x.param_shapes)) for x in (off, on))
-        padding, most = sharding_of(on).padding, most_padding(whole / size_bytes(plan.param_shapes), plan.workers.size)
-        if padding > most:
-            percent = f"{padding:.0%} of the params, above {most:.0%}".replace("%", " %")
-            why = f"whole tensors would be padded by {percent}: more would be copied than updates save"
-        elif whole - shard < SAVED_BYTES:
-            saved = f"{(whole - shard) / 1e6:.3g} MB of the optimizer's state"
-            why = f"each worker would hold {saved} less, which is less than a bucket of {SAVED_BYTES / 1e6:.3g}"
-        else:
-            part = f"{shard / 1e6:.3g} of {whole / 1e6:.3g} MB of the optimizer's state"
-            return on.with_note(f"exchange.shard_update auto: on, each of {plan.workers.size} workers holds {part}")
-    return off.with_note(f"exchange.shard_update auto: off, {why}")
-
-
-def sharding_obstacle(on: Plan) -> str:
-    """Why each worker updates all params; empty if updates can be sharded.
-
-    Rule and exchange are built once with sharded updates, in shapes alone; their error is the reason.
-
-    Args:
-        on: with sharded updates, and its strategy settled.
-    """
-    if on.workers.size == 1:
-        return "there is one worker"
-    if on.experiment.on_rank_loss == "shrink":
-        return "on_rank_loss shrink would go back to a checkpoint, since a dead worker takes its shard with it"
-    try:
-        check_compatible(on.experiment)
-        rule_state_shapes(rule_in_program(on), on.param_shapes)
-        choose_form(on)
-    except UsageError as error:
-        return str(error)
-    return ""

@@ -21,14 +21,12 @@ import numpy as np
 from jaxmpi.comm.agreement import on_all_ranks, without_messages
 from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import UsageError, nearest
-from jaxmpi.core.pytrees import PyTree, by_path
+from jaxmpi.core.pytrees import PyTree, by_path, describe_leaf
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.model.contract import with_article
 from jaxmpi.observe.trace import Profiler
 from jaxmpi.optim.optimizers import scale_rate
 from jaxmpi.runtime import fault_injection
-
-NO_STOP = "Moment.stop: got an asynchronous rule, whose workers end at train_for"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,20 +109,14 @@ class Callback:
 MOMENTS = {name: method for name, method in vars(Callback).items() if name.startswith(("at_", "before_", "after_"))}
 
 
-class InjectFaults(Callback):
-    """Faults that `--inject` orders for a step."""
-
-    def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        return fault_injection.inject_at("step", step, (state, batch))
-
-
-class ProfilerCallback(Callback):
-    """JAX's profiler over the steps that `--profile` names; whoever opened the profiler closes it."""
+class Instruments(Callback):
+    """Faults that `--inject` orders for a step, and JAX's profiler over the steps that `--profile` names."""
 
     def __init__(self, profiler: Profiler) -> None:
         self.profiler = profiler
 
     def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
+        state, batch = fault_injection.inject_at("step", step, (state, batch))
         self.profiler.before(step)
         return state, batch
 
@@ -249,36 +241,28 @@ def before_step(
     """Call `before_step` of all, one after another."""
     leaves, structure = jax.tree.flatten((state, batch))  # kept, since a dict may be changed in place
     for callback in callbacks:
-        before, structure_before, what = leaves, structure, f"callback {type(callback).__name__}: before_step"
+        before, what = (leaves, structure), f"callback {type(callback).__name__}: before_step"
         with message_guard(callback, "before_step", is_asynchronous):
             result = callback.before_step(step, state, batch)
         if not (isinstance(result, tuple) and len(result) == 2):
             raise UsageError(
-                f"{what}: got {with_article(result)}; expected (state, batch): return those it was given, if it only "
-                "looks"
+                f"{what}: got {with_article(result)}; expected (state, batch), those given if it only looks"
             )
         state, batch = result
         leaves, structure = jax.tree.flatten(result)
-        if structure != structure_before or any(new is not old for new, old in zip(leaves, before, strict=True)):
-            if callback.first_rank_only:
-                raise UsageError(f"{what}: got another state or batch on rank 0 alone; expected those it was given")
-            check_alike(what, jax.tree.unflatten(structure_before, before), result)
+        if structure == before[1] and all(new is old for new, old in zip(leaves, before[0], strict=True)):
+            continue
+        if callback.first_rank_only:
+            raise UsageError(f"{what}: got another state or batch on rank 0 alone; expected those it was given")
+        was, now = (
+            {path: describe_leaf(leaf) for path, leaf in by_path({"state": tree[0], "batch": tree[1]}).items()}
+            for tree in (jax.tree.unflatten(before[1], before[0]), result)
+        )
+        for path in sorted(was | now):
+            if now.get(path) != was.get(path):
+                got, expected = now.get(path, "nothing"), was.get(path, "nothing")
+                raise UsageError(f"{what}: {path}: got {got}; expected {expected}, as it was: a step takes no other")
     return state, batch
-
-
-def check_alike(what: str, before: PyTree, after: PyTree) -> None:
-    """Raise `UsageError` unless both (state, batch) have the same leaves, shapes and dtypes."""
-    was, now = (
-        {
-            path: f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
-            for path, leaf in by_path({"state": state, "batch": batch}).items()
-        }
-        for state, batch in (before, after)
-    )
-    for path in sorted(was | now):
-        got, expected = now.get(path, "nothing"), was.get(path, "nothing")
-        if got != expected:
-            raise UsageError(f"{what}: {path}: got {got}; expected {expected}, as it was: a step takes no other")
 
 
 DURING_A_STEP = (
@@ -311,12 +295,8 @@ def copy_checked(callbacks: Any) -> tuple[Callback, ...]:
             raise UsageError(f"callbacks: got {callback!r}; expected a jaxmpi.Callback object")
         name = type(callback).__name__
         for method in dir(callback):  # one that is never called would go unnoticed
-            is_moment = method.startswith(("at_", "before_", "after_", "on_"))
-            if is_moment and callable(getattr(callback, method)) and method not in MOMENTS:
-                raise UsageError(
-                    f"callback {name}: got a method {method}; {nearest(method, MOMENTS)}. A method of your own needs a "
-                    "name that begins otherwise"
-                )
+            if method.startswith(("at_", "before_", "after_", "on_")) and method not in MOMENTS:
+                raise UsageError(f"callback {name}: got a method {method}; {nearest(method, MOMENTS)}")
         try:
             copies.append(copy.deepcopy(callback))
         except Exception as error:  # whatever an object of the user's raises
@@ -325,11 +305,6 @@ def copy_checked(callbacks: Any) -> tuple[Callback, ...]:
                 "copied, such as a file, open it in at_start"
             ) from error
     return tuple(copies)
-
-
-def of_rank(callbacks: Sequence[Callback], rank: int) -> list[Callback]:
-    """Callbacks whose methods a rank calls."""
-    return [callback for callback in callbacks if rank == 0 or not callback.first_rank_only]
 
 
 def states(callbacks: Sequence[Callback], control: Processes) -> list[list[Any]]:
@@ -341,12 +316,11 @@ def states(callbacks: Sequence[Callback], control: Processes) -> list[list[Any]]
 
     def copy_states() -> None:
         for callback in callbacks:
-            name, state = type(callback).__name__, callback.state()
+            name = type(callback).__name__
             try:
-                rows.append([name, json.loads(json.dumps(state))])
+                rows.append([name, json.loads(json.dumps(callback.state()))])
             except (TypeError, ValueError, RecursionError) as error:
-                text = f"callback {name}: state: got {state!r:.80}: {error}; expected JSON values"
-                raise UsageError(text) from error
+                raise UsageError(f"callback {name}: state: {error}; expected JSON values") from error
 
     if callbacks:
         on_all_ranks(control, copy_states)
@@ -354,27 +328,10 @@ def states(callbacks: Sequence[Callback], control: Processes) -> list[list[Any]]
 
 
 def restore(callbacks: Sequence[Callback], rows: Sequence[Sequence[Any]]) -> None:
-    """Restore each callback's state; one unknown to the checkpoint stays as is."""
-    for callback, state in match_rows(callbacks, rows):
-        callback.restore(state)
-
-
-def carry_rate(callbacks: Sequence[Callback], rows: Sequence[Sequence[Any]]) -> None:
-    """Take over reductions of the learning rate that were still due in the run that is continued.
-
-    Earlier ones are in the optimizer's state. Counts of callbacks belong to that run alone.
-    """
-    for callback, state in match_rows(callbacks, rows):
-        if isinstance(callback, ReduceOnPlateau):
-            callback.due = state["due"]
-
-
-def match_rows(callbacks: Sequence[Callback], rows: Sequence[Sequence[Any]]) -> list[tuple[Callback, dict[str, Any]]]:
-    """Callbacks with their states in a checkpoint, matched by name and order."""
-    left, found = list(rows), []
+    """Restore each callback's state in a checkpoint, matched by name and order; one unknown to it stays as is."""
+    left = list(rows)
     for callback in callbacks:
         row = next((row for row in left if row[0] == type(callback).__name__), None)
         if row is not None:
             left.remove(row)
-            found.append((callback, row[1]))
-    return found
+            callback.restore(row[1])

@@ -1,23 +1,27 @@
-"""A finished run: evaluation and predictions by any number of workers.
+"""A finished run: evaluation and predictions by any number of workers, and its model as a program.
 
     jaxmpi evaluate RUN [--best | --step K] [--field value ...]              figures of the validation data, as JSON
     jaxmpi predict RUN OUT.npz [--best | --step K] [--field value ...]       outputs for every validation example
-    jaxmpi predict RUN OUT.npz --data IN.npz                                 for arrays of a file, without labels
     mpirun -n 4 jaxmpi evaluate RUN                                          the same by four workers
+    jaxmpi export RUN model.jaxexport [--platforms cpu,cuda] [--batch N]     a program for JAX alone
 
 Fields are those of the experiment, such as `--data.dir` and `--data.validation-split` for other examples. The run's own
 command line, in its config.json, says which experiment file it was and with which fields. `--experiment FILE.py` names
 the file for a run that `jaxmpi.Trainer` started in a script or a notebook, and for a run that somebody else has begun:
 an experiment file is code, and config.json may come from anyone.
+
+A program is what `jax.export` serializes: params, model state and `predict`, as the run evaluates them, in StableHLO.
+`model.jaxexport.json` next to it says to people, and to programs without JAX, what goes in and out, where the model is
+from, and the checksum that `jaxmpi.load_program` compares. Inputs are the fields of a batch that reach the outputs, as
+the data source gives them: u8 images are normalised inside. Outputs have the names of `jaxmpi predict`.
 """
 
 import argparse
 import contextlib
 import dataclasses
-import hmac
+import hashlib
 import json
-import os
-import shlex
+import re
 import zipfile
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -25,32 +29,31 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.checkpoint.export import choose_checkpoint, load
+from jaxmpi.checkpoint.export import export as export_params
 from jaxmpi.checkpoint.manifests import read_manifest
-from jaxmpi.checkpoint.run_directory import MOST_CONFIG_BYTES
 from jaxmpi.comm.agreement import on_all_ranks
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.topology import Workers, gather_workers
 from jaxmpi.config import experiment_file, flags
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.files import made_whole, open_plain
-from jaxmpi.core.json_tree import flatten_json, read_json
-from jaxmpi.core.pytrees import PyTree, named_leaves, zeros_for
+from jaxmpi.core.files import made_whole
+from jaxmpi.core.json_tree import flatten_json
+from jaxmpi.core.pytrees import PyTree, by_path, named_leaves, zeros_for
 from jaxmpi.core.train_state import Batch
 from jaxmpi.data.example import nested
 from jaxmpi.data.feed import DeviceFeed, open_feed
 from jaxmpi.runtime import failures, provenance
 from jaxmpi.tasks.registry import make_task
 from jaxmpi.trainer import step as steps
-from jaxmpi.trainer.evaluate import gather_figures
-from jaxmpi.trainer.options import config_file
+from jaxmpi.trainer.options import PLATFORMS, PROGRAM, facts_file
 from jaxmpi.trainer.plan import init_model
-
-FROM_PYTHON = "from_python.py"  # experiment file of a run that jaxmpi.Trainer started in processes of its own
+from jaxmpi.trainer.run import gather_figures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,37 +77,15 @@ class Finished:
             metrics = map(partial(evaluate_batch, self.params, self.model_state), self.feed.batches())
             return gather_figures(metrics, self.workers)
 
-    def predict(self, batch: Batch) -> Any:
-        """Return the task's outputs for one batch of this process's own, a dict of arrays [batch, ...].
-
-        Raises:
-            UsageError: no dict, arrays of different lengths, or a field that the task takes is missing.
-        """
-        if not (isinstance(batch, dict) and batch):
-            raise UsageError(f"predict: got {batch!r:.80}; expected a dict of arrays [batch, ...]")
-        shapes = {name: np.shape(leaf) for name, leaf in named_leaves(batch)}
-        if () in shapes.values() or len({shape[0] for shape in shapes.values()}) != 1:
-            shown = ", ".join(f"{name} {[*shape]}" for name, shape in shapes.items())
-            raise UsageError(f"predict: got {shown}; expected one length, that of the batch, as the first axis of all")
-        try:
-            return self._predict(self.params, self.model_state, batch)
-        except KeyError as error:
-            if (field := error.args[0]) in batch:
-                raise
-            text = f"predict: got the fields {', '.join(batch)}; task {self.forward.task.name} takes {field}"
-            raise UsageError(text) from error
-
     @cached_property
-    def _predict(self) -> Callable[[PyTree, PyTree, Batch], Any]:
-        return jax.jit(partial(steps.predict, self.forward))
+    def predict(self) -> Callable[[Batch], Any]:
+        """(a dict of arrays [batch, ...] of this process's own) -> the task's outputs; compiled once."""
+        return partial(jax.jit(partial(steps.predict, self.forward)), self.params, self.model_state)
 
     def example(self) -> Batch:
         """A validation batch for `predict`, this worker's share; all ranks call it."""
         with self.feed.pool, contextlib.closing(self.feed.batches()) as batches:
-            batch = next(batches, None)
-        if batch is None:
-            raise UsageError(f"{self.feed.source.name}: got 0 examples; expected >= 1")
-        return {name: value for name, value in batch.items() if name != "weight"}
+            return {name: value for name, value in next(batches).items() if name != "weight"}
 
     def predict_all(self) -> dict[str, np.ndarray]:
         """Outputs by name for all validation examples, in order, on all ranks."""
@@ -124,12 +105,9 @@ class Finished:
     def _gather_rows(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Every rank's rows in the sampler's order; float64 keeps 32 bits exactly."""
         every = self.workers.processes.allgather_array(np.concatenate([x.ravel().astype(np.float64) for x in arrays]))
-        ends = np.cumsum([x.size for x in arrays])[:-1]
-        gathered = []
-        for x, part in zip(arrays, np.split(every, ends, axis=1), strict=True):
-            rows = part.reshape(len(every), *x.shape).swapaxes(0, 1)
-            gathered.append(rows.reshape(-1, *x.shape[1:]).astype(x.dtype))
-        return gathered
+        parts = np.split(every, np.cumsum([x.size for x in arrays])[:-1], axis=1)
+        rows = [part.reshape(len(every), *x.shape).swapaxes(0, 1) for x, part in zip(arrays, parts, strict=True)]
+        return [each.reshape(-1, *x.shape[1:]).astype(x.dtype) for x, each in zip(arrays, rows, strict=True)]
 
 
 def by_name(outputs: Any) -> dict[str, Any]:
@@ -197,106 +175,150 @@ def predict(options: argparse.Namespace) -> None:
         print(f"{options.out}: {shown}, by the model of step {run.step}")
 
 
+def export(options: argparse.Namespace) -> None:
+    """`jaxmpi export RUN OUT`: program, Orbax folder or safetensors file, by suffix."""
+    if options.out.suffix == PROGRAM:
+        write_program(open_named(options), options.out, platforms=options.platforms, batch=options.batch)
+    elif processes().rank == 0:
+        step = export_params(options.run_dir, options.out, options.step, options.best)
+        print(f"{options.out}: params and model state at step {step}")
+
+
 def open_named(options: argparse.Namespace) -> Finished:
     """The run that a command line names, as `trainer.options` parses it."""
     failures.install_excepthooks()
     control = processes()  # before the experiment file, which may touch the device
     experiment = experiment_of(options.run_dir, options.fields, options.experiment)
     control.assert_same("what is asked for", {"options": [*map(str, vars(options).values())]})
-    if getattr(options, "data", None):
-        experiment = with_inputs(experiment, options.data)
     return open_finished(experiment, options.run_dir, step=options.step, best=options.best)
 
 
 def experiment_of(run_dir: Path, argv: Sequence[str], named: str = "") -> Experiment:
     """A run's experiment, from config.json or a named file, with `argv` applied.
 
-    An experiment file is code. One that config.json names is executed only if it comes with jaxmpi, or if the
-    signature shows that this user has begun the run with it.
+    The file that config.json names is executed as `experiment_file.command_of` allows.
     """
-    file = config_file(run_dir)
-    config = read_json(file, MOST_CONFIG_BYTES, "a run's configuration")
-    words = config.get("command") if isinstance(config, dict) and "experiment" in config else None
-    if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
-        raise UsageError(f"{file}: damaged: expected a run's command and experiment")
-    if named:
-        experiment = experiment_file.parse([named, *argv])[0]
-        now = flatten_json(json.loads(json.dumps(flags.to_json(experiment))))
-        refuse_other_inputs(named, flatten_json(config["experiment"]), now)
-        return experiment
-    command = experiment_file.file_first(words[1:])
-    is_file = bool(command) and experiment_file.is_experiment(command[0], "")
-    if not is_file or Path(command[0]).name == FROM_PYTHON:
-        raise UsageError(
-            f"{run_dir} was started from Python: name a file that has its `experiment = Experiment(...)`, --experiment "
-            "FILE.py, or use jaxmpi.Trainer(experiment).evaluate() there"
-        )
-    path = experiment_file.locate(command[0])
-    if path.resolve() not in map(Path.resolve, experiment_file.find_shipped().values()):
-        mine = provenance.sign([words, config.get("experiment_path")])
-        if not (mine and hmac.compare_digest(mine.encode(), str(config.get("signature")).encode())):
-            raise UsageError(
-                f"{file}: names {str(path)!r}, which is code, and nothing shows that you have begun this run here; if "
-                "you trust the file, name it: --experiment FILE.py"
-            )
-        path = Path(config["experiment_path"])
-    if not path.is_file():
-        raise UsageError(f"{run_dir} was started with {shlex.join(command)}; {path} is gone: --experiment FILE.py")
-    return experiment_file.parse([str(path), *command[1:], *argv])[0]
+    if not named:
+        return experiment_file.parse([*experiment_file.command_of(run_dir), *argv])[0]
+    experiment = experiment_file.parse([named, *argv])[0]
+    saved = experiment_file.read_config(run_dir)["experiment"]
+    refuse_other_inputs(named, saved, json.loads(json.dumps(flags.to_json(experiment))))
+    return experiment
 
 
 # Fields by which the outputs for one example differ, though params fit.
 INPUTS = ("model", "task", "compute_dtype", "data.mean", "data.std", "data.mean_image", "data.resize", "data.crop")
 
 
-def refuse_other_inputs(named: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse an experiment file whose model sees examples otherwise than the run's did.
-
-    Args:
-        saved: fields of the run's configuration, by path.
-        now: of this experiment.
-    """
-    paths = [path for path in dict.fromkeys([*saved, *now]) if path.startswith(INPUTS)]
+def refuse_other_inputs(named: str, saved: Any, now: Any) -> None:
+    """Refuse an experiment file whose model sees examples otherwise than the run's did."""
+    saved, now = flatten_json(saved), flatten_json(now)
     lines = [
         f"{path}: got {now.get(path)}, expected {saved.get(path)} (the run's)"
-        for path in paths
-        if now.get(path) != saved.get(path)
+        for path in dict.fromkeys([*saved, *now])
+        if path.startswith(INPUTS) and now.get(path) != saved.get(path)
     ]
     if lines:
         way_out = "name the file that the run's script or notebook has its experiment from, or give these as flags"
         raise UsageError("\n  ".join([f"--experiment {named} is not the run's:", *lines, way_out]))
 
 
-ZIP_END_BYTES = 22  # of the last record of a zip file without comment, which has the number of its entries
+# ---------------------------------------------------------------- a program for JAX alone
+
+ANY = "batch"  # the symbol of a dimension of any size
 
 
-def with_inputs(experiment: Experiment, file: Path) -> Experiment:
-    """Set a NumPy file's arrays as validation data; images need no labels."""
-    arrays = "arrays [n, ...] that np.savez has written"
-    expected = f"expected {arrays}"
+class NotExportable(Exception):
+    """A program that cannot be exported as requested; why, in a line."""
+
+
+def write_program(run: Finished, file: Path, *, platforms: Sequence[str] = (), batch: int = 0) -> None:
+    """Write a finished run's predictions and facts; all ranks call it, rank 0 alone writes and prints."""
+    example, name = run.example(), run.forward.task.name  # on all ranks: they may keep the data together
+    if run.workers.processes.rank != 0:
+        return
     try:
-        with open(open_plain(file, arrays, follow=True), "rb") as raw:
-            opened = np.load(raw, allow_pickle=False)
-            if not isinstance(opened, np.lib.npyio.NpzFile):
-                raise UsageError(f"{file}: got one array; {expected}")
-            assert opened.zip is not None
-            if damaged := opened.zip.testzip():  # NumPy compares no checksum of an array that ends before its entry
-                raise UsageError(f"{file}: {damaged}: damaged, its checksum does not match; {expected}")
-            raw.seek(-ZIP_END_BYTES, os.SEEK_END)
-            end, count = raw.read(), len(opened.zip.namelist())
-            entries = int.from_bytes(end[10:12], "little") if end.startswith(b"PK\5\6") else count
-            if entries not in (count, 0xFFFF):
-                raise UsageError(f"{file}: damaged, got {count} arrays of {entries}; {expected}")
-            named = {name: opened[name] for name in opened.files}
-    except UsageError:
-        raise
-    except Exception as error:  # zipfile and NumPy's reader raise of all kinds for a damaged file
-        raise UsageError(f"{file}: cannot be read: {error}; {expected}") from error
-    for name, values in named.items():
-        if values.ndim == 0:
-            raise UsageError(f"{file}: {name}: got one number, {values!r:.40}; {expected}")
-    fields = nested(named)
-    if experiment.model is not None and fields.keys() == {"image"}:
-        fields["label"] = np.zeros(len(fields["image"]), np.int32)
-    data = dataclasses.replace(experiment.data, source="array", validation=fields, memory="none", shuffle_by="auto")
-    return dataclasses.replace(experiment, data=data)
+        exported, notes = export_predictions(run, dict(named_leaves(example)), platforms, batch)
+    except NotExportable as error:
+        raise UsageError(f"{name} cannot be exported: {error}") from error
+    serialized = bytes(exported.serialize())
+    (inputs,), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+
+    def facts_of(leaf: Any) -> dict[str, Any]:  # symbolic dimensions by name
+        shape = [size if isinstance(size, int) else str(size) for size in leaf.shape]
+        return {"dtype": leaf.dtype.name, "shape": shape}
+
+    leaves = {"inputs": by_path(inputs), "outputs": by_path(jax.tree.unflatten(exported.out_tree, exported.out_avals))}
+    facts = {
+        "model": name,
+        "step": run.step,
+        **{way: {path: facts_of(leaf) for path, leaf in each.items()} for way, each in leaves.items()},
+        "platforms": list(exported.platforms),
+        "notes": notes,
+        "sha256": hashlib.sha256(serialized).hexdigest(),
+        "calling_convention_version": exported.calling_convention_version,
+        "versions": provenance.versions(),
+    }
+    with made_whole(file) as aside, made_whole(facts_file(file)) as facts_aside:
+        aside.write_bytes(serialized)
+        facts_aside.write_text(json.dumps(facts, indent=2) + "\n")
+    shown = " -> ".join(
+        ", ".join(f"{path} {leaf.dtype}[{', '.join(map(str, leaf.shape))}]" for path, leaf in each.items())
+        for each in leaves.values()
+    )
+    print(f"{file}: {shown}, by the model of step {run.step}, for {', '.join(exported.platforms)}")
+    for note in notes:
+        print(f"{file}: {note}")
+
+
+def export_predictions(
+    run: Finished, fields: dict[str, Any], platforms: Sequence[str], batch: int
+) -> tuple[jax.export.Exported, list[str]]:
+    """The predictions of a finished run, and notes where they do less than they might."""
+    size: int | str = batch or len(next(iter(fields.values())))
+    whole = lower(run, fields, tuple(fields), size)
+    needed = tuple(name for i, name in enumerate(fields) if i in whole.module_kept_var_idx)
+    notes, able = [], []
+    if not batch:
+        try:
+            lower(run, fields, needed, ANY)
+            size = ANY
+        except NotExportable as error:
+            notes.append(f"for batches of {size} alone, or of --batch N: {error}; x.shape[0] may be any, len(x) not")
+    for platform in platforms or PLATFORMS:
+        try:
+            lower(run, fields, needed, size, (platform,))
+            able.append(platform)
+        except NotExportable as error:
+            if platforms:
+                raise
+            notes.append(f"not for {platform}: {error}")
+    if not able:
+        raise NotExportable("; ".join(notes))
+    return lower(run, fields, needed, size, able), notes
+
+
+def lower(
+    run: Finished, fields: dict[str, Any], needed: Sequence[str], size: int | str, platforms: Sequence[str] = ()
+) -> jax.export.Exported:
+    """The predictions as a function of some fields of a batch, lowered."""
+    params, model_state = jax.tree.map(jnp.asarray, (run.params, run.model_state))
+
+    def predictions(given: Batch) -> dict[str, Any]:
+        named = dict(named_leaves(given))
+        examples = jax.tree.leaves(given)[0].shape[0]
+        rest = {name: jnp.zeros((examples, *x.shape[1:]), x.dtype) for name, x in fields.items() if name not in named}
+        # Params are constants of the program. Without the barrier XLA would compute what depends on them alone while it
+        # compiles, such as batch norm's 1 / sqrt(v + eps), and round otherwise than the trainer.
+        weights, state = jax.lax.optimization_barrier((params, model_state))
+        return by_name(steps.predict(run.forward, weights, state, nested(rest | named)))
+
+    predictions.__name__ = re.sub(r"\W+", "_", f"{run.forward.task.name} step {run.step}")
+    [length] = jax.export.symbolic_shape(size) if isinstance(size, str) else (size,)
+    like = {name: jax.ShapeDtypeStruct((length, *fields[name].shape[1:]), fields[name].dtype) for name in needed}
+    try:
+        exported = jax.export.export(jax.jit(predictions), platforms=platforms or None)(nested(like))
+        exported.serialize()
+        return exported
+    except Exception as error:  # the model's own, JAX's and MLIR's, of all kinds
+        raise NotExportable(f"{type(error).__name__}: {error!s:.400}".splitlines()[0]) from error

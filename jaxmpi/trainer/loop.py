@@ -8,7 +8,7 @@ a step whatever the rule.
 import contextlib
 from collections.abc import Generator, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 
@@ -37,68 +37,53 @@ class RunProgress(NamedTuple):
     is_over: bool = False
 
 
-class Coordinator(Protocol):
+class Coordinator:
     """A rule's steps, and this process's part of what is due."""
 
-    is_asynchronous: bool  # True if workers do not wait for each other
-
-    @property
-    def is_stopped(self) -> bool:
-        """Return True if a callback ended the run at the last evaluation."""
-        ...
-
-    @property
-    def timer(self) -> StepTimer:
-        """Clock that splits the time of a step into its parts."""
-        ...
+    is_asynchronous = False  # True if workers do not wait for each other
+    is_stopped = False  # True if a callback ended the run at the last evaluation
+    timer: StepTimer  # splits the time of a step into its parts
 
     def begin(self, position: Position) -> TrainState:
         """Prepare for the first step; return the state to start from."""
-        ...
+        raise NotImplementedError
 
     def batches(self) -> Generator[Batch, None, None]:
         """Batches of this process's workers from the position on."""
-        ...
+        raise NotImplementedError
 
     def update(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics | None]:
         """One step; no metrics if it was left out."""
-        ...
+        raise NotImplementedError
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, RunProgress]:
         """Read metrics that are ready, and exchange what the step did not."""
-        ...
+        raise NotImplementedError
 
     def pause(self, state: TrainState) -> None:
         """Wait for the step and its messages, before the control plane sends."""
-        ...
 
     def compare(self, step: int, state: TrainState) -> None:
         """Compare what is to be equal on all workers."""
-        ...
 
     def log(self, step: int, state: TrainState) -> None:
         """Write a progress line."""
-        ...
 
     def evaluate(self, step: int, state: TrainState) -> None:
         """Evaluate the params that stand for all workers'."""
-        ...
 
     def save(self, step: int, state: TrainState, *, is_last: bool) -> None:
         """Begin a checkpoint; with `is_last` no step follows before it is written."""
-        ...
 
     def leave(self, step: int, state: TrainState) -> None:
         """End the run once its checkpoint is on disk."""
-        ...
 
     def settle(self, step: int, due: DueEvents) -> None:
         """Called after all that was due after a step."""
-        ...
 
     def finish(self, state: TrainState) -> dict[str, float]:
         """Finish after the last step; return the last evaluation, empty if unknown."""
-        ...
+        raise NotImplementedError
 
 
 def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position: Position) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
     python -m jaxmpi.train EXPERIMENT.py [--field value ...]              one worker
     mpirun -n 8 python -m jaxmpi.train EXPERIMENT.py [--field value ...]  eight
+    python -m jaxmpi.train --from RUN [--field value ...]                 as a run was started
 
 A mistake should end a run before it has cost much time. So the parts stand in the order in which they can fail:
 experiment file, workers, the model's shapes, data, exchange, step, run directory, state. Then the loop makes the steps
@@ -11,19 +12,19 @@ on all ranks.
 
 import contextlib
 import dataclasses
+import hashlib
 import json
-import socket
+import shutil
 import sys
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxmpi.allreduce import algorithms
 from jaxmpi.checkpoint import run_directory
-from jaxmpi.checkpoint.manager import warn
+from jaxmpi.checkpoint.held_folder import HeldFolder
+from jaxmpi.checkpoint.manager import check_disk, total_bytes, warn
 from jaxmpi.checkpoint.restore import Saved
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes, processes
@@ -32,7 +33,7 @@ from jaxmpi.config import experiment_file
 from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.files import HeldFolder, write_whole
+from jaxmpi.core.files import write_whole
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data import SOURCES
 from jaxmpi.model.check import check_model
@@ -50,15 +51,12 @@ from jaxmpi.tasks.check import check_task, metric_names
 from jaxmpi.tasks.registry import find_spec
 from jaxmpi.trainer import callbacks, memory
 from jaxmpi.trainer.asynchronous import run_asynchronously
-from jaxmpi.trainer.build import Functions, build_functions, choose_sharding
+from jaxmpi.trainer.build import Functions, build_functions, choose_exchange
 from jaxmpi.trainer.conflicts import check_compatible
-from jaxmpi.trainer.lock_step import run_to_end
+from jaxmpi.trainer.lock_step import run_to_end, watch
 from jaxmpi.trainer.plan import Plan, make_plan
-from jaxmpi.trainer.progress import open_recorder
-from jaxmpi.trainer.run import Run, open_run, watch
-from jaxmpi.trainer.state import is_of_another_run, restore_feed_and_callbacks, say_changes, starting_states
-from jaxmpi.trainer.step_form import choose_exchange
-from jaxmpi.trainer.timetable import DueEvents
+from jaxmpi.trainer.run import Run, of_workers, open_recorder
+from jaxmpi.trainer.state import restore_feed_and_callbacks, say_changes, starting_states
 
 # Names that a flag takes, live: an experiment file may have added rows of its own when --help lists them.
 TABLES: dict[str, Mapping[str, Any]] = {
@@ -85,7 +83,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     with failures.at_work():
         code = 0
         try:
-            train(experiment, path.stem, provenance.project_root(path), digest=provenance.file_digest(path))
+            train(
+                experiment,
+                path.stem,
+                provenance.project_root(path),
+                digest=hashlib.sha256(path.read_bytes()).hexdigest(),
+            )
         except decisions.Preempted as preempted:
             code = preempted.code
         failures.wait_for_ending_thread()
@@ -145,7 +148,12 @@ def train_until(
     run_directory.agree_on(experiment, control, digest)
     if control.rank == 0:  # a model that does not fit ends the job here, with one message
         with progress.phase("tracing the model to check it"):
-            check_before_data(experiment)
+            check_sinks(experiment.sinks)
+            if spec := find_spec(
+                experiment
+            ):  # if its labels are not just classes, they and the loss come with the data
+                loss = experiment.loss if spec.labels == "classes" else None
+                check_model(experiment.model, loss, experiment.compute_dtype)
     stored = read_stored(experiment, name, control)
     experiment = run_directory.as_begun(experiment, stored, workers.size)
     scaled_for = stored.scaled_for if stored else workers.size
@@ -160,7 +168,7 @@ def train_until(
     for text in experiment.inject:
         fault_injection.parse(text, max(scaled_for, workers.size), last_step)
     with progress.phase("choosing the exchange"):
-        plan = choose_sharding(choose_exchange(plan, stored))
+        plan = choose_exchange(plan, stored)
     with progress.phase("building the step"):
         functions = build_functions(plan)
     registry.check_wire(experiment.rule, plan.strategy)
@@ -188,11 +196,6 @@ def gather_all(experiment: Experiment) -> Workers:
     """Gather the job's workers in the way that the experiment selects."""
     control = processes()
     control.assert_same("what becomes of workers if one dies", {"on_rank_loss": experiment.on_rank_loss})
-    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-        raise UsageError(
-            "JAX_DISABLE_JIT: the trainer compiles its step ahead, so it cannot run without jit; unset it, and look "
-            "into the step by jax.debug.print or jax.debug.breakpoint"
-        )
     check_compatible(experiment)
     if experiment.on_rank_loss == "shrink" and isinstance(control, MpiProcesses):
         shrink.check_mpi(control)
@@ -209,19 +212,8 @@ def read_stored(experiment: Experiment, name: str, control: Processes) -> run_di
     if control.rank == 0:
         with run_directory.usable():
             row = run_directory.stored(experiment, name)
-            if experiment.continue_from and row is None:
-                run_directory.check_source(experiment)
     row = control.bcast_object(row)
     return run_directory.StoredSettings(*row) if row else None
-
-
-def check_before_data(experiment: Experiment) -> None:
-    """Raise `UsageError` unless sinks are known and a model fits the trainer."""
-    check_sinks(experiment.sinks)
-    spec = find_spec(experiment)
-    if spec:  # if its labels are not just classes, they and the loss are known with the data
-        loss = experiment.loss if spec.labels == "classes" else None
-        check_model(experiment.model, loss, experiment.compute_dtype)
 
 
 def check_with_data(plan: Plan) -> None:
@@ -247,48 +239,50 @@ def run_in(
     digest: str,
 ) -> dict[str, float]:
     """Start or resume in a run directory, and run to the end."""
-    experiment, workers, control = plan.experiment, plan.workers, plan.workers.processes
-    is_first, folder = control.rank == 0, home.path
-    needed = None
+    experiment, workers, control, rule = plan.experiment, plan.workers, plan.workers.processes, functions.rule
+    is_first, folder, needed = control.rank == 0, home.path, None
     if not workers.asynchronous:
-        needed = memory.estimate_memory(plan, functions.rule, is_fused=functions.is_fused)
+        needed = memory.estimate_memory(plan, rule, is_fused=functions.is_fused)
         memory.make_room(needed, plan, available_bytes())
     with progress.phase("restoring the newest checkpoint" if experiment.resume else "initialising params"):
-        states, saved = starting_states(plan, functions.rule, folder)
-    start, continues = saved.step if saved else 0, is_of_another_run(saved)
+        states, saved = starting_states(plan, rule, folder)
+    start = saved.step if saved else 0
     if experiment.resume and is_first:
-        cut_record(folder / "record.jsonl", -1 if continues else start)
-    hosts = control.allgather_object(socket.gethostname())
+        cut_record(folder / "record.jsonl", start)
+    if is_first and plan.exchanges:
+        equal = {"replicated": rule.state_is_replicated, "same_params": rule.params_are_replicated}
+        needed_bytes = total_bytes(states, workers=workers.size, **equal)
+        check_disk(folder / "checkpoints", needed_bytes, shutil.disk_usage(folder).free)
     elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
     restore_feed_and_callbacks(plan, saved)
-    callback_states = callbacks.states(experiment.callbacks, control)
-    recorder = open_recorder(plan, folder, elapsed_s, hosts) if is_first else Recorder(None, elapsed_s)
     rank = f"rank_{control.rank:05d}"  # JAX names files by host: ranks of one host would overwrite them
-    run = open_run(
-        plan,
-        functions=functions,
+    profiler = Profiler(step_range(experiment.profile, "profile"), folder / "profile" / rank)
+    callback_states = callbacks.states(experiment.callbacks, control)
+    parts = of_workers(plan, functions, home, notice, profiler)
+    recorder = open_recorder(plan, folder, elapsed_s, parts["hosts"]) if is_first else Recorder(None, elapsed_s)
+    run = Run(
         home=home,
         recorder=recorder,
-        states=states,
         notice=notice,
         recovery=decisions.Recovery(experiment.on_nonfinite, experiment.recover_limit),
-        profiler=Profiler(step_range(experiment.profile, "profile"), folder / "profile" / rank),
+        profiler=profiler,
         shrinking=shrink.shrinking(experiment, workers, recorder if is_first else None),
         callback_states=callback_states,
         memory=needed,
+        **parts,
     )
     if is_first:
         write_facts(run, root, digest)
     say_start(run, saved)
     if isinstance(saved, AsyncStart):
         with recorder:
-            return run_asynchronously(run, saved, hosts) if start < plan.clock.total_steps else {}
-    return run_to_end(run, states, start, DueEvents(save=continues))
+            return run_asynchronously(run, saved) if start < plan.clock.total_steps else {}
+    return run_to_end(run, states, start)
 
 
 def write_facts(run: Run, root: Path | None, digest: str) -> None:
     """The resolved configuration and its environment, to config.json and the record. Rank 0 only."""
-    plan, peak, strategy = run.plan, run.log.peak, run.plan.strategy
+    plan, peak, strategy = run.plan, run.peak, run.plan.strategy
     facts = run_directory.facts_of(run.experiment, run.workers, strategy, run.functions.form, root, digest) | {
         "transport": transport(
             run.workers, exchanges=plan.exchanges, in_shared_memory=algorithms.in_shared_memory(strategy)
@@ -307,21 +301,13 @@ def write_facts(run: Run, root: Path | None, digest: str) -> None:
 def say_start(run: Run, saved: Saved | AsyncStart | None) -> None:
     """Say where and what the run is, and with what it begins."""
     plan, experiment, recorder = run.plan, run.experiment, run.recorder
-    start, continues = saved.step if saved else 0, is_of_another_run(saved)
-    place = f"resumed at step {start}" if start and not continues else "no checkpoint in it: from the start"
+    start = saved.step if saved else 0
+    place = f"resumed at step {start}" if start else "no checkpoint in it: from the start"
     recorder.say(f"run directory {run.folder}" + f", {place}" * experiment.resume)
     how = f"strategy {plan.strategy}"
     if run.functions.rule.asynchronous:  # only the wire of the strategy counts
         how = f"wire {plan.strategy.partition(':')[2]}"
     recorder.say(f"{plan.headline}; rule {experiment.rule.name}, {how}\n{run.functions.form}")
-    if isinstance(saved, Saved) and continues:
-        was, now = saved.extra["experiment"]["effective batch"], plan.clock.effective_batch
-        source, there = experiment.continue_from, saved.step_there
-        recorder.say(
-            f"continues {source} after its step {there}: effective batch {was} there, {now} here, so from step {start}"
-        )
-        batches = {"effective_batch": {"was": was, "is": now}}
-        recorder.write("continued", step=start, **{"from": source}, from_step=there, **batches)
     if saved and start:
         say_changes(plan, recorder, saved.extra, start)
     if plan.notes:

@@ -8,8 +8,8 @@ come on top. `jaxmpi forecast` prints the same table before there is a run.
 
 import argparse
 import contextlib
-from dataclasses import dataclass, replace
-from typing import Any
+import os
+from dataclasses import dataclass, fields, replace
 
 import jax
 import numpy as np
@@ -26,11 +26,10 @@ from jaxmpi.core.train_state import worker_key
 from jaxmpi.rules import registry
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime import process
-from jaxmpi.runtime.allocator import give_back_at_once, is_settled, keep_freed_memory
+from jaxmpi.runtime.process import give_back_at_once, keep_freed_memory
 from jaxmpi.trainer import step as steps
-from jaxmpi.trainer.build import choose_sharding, forward_of, rule_in_program, rule_state_shapes, sharding_obstacle
+from jaxmpi.trainer.build import forward_of, rule_of_shapes, rule_state_shapes, shares_params
 from jaxmpi.trainer.plan import Plan, make_plan
-from jaxmpi.trainer.step_form import shares_params, with_sharding
 
 KEEP_FACTOR = 2  # freed memory is kept if this many times what is needed is free: its holes took up to 0.9 of it
 NO_SUM = "a sum that is not made"  # its name in a program that is compiled and not run
@@ -40,7 +39,8 @@ NO_SUM = "a sum that is not made"  # its name in a program that is compiled and 
 class WorkerMemory:
     """Bytes of one worker, by part."""
 
-    params: int
+    params: int  # the worker's own
+    params_of_host: int = 0  # of which a host has one copy
     optimizer_state: int  # the rule's state, which has the optimizer's in it
     model_state: int = 0
     previous_state: int = 0  # state before a step, if it is kept until the step counts
@@ -52,17 +52,12 @@ class WorkerMemory:
     activations: int = 0  # XLA's temporary bytes; 0 until a program is compiled
     average: int = 0  # an average of all params, gathered for an evaluation
     is_fused: bool  # one program is the whole step: its temporary bytes include gradients and buckets
-    shards: Any = None  # of sharded updates
-
-    @property
-    def shared(self) -> int:
-        """Bytes of params of which a host has one copy."""
-        return self.params * bool(self.shards and self.shards.shared_params)
+    is_sharded: bool = False  # each worker updates a shard of the params
 
     @property
     def state(self) -> int:
         """Bytes of the worker's own that exist between steps."""
-        return self.params - self.shared + self.model_state + self.optimizer_state
+        return self.params + self.model_state + self.optimizer_state
 
     @property
     def at_once(self) -> int:
@@ -75,25 +70,12 @@ class WorkerMemory:
 
     def on_host(self, workers: int) -> int:
         """The most at one time of this many workers of a host."""
-        return workers * self.at_once + self.shared + self.host_checkpoint
+        return workers * self.at_once + self.params_of_host + self.host_checkpoint
 
     def parts(self) -> dict[str, int]:
-        """Bytes of each part by its name; parts of 0 are left out."""
-        named = {
-            "params": self.params - self.shared,
-            "params of the host": self.shared,
-            "optimizer's state": self.optimizer_state,
-            "model state": self.model_state,
-            "state before a step": self.previous_state,
-            "copy for a checkpoint": self.checkpoint,
-            "copy of the host for a checkpoint": self.host_checkpoint,
-            "batch": self.batch,
-            "gradients": self.gradients,
-            "exchange": self.exchanged,
-            "activations": self.activations,
-            "an evaluation's average": self.average,
-        }
-        return {name: size for name, size in named.items() if size or name == "optimizer's state"}
+        """Bytes of each part that is not 0, by name."""
+        named = {field.name: getattr(self, field.name) for field in fields(self) if field.type is int}
+        return {name.replace("_", " "): size for name, size in named.items() if size}
 
     def described(self) -> str:
         """All parts in a line, in MB."""
@@ -106,26 +88,27 @@ def estimate_memory(plan: Plan, rule: Rule, *, is_fused: bool) -> WorkerMemory:
     params, model_state = map(size_bytes, plan.shapes)
     optimizer_state = size_bytes(rule_state_shapes(rule, plan.param_shapes))
     state = params + model_state + optimizer_state
-    shards, skips = rule.sharding and rule.sharding.zero, experiment.on_nonfinite == "skip"
-    shard = -(-params // workers.size)
-    mean = shard if shards and shards.shared_params else params  # else new params are gathered
+    zero, skips = rule.sharding and rule.sharding.zero, experiment.on_nonfinite == "skip"
+    shard, is_shared = -(-params // workers.size), bool(zero and zero.shared_params)
     # The last checkpoint of a run is not copied, since nothing changes the state any more.
-    is_copied = plan.timetable.save_every < plan.timetable.total_steps or bool(experiment.continue_from)
+    is_copied = plan.timetable.save_every < plan.timetable.total_steps
     is_copied = is_copied and plan.exchanges
     hosts = workers.processes.hosts
     common = params * rule.params_are_replicated + optimizer_state * rule.state_is_replicated
     return WorkerMemory(
-        params=params,
+        params=0 if is_shared else params,
+        params_of_host=params if is_shared else 0,
         optimizer_state=optimizer_state,
         model_state=model_state,
         previous_state=state * (skips or experiment.on_rank_loss == "shrink"),
         checkpoint=is_copied * (state - common),
         host_checkpoint=is_copied * common * (hosts[workers.processes.rank] == hosts[0]),
-        gradients=shard if shards and shards.early else params,
-        exchanged=0 if is_fused or workers.size == 1 else max(mean, state * skips),
+        gradients=shard if zero and zero.early else params,
+        # A mean of all gradients, or of a shard if new params need not be gathered.
+        exchanged=0 if is_fused or workers.size == 1 else max(shard if is_shared else params, state * skips),
         average=params * bool(rule.sharding and rule.eval_params),
         is_fused=is_fused,
-        shards=shards,
+        is_sharded=zero is not None,
     )
 
 
@@ -135,34 +118,24 @@ def with_program(memory: WorkerMemory, program: jax.stages.Compiled, batch_bytes
     return replace(memory, activations=analysis.temp_size_in_bytes if analysis else 0, batch=batch_bytes)
 
 
-# ---------------------------------------------------------------- in words
-
-
 def mb(number: int) -> str:
     """Bytes in MB, in three digits or whole."""
     return f"{number / 1e6:.3g}" if number < 999.5e6 else f"{number / 1e6:,.0f}"
 
 
-def count_workers(number: int) -> str:
-    """`1 worker`, `2 workers`."""
-    return f"{number} worker{'s' * (number > 1)}"
-
-
 def describe_worker(memory: WorkerMemory, workers: int) -> str:
     """A line for the headline."""
-    sharded = f"updates sharded over {workers} workers: " if memory.shards is not None else ""
+    sharded = f"updates sharded over {workers} workers: " if memory.is_sharded else ""
     return f"{sharded}each worker holds, in MB, {memory.described()}"
 
 
 def describe_step(memory: WorkerMemory, here: int, free_bytes: int) -> str:
     """A line before the first step; `here`: workers of this host."""
     start = f"a step holds {mb(memory.activations)} MB of activations, {mb(memory.at_once)} MB at once"
-    stats = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        free_bytes = stats["bytes_limit"] - stats["bytes_in_use"] + memory.state
-        return f"{start}, of {mb(free_bytes)} that its GPU has free"
+    if jax.default_backend() != "cpu":
+        return start
     short = f"; freed buffers are given back at once, {KEEP_FACTOR} times that is not free"
-    total = f"{mb(memory.on_host(here))} for {count_workers(here)} of this host, of {mb(free_bytes)}"
+    total = f"{mb(memory.on_host(here))} for {here} of this host, of {mb(free_bytes)}"
     return f"{start}: {total}{short * is_short(memory, here, free_bytes)}"
 
 
@@ -176,20 +149,17 @@ def workers_here(workers: Workers) -> int:
 
 def allocated(memory: WorkerMemory, here: int) -> int:
     """Bytes of the first step that a host's workers already hold."""
-    return here * memory.state + memory.shared
+    return here * memory.state + memory.params_of_host
 
 
 def is_short(memory: WorkerMemory, here: int, free_bytes: int) -> bool:
     """Return True if memory lacks room for holes between freed buffers: on CPUs, unless JAXMPI_ALLOCATOR decides."""
-    return KEEP_FACTOR * memory.on_host(here) > free_bytes and jax.default_backend() == "cpu" and not is_settled()
+    is_decided = os.environ.get("JAXMPI_ALLOCATOR") in ("system", "keep")
+    return KEEP_FACTOR * memory.on_host(here) > free_bytes and jax.default_backend() == "cpu" and not is_decided
 
 
 def make_room(memory: WorkerMemory, plan: Plan, free_bytes: int) -> None:
-    """Keep freed memory or give it back; refuse what cannot fit, on CPUs, on a host's first rank.
-
-    Raises:
-        UsageError: bytes needed and free, and the way out.
-    """
+    """Keep freed memory or give it back; refuse what cannot fit, on CPUs, on a host's first rank."""
     here = workers_here(plan.workers)
     if is_short(memory, here, free_bytes):
         give_back_at_once()
@@ -203,16 +173,13 @@ def check_fits(memory: WorkerMemory, plan: Plan, here: int, free_bytes: int) -> 
     """Raise `UsageError` if the workers of a host do not fit, with the options by which a worker needs less."""
     if memory.on_host(here) <= free_bytes:
         return
-    fitting = next((n for n in range(here - 1, 0, -1) if memory.on_host(n) <= free_bytes), 0)
-    ways = [f"start {count_workers(fitting)} on this host"] if fitting and not memory.shards else []
-    if not memory.shards:  # shards of fewer workers are larger
-        ways.append("shard updates, --exchange.shard-update on")
+    ways = [] if memory.is_sharded else ["start fewer workers on this host", "--exchange.shard-update on"]
     if not plan.experiment.resume:  # which keeps its batches
-        ways.append("take a smaller --local-batch" + " or --micro-batch" * (not memory.is_fused))
+        ways.append("a smaller --local-batch" + " or --micro-batch" * (not memory.is_fused))
     raise UsageError(
-        f"memory: got {count_workers(here)} on this host, {mb(memory.at_once)} MB each "
-        f"({memory.described()}), {mb(memory.on_host(here))} in all; expected at most the {mb(free_bytes)} "
-        f"that are free: {', or '.join([*ways, 'take a smaller model'])}"
+        f"memory: got {here} workers on this host, {mb(memory.at_once)} MB each ({memory.described()}), "
+        f"{mb(memory.on_host(here))} in all; expected at most the {mb(free_bytes)} that are free: "
+        f"{', or '.join([*ways, 'a smaller model'])}"
     )
 
 
@@ -232,36 +199,40 @@ def main(options: argparse.Namespace) -> None:
     plan = make_plan(replace(experiment, data=data), workers).with_fields(data=experiment.data)
     if is_auto(experiment.exchange.strategy):
         plan = plan.with_exchange(strategy=f"asa:{experiment.exchange.strategy.partition(':')[2] or '32'}")
-    if experiment.exchange.overlap == "on" and not shares_params(with_sharding(plan, "on")):
-        plan = plan.with_exchange(overlap="auto")
-    columns = {word: with_sharding(plan, word) for word in ("off", "on")}
-    obstacle, settled = sharding_obstacle(columns["on"]), choose_sharding(plan)
-    if obstacle:
-        del columns["on"]
     with plan.feed.pool, contextlib.closing(plan.feed.batches()) as batches:
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), next(batches))
-    found, free_bytes = {word: forecast(each, batch) for word, each in columns.items()}, available_bytes()
-    form = "one program" if workers.size == 1 else "the split form"
+    found: dict[str, WorkerMemory] = {}
+    obstacle = ""
+    for word in ("off", "on"):
+        sharded = plan.with_exchange(shard_update=word, **({"gather_wire": "32"} if word == "off" else {}))
+        if experiment.exchange.overlap == "on" and not shares_params(sharded):
+            sharded = sharded.with_exchange(overlap="auto")
+        try:
+            found[word] = forecast(sharded, batch)
+        except UsageError as error:
+            if word == experiment.exchange.shard_update:
+                raise
+            obstacle = f"no sharded updates: {error}"
+    free_bytes, form = available_bytes(), "one program" if workers.size == 1 else "the split form"
     print(f"{workers.size} workers x local batch {plan.local_batch}, {here} on a host, {form}; MB a worker")
-    named = [memory.parts() for memory in found.values()]
     rows: dict[str, list[str]] = {"--exchange.shard-update": [*found]}
+    named = [memory.parts() for memory in found.values()]
     rows |= {name: [mb(each.get(name, 0)) for each in named] for each in named for name in each}
     rows["at once"] = [mb(memory.at_once) for memory in found.values()]
     rows["all on a host"] = [mb(memory.on_host(here)) for memory in found.values()]
     rows["free on this host"] = [mb(free_bytes)]
     for name, row in rows.items():
         print(f"{name:36}" + "".join(f"{x:>10}" for x in row))
-    if obstacle or settled.notes != plan.notes:
-        print(f"no sharded updates: {obstacle}" if obstacle else settled.notes[-1], flush=True)
-    word = settled.experiment.exchange.shard_update if "on" in found else "off"
-    check_fits(found[word], columns[word], here, free_bytes)
+    if obstacle:
+        print(obstacle, flush=True)
+    check_fits(found[experiment.exchange.shard_update], plan, here, free_bytes)
 
 
 def forecast(plan: Plan, batch: PyTree) -> WorkerMemory:
     """The memory of one worker, whose gradients are compiled for a batch of these shapes."""
-    rule, gradients = rule_in_program(plan), steps.local_gradients(forward_of(plan), plan.micro_batch)
+    rule, gradients = rule_of_shapes(plan), steps.local_gradients(forward_of(plan), plan.micro_batch)
     memory = estimate_memory(plan, rule, is_fused=plan.workers.size == 1)
-    if memory.shards and memory.shards.early:
-        gradients = memory.shards.scatter_early(gradients, NO_SUM)
+    if rule.sharding and rule.sharding.zero.early:
+        gradients = rule.sharding.zero.scatter_early(gradients, NO_SUM)
     args = (*plan.shapes, batch, worker_key(plan.experiment.seed, 0), np.int32(0))
     return with_program(memory, jax.jit(gradients).lower(*args).compile(), size_bytes(batch))

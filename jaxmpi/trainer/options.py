@@ -1,6 +1,7 @@
-"""Command lines of the trainer's commands, parsed without JAX, so that a mistyped one ends at once.
+"""Command lines of `jaxmpi forecast`, `evaluate`, `predict` and `export`, parsed without JAX.
 
-Further flags are fields of the experiment. Unknown ones are refused here; their values wait for the experiment file.
+So a mistyped one ends at once. Further flags are fields of the experiment: unknown ones are refused here, and their
+values wait for the experiment file.
 """
 
 import argparse
@@ -17,8 +18,8 @@ PLATFORMS = ("cpu", "cuda", "tpu")  # by default
 KNOWN_PLATFORMS = (*PLATFORMS, "rocm")  # JAX lowers for any other name as well
 
 
-def forecast_parser() -> argparse.ArgumentParser:
-    """Options of `jaxmpi forecast`."""
+def forecast(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse options of `jaxmpi forecast`; `fields` are the experiment and its flags."""
     parser = argparse.ArgumentParser(
         prog="jaxmpi forecast",
         usage="jaxmpi forecast EXPERIMENT [-n WORKERS] [--slots RANKS] [--field value ...]",
@@ -28,18 +29,60 @@ def forecast_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-n", type=int, default=1, metavar="WORKERS", help="ranks in all (default 1)")
     parser.add_argument("--slots", type=int, default=0, metavar="RANKS", help="ranks of a host (default: all of them)")
-    return parser
-
-
-def forecast(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse options of `jaxmpi forecast`; `fields` are the experiment and its flags."""
-    options, options.fields = forecast_parser().parse_known_args(list(argv))
+    options, options.fields = parser.parse_known_args(list(argv))
     experiment_file.refuse_early(options.fields)
-    if options.n < 1:
-        raise UsageError(f"-n: got {options.n}; expected 1 or more workers")
     options.slots = options.slots or options.n
     if not 1 <= options.slots <= options.n:
         raise UsageError(f"--slots: got {options.slots}; expected 1 to {options.n} ranks a host")
+    return options
+
+
+def evaluate(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse options of `jaxmpi evaluate`."""
+    parser = run_parser("evaluate", "Evaluate a run's model on its validation data.", "runs/first --best")
+    options = parse_run(parser, argv)
+    experiment_file.read_config(options.run_dir)
+    return options
+
+
+def predict(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse options of `jaxmpi predict`; refuse a file that exists, or does not end in .npz."""
+    does = "Write a model's outputs for the validation data, in its order, to a NumPy file."
+    parser = run_parser("predict", does, "runs/first outputs.npz")
+    parser.add_argument("out", type=Path, help="new file, .npz")
+    options = parse_run(parser, argv)
+    experiment_file.read_config(options.run_dir)
+    if options.out.suffix != ".npz":
+        raise UsageError(f"{options.out}: expected a name that ends in .npz")
+    refuse_existing(options.out)
+    return options
+
+
+def export(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse options of `jaxmpi export`; refuse those that only a program has."""
+    parser = run_parser(
+        "export",
+        "Write the model of a checkpoint for other programs. A file .jaxexport has params, model state and program, "
+        "for JAX alone. A file .safetensors and an Orbax folder, of any other name, have params and model state: for "
+        "--params of another run, or for the library that the model was written in (docs/models.md).",
+        "runs/first model.safetensors --best",
+    )
+    parser.add_argument("out", type=Path, help="new file .jaxexport or .safetensors, or new folder, to write")
+    parser.add_argument(
+        "--platforms",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        help=f"of .jaxexport (default: those of {','.join(PLATFORMS)} for which the model can be lowered)",
+    )
+    parser.add_argument(
+        "--batch", type=int, default=0, help="of .jaxexport: examples of a call (default: any number, if it may)"
+    )
+    options = parse_run(parser, argv)
+    given = {"--platforms": options.platforms, "--batch": options.batch}
+    if options.out.suffix == PROGRAM:
+        check_program_file(options.out, options.platforms)
+    elif unused := [*options.fields, *(flag for flag, value in given.items() if value)]:
+        raise UsageError(f"{' '.join(unused)}: got {options.out}; only a file {PROGRAM} has them: leave them out")
     return options
 
 
@@ -67,93 +110,6 @@ def parse_run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.
     if several := next((field for field in options.fields if re.fullmatch(r"-n\d*", field)), ""):
         raise UsageError(f"got {several}; several workers are started by a launcher: mpirun -n 8 {parser.prog} RUN ...")
     experiment_file.refuse_unknown(options.fields)
-    return options
-
-
-def config_file(run_dir: Path) -> Path:
-    """The file of a run's configuration."""
-    file = run_dir / "config.json"
-    if not file.is_file():
-        raise UsageError(f"{file}: no such file; name a run directory")
-    return file
-
-
-def evaluate(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse options of `jaxmpi evaluate`."""
-    parser = run_parser("evaluate", "Evaluate a run's model on its validation data.", "runs/first --best")
-    options = parse_run(parser, argv)
-    config_file(options.run_dir)
-    return options
-
-
-def predict_parser() -> argparse.ArgumentParser:
-    """Options of `jaxmpi predict`."""
-    does = "Write a model's outputs for the validation data, in its order, to a NumPy file."
-    parser = run_parser("predict", does, "runs/first outputs.npz")
-    parser.add_argument("out", type=Path, help="new file, .npz")
-    parser.add_argument(
-        "--data", type=Path, metavar="IN.npz", help="arrays [n, ...] by name in place of the run's data"
-    )
-    return parser
-
-
-def predict(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse options of `jaxmpi predict`.
-
-    Raises:
-        UsageError: as `parse_run`; or the file exists, or does not end in .npz.
-    """
-    options = parse_run(predict_parser(), argv)
-    config_file(options.run_dir)
-    if options.out.suffix != ".npz":
-        raise UsageError(f"{options.out}: expected a name that ends in .npz")
-    refuse_existing(options.out)
-    return options
-
-
-def export_parser() -> argparse.ArgumentParser:
-    """Options of `jaxmpi export`."""
-    parser = run_parser(
-        "export",
-        "Write the model of a checkpoint for other programs. A file .jaxexport has params, model state and program, "
-        "for JAX alone. A file .safetensors and an Orbax folder, of any other name, have params and model state: for "
-        "--params of another run, or for the library that the model was written in (docs/models.md).",
-        "runs/first model.safetensors --best",
-    )
-    parser.add_argument("out", type=Path, help="new file .jaxexport or .safetensors, or new folder, to write")
-    parser.add_argument(
-        "--platforms",
-        type=lambda text: tuple(text.split(",")),
-        default=(),
-        help=f"of .jaxexport (default: those of {','.join(PLATFORMS)} for which the model can be lowered)",
-    )
-    parser.add_argument(
-        "--batch", type=positive, default=0, help="of .jaxexport: examples of a call (default: any number, if it may)"
-    )
-    return parser
-
-
-def positive(text: str) -> int:
-    """A whole number >= 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {number}; expected >= 1")
-    return number
-
-
-def export(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse options of `jaxmpi export`.
-
-    Raises:
-        UsageError: as `parse_run`; options that only a program has; or as `check_program_file`.
-    """
-    options = parse_run(export_parser(), argv)
-    if options.out.suffix == PROGRAM:
-        check_program_file(options.out, options.platforms)
-        return options
-    given = {"--platforms": options.platforms, "--batch": options.batch}
-    if unused := [*options.fields, *(flag for flag, value in given.items() if value)]:
-        raise UsageError(f"{' '.join(unused)}: got {options.out}; only a file {PROGRAM} has them: leave them out")
     return options
 
 

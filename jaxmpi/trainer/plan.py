@@ -45,30 +45,26 @@ class Plan:
     has_lr: bool  # False: the user's own optimizer was made with its rates
     headline: str
     data: dict[str, Any]  # facts that distinguish the data from other data, wherever it lies
-    scaled_for: int  # number of workers with which the run began, by which lr is scaled
+    scaled_for: int  # number of workers with which the run began
     micro_batch: int  # examples of an accumulation slice; 0: no accumulation
     requested: str = ""  # the strategy as the experiment has it, perhaps `auto`
     notes: tuple[str, ...] = ()  # reasons for what was left open, for the log
 
     @property
-    def local_batch(self) -> int:
-        """Examples of a worker and step."""
+    def local_batch(self) -> int:  # examples of a worker and step
         return self.feed.samplers[0].local_batch
 
     @property
     def param_shapes(self) -> PyTree:
-        """Shapes of the params."""
         return self.shapes[0]
 
     @property
-    def strategy(self) -> str:
-        """The strategy in full, as asa:32."""
+    def strategy(self) -> str:  # in full, as asa:32
         name = self.experiment.exchange.strategy
         return name if is_compressor(name) else algorithms.parse(name).name
 
     @property
-    def exchanges(self) -> bool:
-        """Return True if workers exchange; with strategy none their params drift apart."""
+    def exchanges(self) -> bool:  # with strategy none params of workers drift apart
         return algorithms.exchanges(self.strategy)
 
     def with_fields(self, **fields: Any) -> Self:
@@ -112,15 +108,7 @@ def init_model(task: Task, feed: DeviceFeed, key: jax.Array) -> tuple[PyTree, Py
 
 
 def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, before: Plan | None = None) -> Plan:
-    """Open the data and work out batches, steps and learning rate; all ranks call it.
-
-    Args:
-        scaled_for: number of workers with which the run began; 0: these.
-        before: the plan of a run that continues with fewer workers, whose data is open.
-
-    Raises:
-        UsageError: a batch that does not divide, data that is missing, a learning-rate scaling that the rule refuses.
-    """
+    """Open the data and work out batches, steps and learning rate; all ranks call it."""
     scaled_for = scaled_for or workers.size
     is_other = scaled_for != workers.size
     local_batch = schema.local_batch(experiment, workers.size, uneven=is_other)
@@ -144,26 +132,10 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, bef
     epoch_steps = feed.samplers[0].steps_per_epoch
     total_steps = max(durations.duration_steps(experiment.train_for, epoch_steps, effective_batch), 1)
     clock = schedules.Clock(epoch_steps, effective_batch, total_steps)
-    factor, scaling = registry.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, scaled_for)
-    factor *= rate_for_batch(experiment.optim, effective_batch / scaled_for)
-    if experiment.optim.lr_for_batch:
-        scaling += f", local batch / {experiment.optim.lr_for_batch}"
+    factor = rate_factor(experiment.optim, effective_batch)
     if is_other and registry.RULES[experiment.rule.name].sums_updates:
         factor *= scaled_for / workers.size  # fewer updates are summed, each of more examples
-    name = experiment.model.name if experiment.model else experiment.task.name
-    headline = (
-        f"{name}: {describe_workers(workers)} x local batch {local_batch} = effective batch {effective_batch}; "
-        f"{describe_data(feed)}, {total_steps} steps\n{describe_rate(experiment, factor, scaling)}"
-    )
-    if experiment.model and experiment.model.classes != wanted_classes:
-        headline = (
-            f"{feed.source.name} has {feed.source.classes} classes: {name} is made with as many, not "
-            f"with the experiment's {wanted_classes}\n{headline}"
-        )
-    if is_other:
-        slices = f"; in slices of {micro_batch}" if micro_batch else ""
-        headline += f", as with the {scaled_for} workers that the run began with{slices}"
-    return Plan(
+    plan = Plan(
         experiment=experiment,
         workers=workers,
         task=task,
@@ -180,17 +152,19 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, bef
         ),
         lr=schedules.schedule(experiment.schedule, clock, experiment.optim.lr * factor, scaled_for, factor),
         has_lr=not optimizers.has_own_rate(experiment.optim),
-        headline=headline,
+        headline="",
         data={"the data": facts},
         scaled_for=scaled_for,
         micro_batch=micro_batch,
         requested=experiment.exchange.strategy,
     )
+    return replace(plan, headline=describe(plan, factor, wanted_classes))
 
 
-def rate_for_batch(optim: Optim, local_batch: float) -> float:
-    """The factor on lr for the local batch with which the run began."""
-    return local_batch / optim.lr_for_batch if optim.lr_for_batch else 1.0
+def rate_factor(optim: Optim, effective_batch: int) -> float:
+    """The factor on lr: 1, or effective batch / `lr_for_batch`, or its square root."""
+    ratio = effective_batch / optim.lr_for_batch if optim.lr_for_batch else 1.0
+    return ratio**0.5 if optim.lr_scaling == "sqrt" else ratio
 
 
 def slice_size(local_batch: int, most: int) -> int:
@@ -199,46 +173,52 @@ def slice_size(local_batch: int, most: int) -> int:
     return -(-local_batch // slices) if slices > 1 else 0
 
 
-NO_EPOCHS = "{field}: got {got} with {source}, a stream, whose epochs have no known length: give steps, as in 500st"
-
-
 def check_durations(experiment: Experiment, feed: DeviceFeed) -> None:
     """Raise `UsageError` if durations or the schedule count epochs that the data does not have."""
     if feed.has_epochs:
         return
-    schedule, source = experiment.schedule, feed.source.name
-    names = ("train_for", "eval_every", "checkpoint_every", "replica_check_every")
-    given = {name: getattr(experiment, name) for name in names} | {
-        "schedule.warmup": schedule.warmup,
-        "schedule.span": schedule.span,
-        "schedule.boundaries": " ".join(schedule.boundaries),
-    }
-    for name, value in given.items():
-        if "ep" in value:
-            raise UsageError(NO_EPOCHS.format(field=name, got=value, source=source))
+    schedule, names = experiment.schedule, ("train_for", "eval_every", "checkpoint_every", "replica_check_every")
+    given = {name: getattr(experiment, name) for name in names}
+    given |= {f"schedule.{name}": str(getattr(schedule, name)) for name in ("warmup", "span", "boundaries")}
     if schedule.decay == "poly_epoch" or schedule.warmup_shape == "geometric":
-        raise UsageError(NO_EPOCHS.format(field="schedule", got="one that changes once an epoch", source=source))
+        given["schedule"] = "one that changes once an epoch"
+    for name, got in given.items():
+        if "ep" in got:
+            raise UsageError(
+                f"{name}: got {got} with {feed.source.name}, a stream, whose epochs have no known length: give steps, "
+                "as in 500st"
+            )
 
 
-def describe_workers(workers: Workers) -> str:
-    """`8 workers`, or `2 processes x 4 devices = 8 workers`."""
-    each, processes = len(workers.mine), workers.processes.size
+def describe(plan: Plan, factor: float, wanted_classes: int) -> str:
+    """Model, workers, batches and data; and how the learning rate comes about."""
+    experiment, workers, feed, lr = plan.experiment, plan.workers, plan.feed, plan.experiment.optim.lr
+    each, processes, model = len(workers.mine), workers.processes.size, experiment.model
+    lines = []
+    if model and model.classes != wanted_classes:
+        lines.append(
+            f"{feed.source.name} has {feed.source.classes} classes: {model.name} is made with as many, not with the "
+            f"experiment's {wanted_classes}"
+        )
     product = f"{processes} processes x {each} devices = " if each > 1 and processes > 1 else ""
-    return f"{product}{workers.size} workers"
-
-
-def describe_data(feed: DeviceFeed) -> str:
-    """How many examples the data has."""
+    data = f"{len(feed.source)} examples, {plan.clock.steps_per_epoch} steps an epoch"
     if not feed.has_epochs:
-        return f"{feed.samplers[0].name} without a known end"
-    return f"{len(feed.source)} examples, {feed.samplers[0].steps_per_epoch} steps an epoch"
-
-
-def describe_rate(experiment: Experiment, factor: float, scaling: str) -> str:
-    """How the learning rate of each worker comes about."""
-    lr = experiment.optim.lr
+        data = f"{feed.samplers[0].name} without a known end"
+    lines.append(
+        f"{model.name if model else experiment.task.name}: {product}{workers.size} workers x local batch "
+        f"{plan.local_batch} = effective batch {plan.clock.effective_batch}; {data}, {plan.clock.total_steps} steps"
+    )
+    scaling = f" x {factor:g}" if factor != 1 else ""
+    if for_batch := experiment.optim.lr_for_batch:
+        root = "square root of " if experiment.optim.lr_scaling == "sqrt" else ""
+        scaling += f" ({root}batch {plan.clock.effective_batch} / {for_batch})"
     if optimizers.has_own_rate(experiment.optim):
-        return f"learning rates are those of optimizer {experiment.optim.name}"
-    if experiment.schedule.rate:
-        return f"lr as schedule.rate says, x {factor:g} ({scaling})"
-    return f"lr {lr:g} x {factor:g} ({scaling}) = {lr * factor:g}"
+        rate = f"learning rates are those of optimizer {experiment.optim.name}"
+    elif experiment.schedule.rate:
+        rate = f"lr as schedule.rate says{scaling}"
+    else:
+        rate = f"lr {lr:g}{scaling} = {lr * factor:g}" if scaling else f"lr {lr:g}"
+    if plan.scaled_for != workers.size:
+        slices = f"; in slices of {plan.micro_batch}" if plan.micro_batch else ""
+        rate += f", as with the {plan.scaled_for} workers that the run began with{slices}"
+    return "\n".join([*lines, rate])

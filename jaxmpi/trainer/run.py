@@ -1,65 +1,109 @@
-"""A run: its plan with everything that is open while it lasts; and the guard that votes on steps and compares workers.
+"""A run: its plan with everything that is open while it lasts; its votes, progress lines and evaluations.
 
-`open_run` is called again whenever ranks that died are left out, with the plan of those that remain.
+Every rank votes on every step, and compares what is to be equal on all workers before a checkpoint. A progress line
+covers the steps since the line before, of all workers. Each rank adds up its own steps, and one allgather a line brings
+sums and timings together, so no step sends a message for the log. Sums are divided by counts here, which is exact for
+unequal shares.
+
+An evaluation is exact for uneven last batches: ranks add sums and counts in float64, without examples that only fill a
+batch up, and divide once. Params are those that the rule evaluates, such as a mean or the center. Then the user's
+callbacks run; before a sum that one of them makes, ranks compare which call they have reached.
 """
 
 import contextlib
-import shutil
+import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from jaxmpi.checkpoint.manager import Retention, Saver, check_disk, total_bytes
+from jaxmpi.checkpoint.held_folder import HeldFolder
+from jaxmpi.checkpoint.manager import Retention, Saver
+from jaxmpi.comm.agreement import check_may_send
 from jaxmpi.comm.topology import Workers, local_rows
 from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment
-from jaxmpi.core.files import HeldFolder
-from jaxmpi.core.pytrees import named_leaves
-from jaxmpi.core.train_state import TrainState
-from jaxmpi.observe.flops import total_peak
-from jaxmpi.observe.gradient_noise import Noise
-from jaxmpi.observe.recorder import Recorder
+from jaxmpi.core.errors import UsageError
+from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.train_state import Batch, TrainState
+from jaxmpi.data.feed import DeviceFeed
+from jaxmpi.data.shuffle import MemoryShuffle, Shuffle, describe_memory
+from jaxmpi.observe.flops import Peak, Work, total_peak
+from jaxmpi.observe.gradient_noise import Means, Noise
+from jaxmpi.observe.recorder import Recorder, Unit
+from jaxmpi.observe.sinks.registry import open_sinks
+from jaxmpi.observe.step_timing import Summary, Window, flat, summary
+from jaxmpi.observe.terminal import open_terminal
 from jaxmpi.observe.trace import Profiler, Tracer
+from jaxmpi.optim.optimizers import rate_factors
 from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.recover.replica_check import compare_replicas
-from jaxmpi.recover.watchdog import watching
-from jaxmpi.runtime import failures
-from jaxmpi.trainer import callbacks
+from jaxmpi.runtime import failures, fault_injection, progress
+from jaxmpi.tasks.registry import TASKS, find_spec
 from jaxmpi.trainer.build import Functions
-from jaxmpi.trainer.callbacks import Callback, InjectFaults, ProfilerCallback
+from jaxmpi.trainer.callbacks import Callback, Instruments, Moment, call_each
 from jaxmpi.trainer.memory import WorkerMemory
 from jaxmpi.trainer.plan import Plan
-from jaxmpi.trainer.progress import ProgressLog
-from jaxmpi.trainer.step import Metrics
+from jaxmpi.trainer.step import EvalMetrics, Metrics
+
+SUMS = 7  # over workers: loss, examples, |g_i|^2, steps; and if |g|^2 was measured |g_i|^2, |g|^2, steps
 
 
-@dataclass
-class Guard:
-    """Checks of a run's steps and state, and the decision that follows."""
+@dataclass(kw_only=True)
+class Run:
+    """All that a coordinator needs besides the state."""
 
     plan: Plan
     functions: Functions
-    votes: decisions.StepConsensus
-    recovery: decisions.Recovery
-    saver: Saver
+    home: HeldFolder  # the run directory
     recorder: Recorder
+    notice: signals.PreemptionNotice
+    recovery: decisions.Recovery
+    profiler: Profiler
+    shrinking: shrink.ShrinkCoordinator | None  # between ranks that continue without each other
+    callback_states: Sequence[Sequence[Any]]  # of the user's own, at the start
+    memory: WorkerMemory | None  # bytes that a worker holds, by part; None under asynchronous rules
+    is_measured: bool = False  # False: the first step's program is still to be measured
+    # of these workers, by `of_workers`
+    hosts: Sequence[str]  # names by rank
+    saver: Saver
+    votes: decisions.StepConsensus
+    callbacks: Sequence[Callback]
+    tracer: Tracer
+    noise: Noise | None  # if the rule measures it
+    peak: Peak | None  # most FLOP/s of all workers' devices, if known
+    shuffles: int = 0  # number of shuffles of data in memory that have been recorded
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.plan.experiment
+
+    @property
+    def workers(self) -> Workers:
+        return self.plan.workers
+
+    @property
+    def folder(self) -> Path:
+        return self.home.path
+
+    # ------------------------------------------------------------ votes on steps
 
     def passes(self, step: int, metrics: Metrics | None) -> bool:
         """Vote on a step, even on one that was left out; True if it was made."""
         if metrics is None:
             self._react(self.votes.cast(step, None, 0, True))
             return False
-        workers = self.plan.workers
-        losses = local_rows(metrics.loss, workers)
-        finite = local_rows(metrics.finite, workers).reshape(len(losses), -1)
-        applied = metrics.applied is None or bool(local_rows(metrics.applied, workers).all())
+        losses = local_rows(metrics.loss, self.workers)
+        finite = local_rows(metrics.finite, self.workers).reshape(len(losses), -1)
+        applied = metrics.applied is None or bool(local_rows(metrics.applied, self.workers).all())
         found = [(i, bad) for i, bad in enumerate(map(decisions.not_finite, losses, finite)) if bad is not None]
         place, bad = found[0] if found else (0, None)
-        self._react(self.votes.cast(step, bad, workers.mine[place], applied))
+        self._react(self.votes.cast(step, bad, self.workers.mine[place], applied))
         return applied and bool(np.isfinite(losses).all())
 
     def settle(self) -> None:
@@ -76,7 +120,7 @@ class Guard:
 
     def compare(self, state: TrainState, step: int) -> None:
         """Compare what is to be equal on all workers by its fingerprints."""
-        rule, workers = self.functions.rule, self.plan.workers
+        rule, workers = self.functions.rule, self.workers
         replicated = {"params": state.params} if rule.params_are_replicated else {}
         replicated |= {"rule": state.rule_state} if rule.state_is_replicated else {}
         if workers.size == 1 or not replicated or not self.plan.exchanges:
@@ -87,97 +131,277 @@ class Guard:
             self.saver.wait()
             self.recovery.decide_on_difference(f"{text}; {self.saver.last_good()}")
 
+    # ------------------------------------------------------------ progress lines
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """All that a coordinator needs besides the state."""
+    def sums(self, step: int, metrics: Metrics | None) -> np.ndarray:
+        """Vote on a step; f64[SUMS] of this process's workers, zeros if it was not made.
 
-    plan: Plan
-    functions: Functions
-    home: HeldFolder  # the run directory
-    recorder: Recorder
-    saver: Saver
-    notice: signals.PreemptionNotice
-    guard: Guard
-    log: ProgressLog
-    profiler: Profiler
-    shrinking: shrink.ShrinkCoordinator | None  # between ranks that continue without each other
-    callbacks: Sequence[Callback]
-    callback_states: Sequence[Sequence[Any]]  # of the user's own, at the start
-    memory: WorkerMemory | None  # bytes that a worker holds, by kind; None under asynchronous rules
-    is_measured: bool = False  # False: the first step's program is still to be measured
+        The noise scale compares |g_i|^2 with |g|^2, so a step with a short batch is left out of it.
+        """
+        plan, sums = self.plan, np.zeros(SUMS)
+        if not self.passes(step, metrics) or metrics is None:
+            return sums
+        losses, counts, squares = (
+            local_rows(value, plan.workers).astype(np.float64)
+            for value in (metrics.loss, metrics.count, metrics.squares)
+        )
+        sums[:4] = losses.sum(), counts.sum(), squares.sum(), squares.size
+        is_whole = plan.examples(step) - plan.examples(step - 1) == plan.clock.effective_batch
+        if metrics.mean_square is not None and is_whole:
+            mean_squares = local_rows(metrics.mean_square, plan.workers).sum(dtype=np.float64)
+            sums[4:] = squares.sum(), mean_squares, squares.size
+        return sums
 
-    @property
-    def experiment(self) -> Experiment:
-        return self.plan.experiment
+    def log(
+        self, step: int, sums: np.ndarray, window: Window, distance: float | None = None, rate_factor: float = 1.0
+    ) -> None:
+        """Write mean loss and times of all workers since the last line; all ranks call it."""
+        plan, feed, workers = self.plan, self.plan.feed, self.workers
+        mine = np.array([*sums, feed.skipped, feed.wait_s, distance or 0.0])
+        every = workers.processes.allgather_array(np.concatenate([mine, flat(window)]))
+        totals = every[:, : len(mine)].sum(axis=0).tolist()
+        loss, count, squares, steps, local, mean, measured, skipped, wait_s, distances = totals
+        more: dict[str, Any] = {}
+        if self.noise and measured:
+            more |= self.noise.fields(Means(local / measured, mean / measured))
+        if distance is not None:
+            more["distance"] = distances / workers.size
+        before, shuffles = self.shuffles, self._new_shuffles()
+        for number, (seconds, moved_bytes) in enumerate(shuffles, before + 1):
+            self.recorder.write("shuffle", step=step, shuffle=number, shuffle_s=seconds, moved_bytes=moved_bytes)
+        self.write(
+            step,
+            summary(every[:, len(mine) :], window.steps),
+            rate_factor,
+            epoch=plan.epoch(step),
+            examples=plan.examples(step),
+            loss=loss / count if count else float("nan"),
+            gradient_norm=(squares / max(steps, 1.0)) ** 0.5,
+            wait_s=wait_s / workers.size,
+            skipped=int(skipped),
+            noted=window.spans,
+            shuffles=shuffles,
+            **more,
+        )
+        if text := self.tracer.add(window.spans, step, step == plan.clock.total_steps):
+            self.recorder.say(text)
 
-    @property
-    def workers(self) -> Workers:
-        return self.plan.workers
+    def write(
+        self, step: int, times: Summary | None, rate_factor: float, *, epoch: float, skipped: int, **fields: Any
+    ) -> None:
+        """A line to the record and the terminal about the work of all workers.
 
-    @property
-    def folder(self) -> Path:
-        return self.home.path
+        The fields besides: `examples` so far; their mean `loss` since the last line; `gradient_norm`, the root of the
+        mean square over the steps that workers made; `wait_s` for batches so far, a mean over workers.
+        """
+        plan, work, flops = self.plan, None, self.functions.flops.per_worker
+        if flops is not None:  # of a worker's step: model FLOPs of all workers' step
+            batch = plan.clock.effective_batch
+            work = Work(flops * batch / plan.local_batch, batch, self.peak)
+        lr = plan.lr_of(step)
+        fields |= {"total_steps": plan.clock.total_steps, "lr": None if lr is None else lr * rate_factor}
+        self.recorder.train(step=step, epoch=epoch, skipped=skipped, anatomy=times, work=work, **fields)
+        most = plan.experiment.data.max_skipped
+        decisions.check_budget(skipped, len(plan.feed.source), math.ceil(epoch), most)
+
+    def say_loaded(self, memory: MemoryShuffle, step: int) -> None:
+        """Say and record which data is in memory; all ranks call it."""
+        mine = np.array([memory.source.newest().bytes.size / len(self.workers.mine), memory.load_s])
+        worker_bytes, load_s = self.workers.processes.allgather_array(mine).max(axis=0).tolist()
+        place = {"examples": len(memory.source), "group_size": memory.sampler.parts}
+        self.recorder.write("memory", step=step, **place, worker_bytes=int(worker_bytes), load_s=load_s)
+        is_auto, moves = memory.source.data.group_size == "auto", memory.group is not None
+        self.recorder.say(describe_memory(memory.sampler, is_auto, worker_bytes, load_s, moves))
+
+    def _new_shuffles(self) -> list[Shuffle]:
+        """Unrecorded shuffles that all ranks have done: the slowest rank's seconds, all bytes."""
+        memory = self.plan.feed.memory
+        if memory is None or memory.group is None:
+            return []
+        done, gather = memory.shuffles[self.shuffles :], self.workers.processes.allgather_array
+        count = int(gather(np.array([len(done)])).min())  # a rank may be done a little later
+        if not count:
+            return []
+        every = gather(np.array(done[:count], np.float64).ravel()).reshape(-1, count, 2)
+        self.shuffles += count
+        seconds, moved_bytes = every[..., 0].max(axis=0), every[..., 1].sum(axis=0)
+        return [Shuffle(s, int(size)) for s, size in zip(seconds.tolist(), moved_bytes.tolist(), strict=True)]
 
 
-def open_run(
-    plan: Plan,
-    *,
-    functions: Functions,
-    home: HeldFolder,
-    recorder: Recorder,
-    states: dict[int, TrainState],
-    notice: signals.PreemptionNotice,
-    recovery: decisions.Recovery,
-    profiler: Profiler,
-    shrinking: shrink.ShrinkCoordinator | None,
-    callback_states: Sequence[Sequence[Any]],
-    memory: WorkerMemory | None,
-    is_measured: bool = False,
-) -> Run:
-    """All that the loop needs for these workers; all ranks call it."""
+def of_workers(
+    plan: Plan, functions: Functions, home: HeldFolder, notice: signals.PreemptionNotice, profiler: Profiler
+) -> dict[str, Any]:
+    """Fields of a run that depend on its workers, and are made anew when ranks that died are left out."""
     experiment, workers, rule, control = plan.experiment, plan.workers, functions.rule, plan.workers.processes
     equal = {"replicated": rule.state_is_replicated, "same_params": rule.params_are_replicated}
-    if control.rank == 0 and plan.exchanges:
-        needed_bytes = total_bytes(states, workers=workers.size, **equal)
-        check_disk(home.path / "checkpoints", needed_bytes, shutil.disk_usage(home.path).free)
     keep = Retention(experiment.keep_checkpoints, experiment.keep_best)
-    saver = Saver(home, control, workers=workers.size, keep=keep, **equal)
-    leaves = [path for path, _ in named_leaves(next(iter(states.values())).params)]
-    hosts = control.allgather_object(socket.gethostname())
-    log = ProgressLog(
-        plan=plan,
-        recorder=recorder,
-        tracer=Tracer(step_range(experiment.trace, "trace"), control, hosts, home.path / "trace.json"),
-        noise=Noise(workers.size, plan.clock.effective_batch // workers.size) if rule.measured else None,
-        flops=functions.flops,
-        peak=total_peak(workers, experiment.compute_dtype),
+    own = [callback for callback in experiment.callbacks if control.rank == 0 or not callback.first_rank_only]
+    hosts, trace = control.allgather_object(socket.gethostname()), step_range(experiment.trace, "trace")
+    return {
+        "hosts": hosts,
+        "plan": plan,
+        "functions": functions,
+        "saver": Saver(home, control, workers=workers.size, keep=keep, **equal),
+        "votes": decisions.StepConsensus(control, notice, [path for path, _ in named_leaves(plan.param_shapes)]),
+        "callbacks": [Instruments(profiler), *own],
+        "tracer": Tracer(trace, control, hosts, home.path / "trace.json"),
+        "noise": Noise(workers.size, plan.clock.effective_batch // workers.size) if rule.measured else None,
+        "peak": total_peak(workers, experiment.compute_dtype),
+    }
+
+
+def open_recorder(plan: Plan, folder: Path, elapsed_s: float, hosts: Sequence[str]) -> Recorder:
+    """The record, the sinks and the terminal; hosts are names by rank."""
+    experiment = plan.experiment
+    return Recorder(
+        run_dir=folder,
+        elapsed_s=elapsed_s,
+        terminal=open_terminal(experiment.quiet),
+        sinks=open_sinks(experiment.sinks, folder),
+        hosts=hosts,
+        unit=unit_of(experiment, plan.feed),
     )
-    return Run(
-        plan=plan,
-        functions=functions,
-        home=home,
-        recorder=recorder,
-        saver=saver,
-        notice=notice,
-        guard=Guard(plan, functions, decisions.StepConsensus(control, notice, leaves), recovery, saver, recorder),
-        log=log,
-        profiler=profiler,
-        shrinking=shrinking,
-        callbacks=[InjectFaults(), ProfilerCallback(profiler), *callbacks.of_rank(experiment.callbacks, control.rank)],
-        callback_states=callback_states,
-        memory=memory,
-        is_measured=is_measured,
+
+
+def unit_of(experiment: Experiment, feed: DeviceFeed) -> Unit:
+    """The unit of speed: tokens of language models, images, or else examples."""
+    model = feed.model
+    if model is not None and find_spec(experiment) is TASKS["language-model"]:
+        return Unit("tokens", feed.tokens_each or math.prod(model.label_shape), feed.bytes_each)
+    image = model.example() if model else feed.example().get("image")
+    is_image = len(getattr(image, "shape", ())) == 4 and not (model and model.takes_tokens)
+    return Unit("images" if is_image else "examples")
+
+
+# ---------------------------------------------------------------- evaluation
+
+CALLS = "what a callback calls"
+
+
+class EvalState(NamedTuple):
+    """A model that is evaluated, on this process's devices."""
+
+    params: PyTree
+    model_state: PyTree
+
+
+def evaluate(run: Run, state: TrainState, step: int) -> tuple[dict[str, float], str]:
+    """Figures of every validation example once, over all workers; and why a callback ends the run, or empty."""
+    subject = eval_state(run, state)
+    with progress.phase("evaluating"):
+        figures = gather_figures(batch_metrics(run, subject, step), run.workers)
+    return figures, conclude(run, subject, step, figures)
+
+
+def eval_state(run: Run, state: TrainState) -> EvalState:
+    """Params as the rule evaluates them, and model state as `batch_statistics` says."""
+    functions = run.functions
+    return EvalState(functions.eval_params(state.params, state.rule_state), functions.mean_state(state.model_state))
+
+
+def batch_metrics(run: Run, subject: EvalState, step: int) -> Iterator[EvalMetrics]:
+    """Metrics of this process's validation batches."""
+    with contextlib.closing(run.plan.validation.batches()) as batches:
+        for batch in batches:
+            failures.set_phase(f"evaluation after step {step}", failures.LONG)  # for the watchdog: it makes progress
+            fault_injection.inject_at("eval", step)
+            yield run.functions.eval_step(*subject, batch)
+
+
+def gather_figures(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, Any]:
+    """Figures over all workers' batches, `eval_count` of examples first, then the loss; all ranks call it."""
+    sums: dict[str, np.ndarray] = {}  # f64[2, ...]: sums and what divides them, over this process's batches
+    for batch in metrics:
+        for name, ratio in batch.items():
+            rows = np.stack([local_rows(value, workers).sum(axis=0, dtype=np.float64) for value in ratio])
+            sums[name] = sums.get(name, 0) + rows
+    names = sorted(sums, key=lambda name: name != "loss")
+    flat = np.concatenate([sums[name].ravel() for name in names] or [np.zeros(0)])
+    parts = np.split(workers.processes.allreduce_sum(flat), np.cumsum([sums[name].size for name in names])[:-1])
+    totals = {name: part.reshape(sums[name].shape) for name, part in zip(names, parts, strict=False)}
+    count = totals.pop("count", np.zeros(2))[0]
+    figures: dict[str, Any] = {"eval_count": int(count)}
+    return figures | ({f"eval_{name}": quotient(*total) for name, total in totals.items()} if count else {})
+
+
+def quotient(sums: np.ndarray, counts: np.ndarray) -> float:
+    """Divide sums by counts; average the columns that have a count."""
+    counted = np.atleast_1d(counts) != 0
+    if not counted.any():
+        return float("nan")
+    return float(np.mean(np.atleast_1d(sums)[counted] / np.atleast_1d(counts)[counted]))
+
+
+def conclude(run: Run, subject: EvalState, step: int, figures: dict[str, Any]) -> str:
+    """Record the figures, and call the user's callbacks; why one of any rank's ends the run, or empty."""
+    place = {"epoch": run.plan.epoch(step), "examples": run.plan.examples(step)}
+    run.recorder.evaluation(step=step, tokens_per_byte=run.plan.validation.tokens_per_byte, **place, **figures)
+    if not run.experiment.callbacks:
+        return ""
+    control, reasons = run.workers.processes, list[str]()
+    params, model_state = jax.tree.map(lambda x: local_rows(x, run.workers)[0] if run.workers.mesh else x, subject)
+    moment = Moment(
+        step=step,
+        epoch=run.plan.epoch(step),
+        figures=figures,
+        rank=control.rank,
+        folder=run.folder,
+        params=params,
+        model_state=model_state,
+        predict=lambda batch: run.functions.predict(params, model_state, batch),
+        validation=lambda: own_batches(run),
+        sum=partial(sum_over_ranks, run),
+        say=run.recorder.say,
+        write=partial(run.recorder.note, step=step),
+        show=partial(run.recorder.sample, step),
+        stop=reasons.append,
+        mode_of=run.plan.task.mode_of,
     )
+    for callback in run.experiment.callbacks:
+        if moment.rank and callback.first_rank_only:
+            continue
+        name = type(callback).__name__
+        failures.set_phase(f"callback {name} after step {step}", failures.LONG)
+        call_each([callback], "after_evaluation", moment, is_asynchronous=bool(run.workers.asynchronous))
+        if not callback.first_rank_only:
+            control.assert_same(CALLS, {"next": f"the end of {name}.after_evaluation"})
+    if reasons and run.workers.asynchronous:
+        raise UsageError("Moment.stop: got an asynchronous rule, whose workers end at train_for")
+    return next(filter(None, control.allgather_object(reasons[0] if reasons else "")), "")
 
 
-def watch(plan: Plan) -> contextlib.AbstractContextManager[str]:
-    """The watchdog of these workers.
+def sum_over_ranks(run: Run, values: np.ndarray) -> np.ndarray:
+    """The sum of all ranks' arrays, f64; all ranks call it."""
+    array = np.asarray(values, np.float64)
+    if run.workers.asynchronous:  # worker 0's callbacks have all batches
+        return array
+    check_may_send("Moment.sum")
+    run.workers.processes.assert_same(CALLS, {"next": f"Moment.sum of an array {list(array.shape)}"})
+    return run.workers.processes.allreduce_sum(array.ravel()).reshape(array.shape)
 
-    Asynchronous runs have none: a rank that only serves makes no steps, and server 0 knows who is late.
+
+def own_batches(run: Run) -> Iterator[Batch]:
+    """This process's rows of the validation batches, in host memory."""
+    axis = 1 + bool(run.workers.mesh)
+    for batch in run.plan.validation.batches():
+        yield jax.tree.map(lambda x: local_rows(x, run.workers).reshape(-1, *x.shape[axis:]), batch)
+
+
+def score(experiment: Experiment, means: dict[str, float]) -> float | None:
+    """The figure that orders checkpoints, the lowest best; None without an evaluation."""
+    value = means.get(experiment.monitor)
+    return -value if value is not None and experiment.monitor_mode == "max" else value
+
+
+def distance(run: Run, state: TrainState) -> float | None:
+    """Summed L2 distance of this process's workers from the mean or center of the last exchange.
+
+    None if the rule does not keep one.
     """
-    experiment, workers = plan.experiment, plan.workers
-    if workers.asynchronous:
-        return contextlib.nullcontext("")
-    is_fault_tolerant = experiment.on_rank_loss == "shrink"
-    return watching(workers.processes, experiment.stall_timeout_s, experiment.on_stall, is_fault_tolerant)
+    of_state = run.functions.rule.distance
+    return local_rows(of_state(state.rule_state), run.workers).sum().item() if of_state else None
+
+
+def rate_factor(run: Run, state: TrainState) -> float:
+    """The factor of the learning rate, by callbacks."""
+    return next((local_rows(factor, run.workers).flat[0].item() for factor in rate_factors(state.rule_state)), 1.0)

@@ -6,9 +6,8 @@ effective batch, however unequal their shares are. Metrics stay sums with counts
 means would be wrong.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -67,12 +66,6 @@ def train_step(
 # ---------------------------------------------------------------- forward
 
 
-NO_BATCH_MEAN = (
-    "batch_statistics: got synchronised, but {task} has no batch norm that takes its means by "
-    "jaxmpi.model.batch_mean, as jaxmpi.models.norm.BatchNorm does; use averaged"
-)
-
-
 class Forward(NamedTuple):
     """A task with all that the trainer puts around it."""
 
@@ -85,11 +78,22 @@ class Forward(NamedTuple):
     ) -> tuple[jax.Array, PyTree, Any]:
         """Losses f32[batch], the new model state and outputs; passes run in `compute_dtype`, params stay f32.
 
-        Examples that only fill the batch up are left out of batch statistics.
+        Examples that only fill the batch up are left out of batch statistics. That a model in training takes means of
+        them over workers at all is checked, not that all layers do: other libraries' layers keep their own statistics.
         """
-        real = batch["weight"] > 0 if train else None
-        with self._means(train) as mean, statistics_over(mean, real):
+        calls: list[PyTree] = []
+
+        def counted_mean(tree: PyTree) -> PyTree:
+            calls.append(tree)
+            return self.batch_mean(tree) if self.batch_mean else tree
+
+        with statistics_over(counted_mean if self.batch_mean else None, batch["weight"] > 0 if train else None):
             losses, new_state, outputs = self.task.loss(self.cast(params), model_state, batch, key, train)
+        if train and self.batch_mean and not calls:
+            raise UsageError(
+                f"batch_statistics: got synchronised, but {self.task.name} has no batch norm that takes its means by "
+                "jaxmpi.model.batch_mean, as jaxmpi.models.norm.BatchNorm does; use averaged"
+            )
         return losses.astype(jnp.float32), cast_floats(new_state, jnp.float32), outputs
 
     def cast(self, params: PyTree) -> PyTree:
@@ -100,23 +104,6 @@ class Forward(NamedTuple):
         """f32[batch]: each example's weight, 0 if it only fills the batch up."""
         weight = self.task.weight(batch) if self.task.weight else 1
         return jnp.where(batch["weight"] > 0, jnp.asarray(weight, jnp.float32), 0)
-
-    @contextlib.contextmanager
-    def _means(self, train: bool) -> Iterator[Callable[[PyTree], PyTree] | None]:
-        """Yield the mean over workers of batch statistics, which a training model must call.
-
-        That it calls it at all is checked, not that all layers do: other libraries' layers keep their own statistics.
-        """
-        calls = 0
-
-        def mean(tree: PyTree) -> PyTree:
-            nonlocal calls
-            calls += 1
-            return self.batch_mean(tree) if self.batch_mean else tree
-
-        yield mean if self.batch_mean else None
-        if train and self.batch_mean and not calls:
-            raise UsageError(NO_BATCH_MEAN.format(task=self.task.name))
 
 
 # ---------------------------------------------------------------- gradients
@@ -139,16 +126,7 @@ def local_gradients(
         metrics = Metrics(jnp.where(real, losses * weights, 0).sum(), weights.sum())
         return jnp.where(real, losses * batch["weight"], 0).sum(), (model_state, metrics)
 
-    def differentiate(*args: Any) -> tuple[PyTree, tuple]:
-        try:
-            return jax.grad(loss_of, has_aux=True)(*args)
-        except NotImplementedError as error:
-            if "remat" not in str(error):
-                raise
-            raise UsageError(
-                f"{forward.task.name}: batch_statistics synchronised cannot exchange inside jax.checkpoint or "
-                f"nnx.remat over MPI ({error}); keep batch norm outside of it, or use averaged, or --devices"
-            ) from error
+    differentiate = jax.grad(loss_of, has_aux=True)
 
     def gradients(
         params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, step: jax.Array

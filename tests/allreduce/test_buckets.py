@@ -47,12 +47,6 @@ def test_the_first_and_the_last_buckets_are_small():
     assert assign_buckets([1, 100, 1], 400) == [[0, 2], [1]]
 
 
-def test_small_leaves_that_are_early_do_not_wait_for_the_last_ones():
-    """Backward through convolutions: weights that shrink towards the input, and biases."""
-    sizes = [10, 2000, 10, 1000, 10, 500, 10, 250, 10, 5]
-    assert assign_buckets(sizes, 4000, list(range(10))) == [[0], [1], [2, 4, 5], [3], [6, 7], [8, 9]]
-
-
 def backward(params, x):
     """Gradients of three layers, whose names say nothing of their order."""
 
@@ -76,16 +70,3 @@ def test_the_order_of_gradients_is_found_and_results_stay():
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     assert order.leaves(3) == [0, 2, 1]  # a, the last layer, then z, then m
     assert order.leaves(2) == [1, 0]  # another tree
-
-
-def test_gradients_of_one_equation_go_from_the_last_leaf():
-    order = Order()
-    whole = order.of(lambda p: (jax.jit(lambda p: [2 * v for v in p])(p), 0.0))
-    jax.eval_shape(whole, [jnp.ones(2)] * 3)
-    assert order.leaves(3) == [2, 1, 0]
-
-
-def test_a_gradient_that_is_known_beforehand_is_first():
-    order = Order()
-    jax.eval_shape(order.of(lambda p: ([p[0] * 2, p[1], jnp.float32(0)], 0.0)), [jnp.ones(2)] * 2)
-    assert order.leaves(3)[-1] == 0

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxmpi.allreduce.api import exchange, exchange_gradients
-from jaxmpi.allreduce.compression import largest, parse, transposed_dot
+from jaxmpi.allreduce.compression import largest, transposed_dot
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.core.errors import UsageError
-from tolerances import U, bound
+from tolerances import U
 
 WORKERS = 3
 SHAPES = {"conv": (3, 3, 4, 16), "dense": (40, 24), "bias": (24,), "small": (3, 2), "empty": (0, 5), "scalar": ()}
@@ -133,30 +133,6 @@ def test_structure_shapes_dtypes_and_bits_are_the_same_on_all_workers(spelling, 
 
 
 @pytest.mark.parametrize("spelling", ["lowrank2", "topk5"])
-def test_small_leaves_travel_whole(spelling):
-    init, update = over_workers(spelling)
-    grads = gradients(0)
-    mean, state = update(grads, init(grads))
-    for name in ("scalar", "empty", *(["small", "bias"] if spelling == "lowrank2" else [])):
-        assert state.error[name] is None
-        rows = grads[name].reshape(WORKERS, -1)
-        exact = rows.astype(np.float64).mean(0)
-        error = bound("asa32", rows) / WORKERS + U * (np.abs(rows).mean(0) + 1)
-        assert (np.abs(np.asarray(mean[name][0]).reshape(-1) - exact) <= error).all()
-
-
-@pytest.mark.parametrize("spelling", ["lowrank2", "topk5"])
-def test_sum_is_the_mean_times_the_workers(spelling):
-    grads = gradients(0)
-    (init, update), (_, update_sum) = over_workers(spelling), over_workers(spelling, op="sum")
-    (mean, state), (total, state_sum) = update(grads, init(grads)), update_sum(grads, init(grads))
-    for name, rows in total.items():
-        np.testing.assert_allclose(np.asarray(rows), WORKERS * np.asarray(mean[name]), rtol=4 * U)
-    for a, b in zip(jax.tree.leaves(state.error), jax.tree.leaves(state_sum.error), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=64 * U)
-
-
-@pytest.mark.parametrize("spelling", ["lowrank2", "topk5"])
 def test_nan_of_one_worker_is_nan_on_all(spelling):
     init, update = over_workers(spelling)
     grads = gradients(0)
@@ -166,15 +142,6 @@ def test_nan_of_one_worker_is_nan_on_all(spelling):
     mean, _ = update(grads, init(grads))
     for name in odd:
         assert np.isnan(np.asarray(mean[name]).reshape(WORKERS, -1)[:, 0]).all(), name
-
-
-@pytest.mark.parametrize("spelling", ["lowrank2", "topk5"])
-def test_one_worker_keeps_its_bits(spelling, no_launcher):
-    grads = {name: rows[0] for name, rows in gradients(0).items()}
-    tx = exchange_gradients(spelling)
-    mean, state = tx.update(grads, before := tx.init(grads))
-    assert jax.tree.map(lambda x: x.tobytes(), mean) == jax.tree.map(lambda x: x.tobytes(), grads)
-    assert jax.tree.map(lambda x: x.tobytes(), state) == jax.tree.map(lambda x: x.tobytes(), before)
 
 
 # ---------------------------------------------------------------- low rank
@@ -227,17 +194,6 @@ def test_a_product_by_blocks_of_rows_is_the_product(n):
     error = (n + 1) * U * np.abs(m.T).astype(np.float64) @ np.abs(basis)
     got = np.asarray(transposed_dot(jnp.asarray(m), jnp.asarray(basis)))
     assert (np.abs(got - m.T.astype(np.float64) @ basis) <= error).all()
-
-
-def test_a_direction_lost_to_zero_gradients_comes_back():
-    init, update = over_workers("lowrank2")
-    grads = gradients(0)
-    zeros = jax.tree.map(np.zeros_like, grads)
-    mean, state = update(zeros, init(grads))
-    assert not np.asarray(mean["dense"]).any()
-    assert not np.asarray(state.q["dense"]).any()
-    mean, _ = update(grads, state)
-    assert np.linalg.matrix_rank(np.asarray(mean["dense"][0], np.float64), tol=1e-3) == 2
 
 
 # ---------------------------------------------------------------- top k
@@ -323,15 +279,6 @@ def test_top_k_sends_eight_bytes_an_entry():
     assert bytes_of("topk1/asa16").gathered == 4 * entries + (2 * 256 + 4) * blocks  # with scales
 
 
-def test_top_k_counts_exactly():
-    """In floats 7 % of 100 are a little more than 7."""
-    comm = Counting(2)
-    tx = exchange_gradients("topk7", comm=comm)
-    grads = jax.ShapeDtypeStruct((2, 100), jnp.float32)
-    jax.eval_shape(jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="w"), grads)
-    assert comm.gathered == 8 * 7
-
-
 # ---------------------------------------------------------------- learning
 
 
@@ -373,12 +320,6 @@ def test_sgd_on_least_squares_comes_to_the_same_point(spelling):
 # ---------------------------------------------------------------- refusals
 
 
-def test_spellings():
-    for name in ("lowrank1", "lowrank32", "topk1", "topk0.1", "topk49.9"):
-        assert parse(name)[1].name == "asa:32"
-        assert parse(f"{name}/color4:16")[1].name == "color4:16"
-
-
 @pytest.mark.parametrize(
     ("spelling", "message"),
     [
@@ -400,9 +341,3 @@ def test_unknown_spellings_name_what_exists(spelling, message):
 def test_exchange_refuses_compressors_and_names_what_takes_them(spelling):
     with pytest.raises(UsageError, match=rf"use exchange_gradients\('{spelling}'\), which holds it in its state"):
         exchange(jnp.ones(3), spelling)
-
-
-def test_leaves_that_a_sum_would_falsify_are_refused_by_path():
-    tx = exchange_gradients("lowrank4", comm=axis())
-    with pytest.raises(UsageError, match="leaf 'step' is int32"):
-        tx.update({"step": jnp.int32(1)}, tx.init({"step": jnp.int32(1)}))

@@ -20,9 +20,7 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.table import with_halves
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.sharded import ShardedState
-from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.allreduce.zero import Zero, make_zero
-from jaxmpi.allreduce.zero_vectors import TensorVectors, vectors_for
 from jaxmpi.checkpoint.export import model_of
 from jaxmpi.checkpoint.manager import Retention, files_of, save
 from jaxmpi.checkpoint.restore import Slicing, restore
@@ -229,27 +227,6 @@ def test_params_are_those_of_workers_that_update_all_bit_for_bit(workers, hosts,
     assert floats(state) <= floats(all_of_it) / workers + 4 * moments * len(weights)
 
 
-def test_shards_of_a_single_entry_are_updated_in_a_program_of_a_worker_bit_for_bit():
-    """A bias of 5 entries on 8 workers, beside larger tensors; the program is one worker's, as between ranks."""
-    tx, workers, rng = optimizer(ADAMW, lambda step: jnp.float32(0.01)), 8, np.random.default_rng(1)
-    shard = ElementSharding(workers).shard
-
-    @jax.jit
-    def stepped(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    whole = (PARAMS, tx.init(PARAMS))
-    parts = [shard(PARAMS, index) for index in range(workers)]
-    own = [(part, tx.init(part)) for part in parts]
-    for _ in range(20):
-        grads = jax.tree.map(lambda x: np.asarray(rng.standard_normal(x.shape), np.float32), PARAMS)
-        whole = stepped(grads, whole[1], whole[0])
-        own = [stepped(shard(grads, index), state, part) for index, (part, state) in enumerate(own)]
-    for index, (part, _) in enumerate(own):
-        assert is_same(part, shard(whole[0], index)), index
-
-
 QUICK = ("momentum", "adam", "lion", "rmsprop")
 BY_ELEMENT = [name for name, row in OPTIMIZERS.items() if row.by == "element"]
 
@@ -391,15 +368,6 @@ def test_leaves_are_dealt_by_cost():
         costs = [muon_cost(shape) for shape in dealt.shapes]
         loads = np.bincount(dealt.owners, costs, minlength=workers)
         assert loads.max() <= max(max(costs), sum(costs) / workers * 4 / 3)
-
-
-def test_small_buckets_do_not_make_a_collective_of_every_number_of_whole_tensors():
-    dealt = assign_tensors({"a": np.zeros((900, 30), np.float32), "b": np.zeros(4000, np.float32)}, 2)
-    vectors = vectors_for([], dealt, 4)
-    assert isinstance(vectors, TensorVectors)
-    assert len(vectors.spans) <= 1024
-    assert vectors.spans[0][0] == 0
-    assert vectors.spans[-1][1] == dealt.width
 
 
 def test_clipping_by_the_global_norm_is_that_of_the_whole_gradient():
@@ -564,13 +532,6 @@ def test_a_transform_without_its_word_is_refused_with_both_explained(word):
         sharding_for(Optim("mine", transform=optax.adam(1e-3)), lambda step: 0.01, FEW, 2)
 
 
-def test_shard_by_is_for_a_transform():
-    with pytest.raises(UsageError, match="shard_by"):
-        Optim("adam", shard_by="element")
-    with pytest.raises(UsageError, match="shard_by"):
-        Optim("mine", transform=optax.adam(1e-3), shard_by="entries")
-
-
 def test_a_chain_that_exchanges_is_not_sharded():
     chain = optax.chain(jaxmpi.exchange_gradients("asa32"), optax.adam(1e-3))
     with pytest.raises(UsageError, match=r"optimizer 'mine' with sharded updates.*optimizer alone"):
@@ -584,7 +545,7 @@ def test_what_strategies_and_wires_cannot_do_is_refused_with_what_can():
     for strategy in ("tree:32", "topk1"):
         with pytest.raises(UsageError, match=f"got strategy '{strategy}'.*asa, ring"):
             make_zero(strategy, "mean", SoloComm(), None)
-    with pytest.raises(UsageError, match=r"got strategy 'shm' .* not for ranks on these hosts; expected ar, asa, ring"):
+    with pytest.raises(UsageError, match=r"got strategy 'shm' .* for ranks on these hosts: ar, asa, ring"):
         make_zero("shm", "mean", AxisComm("w", 4, (0, 0, 1, 1)), None)
     with pytest.raises(UsageError, match=r"got gather_wire 16 with strategy 'shm'.*or take ar, asa, ring"):
         make_zero("shm", "mean", one_host, None, gather_wire="16")
@@ -604,12 +565,6 @@ def test_padding_is_not_sent():
     assert jax.tree.map(lambda x: x.tolist(), changes) == {"gain": 0.0, "bias": [1.0, 1.0, 0.0], "even": [1.0, 1.0]}
     masters = jax.tree.map(lambda x: x + 1, ElementSharding(2).shard(params, 0))
     assert float(ElementSharding(2).changes(params, masters, 0)["gain"]) == 1.0
-
-
-def test_new_params_take_a_wire_that_a_user_adds(monkeypatch):
-    monkeypatch.setitem(WIRES, "own", WIRES["8"])
-    assert make_zero("ring:own", "mean", AxisComm("w", 4), None, gather_wire="own").gather_wire == "own"
-    assert "asa" in with_halves((0, 0), "own")
 
 
 def test_schedule_free_optimizers_and_params_of_other_types_are_refused():

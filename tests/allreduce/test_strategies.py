@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import references
 from jaxmpi.allreduce import compression
 from jaxmpi.allreduce.algorithms import (
-    ALIASES,
     STRATEGIES,
     color_trees,
     exchanges,
@@ -23,10 +22,8 @@ from jaxmpi.allreduce.algorithms import (
 )
 from jaxmpi.allreduce.algorithms.color_trees import plant
 from jaxmpi.allreduce.api import Choice, Op, exchange
-from jaxmpi.allreduce.building_blocks import SubComm, alltoall_by_rotation
 from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.wires import BLOCK
-from jaxmpi.bench.plan import arrays_at_work
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.core.errors import UsageError
@@ -237,27 +234,6 @@ def test_trace_and_compile_at_64_workers_in_5_s(strategy, hosts):
 
 
 @pytest.mark.parametrize(
-    ("spelling", "name"),
-    [
-        *ALIASES.items(),
-        *((row, f"{row}:32") for row in [*ROWS, "none", "color16", "hier-color4"]),
-        ("ring:8", "ring:8"),
-    ],
-)
-def test_spellings(spelling, name):
-    assert parse(spelling).name == name
-
-
-def test_a_row_of_one_s_own_tells_what_the_trainer_asks(monkeypatch):
-    """By its facts, not by how its name begins."""
-    monkeypatch.setitem(STRATEGIES, "nonexact", STRATEGIES["ring"]._replace(arrays_at_work=7))
-    monkeypatch.setitem(STRATEGIES, "alone", STRATEGIES["none"])
-    sends = ("nonexact", "nonexact:16", "asa16", "auto", "auto:16", "topk5/ring32", "hier-ring32")
-    assert [name for name in (*sends, "none", "none:32", "alone") if exchanges(name)] == [*sends]
-    assert [arrays_at_work(name) for name in ("nonexact", "ring", "none", "shm", "asa16")] == [7, 4, 1, 1, 3]
-
-
-@pytest.mark.parametrize(
     ("spelling", "message"),
     [
         (
@@ -423,26 +399,6 @@ class Rotating(AxisComm):
     allgather = alltoall
 
 
-def test_a_rotation_sends_each_row_to_its_worker():
-    comm = AxisComm("w", 6, SCATTERED)
-    rows = np.arange(6 * 6 * 2, dtype=np.float32).reshape(6, 6, 2)
-    got = over_six(lambda x: alltoall_by_rotation(x, comm), rows)
-    np.testing.assert_array_equal(np.asarray(got), rows.swapaxes(0, 1))
-
-
-def test_groups_are_comms_of_their_own():
-    groups = [[0, 3], [1, 4], [5, 2]]
-    comm = SubComm(AxisComm("w", 6), groups, (0, 0))
-    rows = gauss(6, 4)
-    assert np.asarray(over_six(lambda x: comm.rank + 0 * x[0].astype(int), rows)).tolist() == [0, 0, 1, 1, 1, 0]
-    sums, first = over_six(lambda x: (comm.allreduce(x), comm.bcast(x, 1)), rows)
-    moved = over_six(lambda x: comm.permute(x, [(0, 1)]), rows)
-    for a, b in groups:
-        np.testing.assert_array_equal(np.asarray(sums)[[a, b]], np.stack([rows[a] + rows[b]] * 2))
-        np.testing.assert_array_equal(np.asarray(first)[[a, b]], rows[[b, b]])
-        np.testing.assert_array_equal(np.asarray(moved)[[a, b]], np.stack([np.zeros(4), rows[a]]))
-
-
 @pytest.mark.parametrize("strategy", ["hier-asa:16", "hier-tree:32", "hier-color2:8", "hier-root:bf16"])
 def test_hier_with_any_cross(strategy):
     rows = gauss(6, 60)
@@ -450,14 +406,6 @@ def test_hier_with_any_cross(strategy):
     assert same_on_all_workers(got)
     assert got[0].tobytes() == oracle(strategy, rows, (), SCATTERED)[:60].tobytes()
     assert (np.abs(got[0] - sum_over_workers(rows)) <= bound(strategy, rows, hosts=3)).all()
-
-
-def test_hier_on_one_host_is_asa_and_with_one_rank_a_host_the_cross():
-    rows = gauss(6, 60)
-    alone = np.asarray(direct("hier-ring:16", AxisComm("w", 6))(rows))
-    assert alone.tobytes() == np.asarray(direct("asa:32", AxisComm("w", 6))(rows)).tobytes()
-    apart = np.asarray(direct("hier-ring:16", AxisComm("w", 6, tuple(range(6))))(rows))
-    assert apart[0].tobytes() == references.ring(rows, "16", range(6)).tobytes()
 
 
 def test_hier_refuses_hosts_with_unequal_numbers_of_ranks():

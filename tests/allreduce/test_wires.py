@@ -32,10 +32,6 @@ def test_entries_down_to_2_to_minus_28_of_the_largest_keep_their_relative_error(
     assert roundtrip("16", [1, 2.0**-45])[1] == 0  # and far below that they vanish
 
 
-def test_wire_32_changes_nothing():
-    assert roundtrip("32", normals(1)).tobytes() == normals(1).tobytes()
-
-
 @pytest.mark.parametrize(("wire", "nbytes"), [("32", 4000), ("16", 2000 + 4 * 4), ("bf16", 2000), ("8", 1000 + 4 * 4)])
 def test_bytes_that_travel(wire, nbytes):
     sent = WIRES[wire].encode(jnp.ones((3, 1000)))
@@ -63,20 +59,6 @@ def test_odd_values_arrive_as_the_oracle_says(wire, name, values):
     np.testing.assert_array_equal(got, expected)
     assert (np.isfinite(got) == np.isfinite(expected)).all()
     assert got.shape == x.shape
-
-
-@pytest.mark.parametrize("wire", ["16", "8"])
-def test_subnormal_numbers_lose_at_most_themselves(wire):
-    x = np.array([1e-40, -1e-45, 1e-39], np.float32)
-    assert (np.abs(roundtrip(wire, x) - x.astype(np.float64)) <= TINY).all()
-
-
-def test_each_block_of_each_row_has_its_own_scale():
-    rows = np.stack([normals(2, 64, 1e-12), normals(3, 64, 1e6)])
-    np.testing.assert_array_equal(roundtrip("16", rows), np.stack([roundtrip("16", row) for row in rows]))
-    assert WIRES["16"].encode(jnp.asarray(rows))[1].shape == (2, 1)
-    x = normals(6, 3 * BLOCK + 1) * np.exp2(np.arange(3 * BLOCK + 1) // BLOCK * 40 - 80).astype(np.float32)
-    assert (np.abs(roundtrip("16", x) - x.astype(np.float64)) <= 2.0**-11 * np.abs(x)).all()
 
 
 @pytest.mark.parametrize("wire", WIRES)

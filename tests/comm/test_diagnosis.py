@@ -65,7 +65,6 @@ print("numbers", h(x, rank == 0), flush=True)
     ("strategy", "script"),
     [
         ("asa32", OF_OTHER_SIZES),
-        pytest.param("asa32", STUCK, marks=pytest.mark.slow),
         ("shm", IN_A_BRANCH),
         pytest.param("topk5/ring32", COMPRESSED, marks=pytest.mark.slow),
         ("ring32", BESIDE),

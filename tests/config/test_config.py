@@ -28,7 +28,6 @@ DURATIONS = [
     ("10%", 10, 1, 450, 45),
     ("0st", 1, 1, 1, 0),
 ]
-NO_DURATIONS = ["", "10", "-1ep", "1e3st", "nanep", "٣st٣"]
 
 
 @pytest.mark.parametrize(("text", "epoch", "batch", "total", "expected"), DURATIONS)
@@ -36,9 +35,9 @@ def test_durations(text, epoch, batch, total, expected):
     assert duration_steps(text, epoch, batch, total) == expected
 
 
-@pytest.mark.parametrize("text", NO_DURATIONS)
+@pytest.mark.parametrize("text", ["", "10", "-1ep", "1e3st", "nanep", "٣st٣"])
 def test_what_is_no_duration(text):
-    with pytest.raises(UsageError, match=r"got duration .*expected a number and a unit: 90ep"):
+    with pytest.raises(UsageError, match="duration"):
         duration_steps(text, 1, 1, 1)
 
 
@@ -48,60 +47,40 @@ def test_whole_numbers_of_steps_and_epochs_are_exact(number, epoch):
     assert duration_steps(f"{number}ep", epoch, 32) == number * epoch
 
 
-LOOKUPS = [
-    ("ringg", r"unknown strategy 'ringg'; did you mean 'ring'\? there are: asa, ring"),
-    ("RinG", r"did you mean 'ring'\? "),
-    ("", "unknown strategy ''; there are: asa, ring$"),
-]
-
-
-@pytest.mark.parametrize(("name", "message"), LOOKUPS)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("adamm", r"unknown optimizer 'adamm'; did you mean 'adam'\? there are: adam, adamw, optim.lr"),
+        ("adamW", "did you mean 'adamw'"),  # whatever the case
+        ("optim.learning-rate", "did you mean 'optim.lr'"),  # a word of other libraries
+        ("", "unknown optimizer ''; there are: "),
+    ],
+)
 def test_an_unknown_name_lists_what_exists_and_the_nearest(name, message):
     with pytest.raises(UsageError, match=message):
-        lookup({"ring": 1, "asa": 2}, name, "strategy")
-
-
-def test_the_nearest_name_is_so_whatever_the_case():
-    with pytest.raises(UsageError, match="did you mean 'adamw'"):
-        lookup({"adam": 1, "adamw": 2}, "adamW", "optimizer")
-
-
-def test_a_word_of_other_libraries_leads_to_ours():
-    with pytest.raises(UsageError, match=r"did you mean 'optim.lr'\? there are: optim.lr, optim.lr-scaling"):
-        lookup({"optim.lr": 1, "optim.lr-scaling": 2}, "optim.learning-rate", "field")
+        lookup({"adam": 1, "adamw": 2, "optim.lr": 3}, name, "optimizer")
 
 
 OUT_OF_RANGE: list[tuple[type, dict[str, Any]]] = [
     (Data, {"on_error": "ignore"}),
-    (Data, {"resize": -1}),
     (Data, {"channels": 0}),
     (Data, {"loaders": 2147483648}),
     (Data, {"mean": (0.5, 0.5)}),
     (Data, {"std": (1.0, 0.0, 1.0)}),
-    (Data, {"std": (float("nan"),)}),
     (Data, {"mean": (0.5,), "mean_image": "a.npy"}),
     (Optim, {"lr": 0.0}),
     (Optim, {"lr": float("nan")}),
-    (Optim, {"lr": float("inf")}),
     (Optim, {"momentum": 1.0}),
-    (Optim, {"bias_lr_factor": 0.0}),
-    (Schedule, {"factor": 0.0}),
     (Schedule, {"warmup_from": 1.5}),
     (RuleConfig, {"alpha": 0.0}),
-    (RuleConfig, {"server_alpha": 1.5}),
-    (RuleConfig, {"p": -0.1}),
     (RuleConfig, {"tau": 0}),
     (RuleConfig, {"outer_lr": 0.0}),
     (ExchangeConfig, {"bucket_bytes": 3}),
     (Experiment, {"run_dir": "-x"}),
     (Experiment, {"local_batch": 8, "effective_batch": 32}),
-    (Experiment, {"local_batch": -1}),
     (Experiment, {"log_every": 0}),
-    (Experiment, {"keep_checkpoints": 0}),
-    (Experiment, {"devices": 0}),
     (Experiment, {"seed": 2**32}),
     (Experiment, {"comm": "xal"}),
-    (Experiment, {"compute_dtype": "float16"}),
     (Experiment, {"train_for": "ten epochs"}),
 ]
 
@@ -111,15 +90,6 @@ def test_fields_check_themselves(part, fields):
     name = "duration" if "train_for" in fields else next(iter(fields))
     with pytest.raises(UsageError, match=name):
         part(**fields)
-
-
-@pytest.mark.parametrize(
-    ("part", "fields"),
-    [(Optim, {"ema": 0.0, "eps": 1e-8, "b1": None}), (RuleConfig, {"alpha": 1.0, "server_alpha": 0.0, "p": 1.0})],
-    ids=str,
-)
-def test_the_ends_of_a_range_are_taken(part, fields):
-    part(**fields)
 
 
 BATCHES = [
@@ -218,6 +188,16 @@ def test_settings_of_ones_own_may_be_nested_and_their_text_indented_as_it_likes(
     assert rule.inner.pace == 0.25
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("import no_such_package", "No module named 'no_such_package'"), ("import sys; sys.exit(0)", "ends the program")],
+)
+def test_an_experiment_that_cannot_be_imported_is_one_sentence(line, said, tmp_path):
+    (tmp_path / "mine.py").write_text(line)
+    with pytest.raises(UsageError, match=said):
+        experiment_file.load(tmp_path / "mine.py")
+
+
 def test_an_experiment_imports_what_lies_beside_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "beside_it.py").write_text("WORKERS = 3\n")
@@ -243,3 +223,45 @@ def test_numbers_of_numpy_are_as_pythons(number):
     experiment = made(number)
     assert experiment == made(int)
     assert json.dumps(dataclasses.asdict(experiment)) == json.dumps(dataclasses.asdict(made(int)))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--seed", "3", "--seed=4"], {"seed": 4}),
+        (["--resume", "--data.no-mirror", "--optim.no-decay-bias"], {"resume": True}),
+        (["--data.mean", "0.5", "-1e-3", "--data.crop-area"], {"data": Data(mean=(0.5, -0.001), channels=2)}),
+        (["--inject", "kill", "--inject=nan"], {"inject": ("kill", "nan")}),
+        (["--exchange.bucket_bytes", "None"], {"exchange": ExchangeConfig(bucket_bytes=None)}),
+        (
+            ["--data.group-size", "4", "--data.shuffle-period", "5st"],
+            {"data": Data(group_size=4, shuffle_period="5st")},
+        ),
+    ],
+)
+def test_flags_become_values_of_their_types(words, expected):
+    base = Experiment(data=Data(channels=2)) if "--data.mean" in words else Experiment()
+    got = flags.replace_fields(base, flags.parse_flags(words, flags.flags(base)))
+    assert {name: getattr(got, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seed", "x"], "--seed: got 'x'; expected int"),
+        (["--seed"], "--seed: got nothing; expected int"),
+        (["--seed", "1", "2"], "--seed: got '1 2'"),
+        (["--data.crop-aspect", "1"], r"expected tuple\[float, float\]"),
+        (["--resume", "yes"], "--resume: got 'yes'; expected no value"),
+        (["stray", "--resume"], "got 'stray'; expected --field value"),
+        (["--data.no-dir"], "unknown field --data.no-dir; did you mean 'data.dir'"),
+    ],
+)
+def test_flags_without_sense_are_refused(words, message):
+    with pytest.raises(UsageError, match=message):
+        flags.parse_flags(words, flags.flags(Experiment()))
+
+
+def test_functions_of_an_experiment_file_stay_beside_a_flags_words():
+    base = Experiment(sinks=("csv", print))
+    assert flags.parse_flags(["--sinks", "wandb"], flags.flags(base)) == {"sinks": ("wandb", print)}

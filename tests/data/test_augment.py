@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import ArraySource, Augment, Loader, Sampler, load_mean_image, open_source
+from jaxmpi.data import ArraySource, Augment, Loader, Sampler, open_source
 from jaxmpi.data.augment import random_window
 
 IMAGE = np.arange(20 * 30 * 3, dtype=np.uint32).reshape(20, 30, 3).astype(np.uint8)
@@ -50,11 +50,6 @@ def test_choices_depend_on_seed_epoch_and_index_alone(seed, epoch, index):
     assert one.shape == (10, 10, 3)
 
 
-def test_mirror_without_a_crop():
-    outs = {augmented(Data(mirror=True), IMAGE, index=i).tobytes() for i in range(20)}
-    assert outs == {IMAGE.tobytes(), IMAGE[:, ::-1].tobytes()}
-
-
 def test_shorter_side_then_crop():
     out = augmented(Data(resize=40, crop=32), IMAGE, train=False)
     assert (out.shape, out.dtype) == ((32, 32, 3), np.uint8)
@@ -70,20 +65,6 @@ def test_grey_is_repeated():
     assert augmented(Data(channels=1), IMAGE[..., 0]).shape == (20, 30, 1)
     with pytest.raises(UsageError, match=r"photo0\.jpg.*data\.channels"):
         augmented(Data(channels=1), IMAGE)
-
-
-def test_images_and_prepared_arrays_are_kept_where_nothing_is_asked_for():
-    for train in (True, False):
-        assert np.array_equal(augmented(Data(), IMAGE, train), IMAGE)
-    features = np.linspace(0, 1, 7)
-    assert augmented(Data(), features) is features
-    floats = IMAGE.astype(np.float32) / 255
-    assert np.array_equal(augmented(Data(crop=10), floats, train=False), floats[5:15, 10:20])
-
-
-def test_too_small_for_the_crop():
-    with pytest.raises(UsageError, match=r"photo3\.jpg: .* data\.crop = 24"):
-        augmented(Data(crop=24), IMAGE, index=3)
 
 
 class TestMeanImage:
@@ -103,28 +84,6 @@ class TestMeanImage:
             assert any(np.allclose(out, window, rtol=1e-6, atol=0) for window in windows)
         centre = augmented(data, IMAGE, train=False, mean=mean)
         assert np.allclose(centre, whole[2:14, 2:14], rtol=1e-6, atol=0)
-
-    def test_image_smaller_than_the_mean(self, mean):
-        with pytest.raises(UsageError, match=r"photo0.*data\.mean_image"):
-            augmented(Data(crop=8), IMAGE[:10], mean=mean)
-
-    def test_file(self, tmp_path, mean):
-        path = str(tmp_path / "mean.npy")
-        np.save(path, mean)
-        loaded = load_mean_image(Data(mean_image=path, crop=12))
-        assert loaded is not None
-        assert np.array_equal(loaded, mean)
-        assert load_mean_image(Data()) is None
-        with pytest.raises(UsageError, match=r"data\.crop = 20"):
-            load_mean_image(Data(mean_image=path, crop=20))
-
-    @pytest.mark.parametrize("array", [None, np.array([{}], object), np.zeros((3, 8, 8))])
-    def test_bad_files(self, tmp_path, array):
-        path = tmp_path / "mean.npy"
-        if array is not None:
-            np.save(path, array, allow_pickle=True)
-        with pytest.raises(UsageError, match=str(path)):
-            load_mean_image(Data(mean_image=str(path)))
 
 
 # ---------------------------------------------------------------- crops of random area and aspect
@@ -146,24 +105,6 @@ def test_area_and_aspect_of_windows_are_in_range():
     assert abs(np.log(aspect[small]).mean()) < 5 * np.log(16 / 9) / np.sqrt(12 * small.sum())
 
 
-def test_places_of_windows_are_all_as_likely():
-    """Those at the edges too, and the last one if a share is 1 itself."""
-    shares = np.random.default_rng(0).random((4000, 1, 4))
-    windows = np.array([random_window((10, 12), (70 / 120, 70 / 120), (7 / 10, 7 / 10), s) for s in shares])
-    assert {tuple(sides) for sides in windows[:, 2:]} == {(10, 7)}
-    counts = np.bincount(windows[:, 1])
-    assert counts.shape == (6,)
-    assert np.abs(counts - 4000 / 6).max() < 5 * np.sqrt(4000 * 1 / 6 * 5 / 6)  # standard deviations of a binomial
-    assert random_window((10, 12), (70 / 120, 70 / 120), (7 / 10, 7 / 10), [[0.0, 0.0, 1.0, 1.0]])[:2] == (0, 5)
-
-
-@pytest.mark.parametrize(("size", "expected"), [((10, 100), (10, 13)), ((100, 10), (13, 10))])
-def test_where_no_window_fits_the_largest_allowed_one_is_taken_from_the_centre(size, expected):
-    top, left, *sides = random_window(size, (1.0, 1.0), (3 / 4, 4 / 3), np.full((10, 4), 0.5))
-    assert tuple(sides) == expected
-    assert (top, left) == tuple((whole - side) // 2 for whole, side in zip(size, sides, strict=True))
-
-
 @pytest.mark.parametrize("image", [IMAGE, IMAGE[..., :1], IMAGE.astype(np.float32)])
 def test_scaled_crops_have_the_size_of_the_crop_and_repeat(image):
     data = dataclasses.replace(AREA, channels=image.shape[-1])
@@ -180,20 +121,6 @@ def test_a_scaled_crop_shows_its_window():
         out = augmented(AREA, ramp, index=index).astype(int)
         assert (np.diff(out[:, 0, 0]) > 0).all()
         assert len(set(np.sign(np.diff(out[0, :, 1])))) == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        *(({"crop_area": area}, r"data\.crop_area") for area in ((0.0, 1.0), (0.5,))),
-        ({"crop_aspect": (2.0, 1.0)}, r"data\.crop_aspect"),
-        ({"crop": 0}, r"data\.crop"),
-        ({"mean_image": "mean.npy"}, r"data\.mean"),
-    ],
-)
-def test_crop_areas_that_cannot_be(change, named):
-    with pytest.raises(UsageError, match=named):
-        dataclasses.replace(AREA, **change)
 
 
 # ---------------------------------------------------------------- a function of the user's own
@@ -228,9 +155,6 @@ class TestOwnFunction:
         assert not {image for step in seen[:3] for image in step} & {image for step in seen[3:] for image in step}
         np.testing.assert_array_equal(IMAGES, before)
 
-    def test_an_evaluation_is_not_augmented(self):
-        assert steps(train=False) == steps(train=False, augment=None)
-
     def test_fields_of_a_dict_are_augmented(self):
         source = [{"a": IMAGES[i], "b": np.float32(i)} for i in range(ROWS)]
         data = Data("array", train=source, loader="threads", augment=lambda rng, row: {"b": -row["b"], "a": row["a"]})
@@ -252,7 +176,3 @@ class TestOwnFunction:
         monkeypatch.syspath_prepend(tmp_path)
         doubled = importlib.import_module("own_augment").doubled
         assert steps(augment=doubled, loader="processes", loaders=1) == steps(augment=doubled)
-
-    def test_a_function_that_cannot_be_sent_asks_for_threads(self):
-        with pytest.raises(UsageError, match=r"data\.augment: .*data\.loader = threads"):
-            steps(augment=lambda rng, example: example, loader="processes", loaders=1)

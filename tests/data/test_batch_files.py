@@ -1,10 +1,7 @@
 """Batch files: what is written comes out, each file is read in one go, damage and strangers' files are named."""
 
 import contextlib
-import ctypes
 import os
-import sys
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -60,80 +57,8 @@ class TestContents:
             assert (image.shape, int(image.min()), int(image.max()), int(label)) == ((5, 6, 3), i, i, i % 4)
         assert source.where(9) == f"{folder}/train/00002.npy[1]"
 
-    def test_classes_are_those_of_training_and_of_the_split(self, folder):
-        assert opened(folder, "validation").classes == 4
-        np.save(folder / "validation_labels.npy", [0, 5, 1])
-        sources = [opened(folder, split) for split in ("train", "validation")]
-        assert [(source.classes, source.is_counted) for source in sources] == [(4, True), (6, True)]
-
-    def test_mean_image(self, folder):
-        mean = load_mean_image(batch_data(folder, mean_image=str(folder / "train_mean.npy")))
-        assert mean is not None
-        assert np.array_equal(mean, np.full((5, 6, 3), 4.5, np.float32))
-
-    def test_the_digest_tells_other_data_apart(self, folder):
-        digests = {opened(folder).digest() for _ in range(2)}
-        np.save(folder / "train_labels.npy", np.arange(10) % 3)
-        assert len({*digests, opened(folder).digest()}) == 2
-
-    def test_big_endian_labels_and_a_mean_in_fortran_order(self, folder):
-        np.save(folder / "train_labels.npy", np.arange(10, dtype=">i2"))
-        assert opened(folder).labels.tolist() == list(range(10))
-        image = np.arange(24.0).reshape(2, 4, 3)
-        np.save(folder / "train_mean.npy", np.asfortranarray(image))
-        mean = load_mean_image(Data(mean_image=str(folder / "train_mean.npy")))
-        assert mean is not None
-        assert np.array_equal(mean, image)
-
-    def test_images_in_fortran_order_are_written_so_that_they_can_be_read(self, tmp_path):
-        """One image alone, as in the last file here, is an array that NumPy would write in Fortran order."""
-        images = np.random.default_rng(0).integers(0, 256, (4, 4, 6, 3), np.uint8)
-        turned = ArraySource([np.asfortranarray(image) for image in images], range(4))
-        assert np.stack(turned.images[3:]).flags.f_contiguous
-        write_batch_files(turned, tmp_path, "train", rows=3, seed=None)
-        source = opened(tmp_path)
-        for i in range(4):
-            assert np.array_equal(source[i][0], images[i])
-
-
-@contextlib.contextmanager
-def count_opens(folder: Path) -> Iterator[Callable[[], int]]:
-    """How often files of a folder have been opened by any process, as the system counts it (inotify)."""
-    system, in_open = ctypes.CDLL(None, use_errno=True), 0x20  # sys/inotify.h
-    watch = system.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-    assert system.inotify_add_watch(watch, os.fsencode(folder), in_open) >= 0
-    names: list[str] = []
-
-    def opens() -> int:
-        with contextlib.suppress(BlockingIOError):
-            while events := os.read(watch, 1 << 16):
-                at = 0
-                while at < len(events):  # i32 watch, u32 mask, u32 cookie, u32 length of the name, name
-                    size = int.from_bytes(events[at + 12 : at + 16], sys.byteorder)
-                    names.append(events[at + 16 : at + 16 + size].rstrip(b"\0").decode())
-                    at += 16 + size
-        return sum(name.endswith(".npy") for name in names)
-
-    try:
-        yield opens
-    finally:
-        os.close(watch)
-
 
 class TestReads:
-    @pytest.mark.parametrize("loader", ["threads", "processes"])
-    def test_each_file_is_opened_once_in_an_epoch_of_more_files_than_stay_open(self, tmp_path, loader):
-        """90 files, of which 64 stay open; by one loader, since each of several may open a file for its own rows."""
-        write_batch_files(numbered(180), tmp_path, "train", rows=2)
-        data = batch_data(tmp_path, loader=loader, loaders=1)
-        source = opened(tmp_path)
-        sampler = FileSampler(180, 12, file_ends=source.file_ends)
-        with count_opens(tmp_path / "train") as opens:
-            with Loader(source, sampler, data, True, stop_step=15) as batches:
-                seen = [int(image[0, 0, 0]) for batch in batches for image in batch.image]
-            assert opens() == 90
-        assert sorted(seen) == list(range(180))
-
     def test_the_order_is_taken_up_in_the_middle_of_an_epoch_by_another_number_of_workers(self, folder):
         data, source = batch_data(folder), opened(folder)
 
@@ -157,7 +82,7 @@ class TestReads:
         np.save(last[0], np.concatenate([np.load(path) for path in last]))
         last[1].unlink()
         monkeypatch.setattr("jaxmpi.data.sources.batch_files.SPAN_BYTES", 20 * 90)
-        monkeypatch.setattr("jaxmpi.data.sources.open_files.KEPT_BYTES", 0)  # then two spans are kept
+        monkeypatch.setattr("jaxmpi.data.sources.batch_files.KEPT_BYTES", 0)  # then two spans are kept
         data = batch_data(tmp_path, shuffle_by=shuffle_by, loaders=1)
         feed = open_feed(Experiment(model=digits_cnn_tiny(), data=data), "train", 10, gather_workers(1))
         offsets, real = [], os.preadv
@@ -174,11 +99,6 @@ class TestReads:
         files = [min(i // 12, 3) for i in seen]
         assert (np.count_nonzero(np.diff(files)) <= 4) == (shuffle_by != "examples")
         assert bool(np.all((np.diff(seen) == 1) | (np.diff(files) != 0))) == is_in_sequence
-
-    def test_a_source_that_reads_no_file_in_one_go_cannot_mix_inside(self):
-        experiment = Experiment(model=digits_cnn_tiny(), data=Data(shuffle_by="files-mixed"))
-        with pytest.raises(UsageError, match=r"data\.shuffle_by: got files-mixed; digits"):
-            open_feed(experiment, "train", 10, gather_workers(1))
 
     def test_a_span_that_cannot_be_read_is_no_span_for_any_thread(self, folder):
         source = opened(folder).whole_files()
@@ -240,17 +160,6 @@ class TestDamage:
         with pytest.raises(UsageError, match=r"train_labels\.npy: "):
             opened(folder)
 
-    def test_missing(self, folder, monkeypatch):
-        monkeypatch.delenv("JAXMPI_DATA", raising=False)
-        (folder / "empty").mkdir()
-        for data, named in (
-            (Data(source="batchfiles"), r"data\.dir"),
-            (batch_data(folder, train_split="other"), "/other"),
-            (batch_data(folder, train_split="empty"), "/empty"),
-        ):
-            with pytest.raises(UsageError, match=named):
-                open_source(data, "train")
-
     def test_numbers_without_leading_zeros(self, folder):
         files = folder / "train"
         for number in range(3):
@@ -280,22 +189,9 @@ class TestDamage:
 
 
 class TestWriting:
-    def test_over_others(self, folder):
-        fewer = ArraySource(np.full((5, 4, 4, 3), 9, np.uint8), [2] * 5)
-        write_batch_files(fewer, folder, "train", rows=4)
-        source = opened(folder)
-        assert (len(source), source.shape, source.labels.tolist()) == (5, (4, 4, 3), [2] * 5)
-
     def test_an_unfinished_set_over_another_does_not_open(self, folder):
         images = [np.zeros((5, 6, 3), np.uint8)] * 9 + [np.zeros((5, 7, 3), np.uint8)]
         with pytest.raises(UsageError, match=r"array\[9\]"):
             write_batch_files(ArraySource(images, [3] * 10), folder, "train", rows=4, seed=None)
         with pytest.raises(UsageError, match=r"train_labels\.npy"):
             opened(folder)
-
-    @pytest.mark.parametrize("label", [np.int64(2**40), -1, 0.5])
-    def test_labels_that_files_cannot_have_are_refused(self, tmp_path, label):
-        source = ArraySource(np.zeros((1, 5, 6, 3), np.uint8), [label], classes=3)
-        with pytest.raises(UsageError, match="label"):
-            write_batch_files(source, tmp_path, "train", seed=None)
-        assert not list((tmp_path / "train").glob("*.npy"))

@@ -59,16 +59,6 @@ class Odd(ArraySource):
         return super().__getitem__(index)
 
 
-def test_batch_fields():
-    with loader(numbered(10), batch=4, stop_step=3) as batches:
-        batch = next(batches)
-    assert batch.image.shape == (4, PX, PX, 3)
-    assert (batch.image.dtype, batch.label.dtype, batch.weight.dtype) == (np.uint8, np.int32, np.float32)
-    assert (batch.epoch, batch.step, batch.count) == (0, 0, 4)
-    assert batch.image[:, 0, 0, 0].tolist() == batch.label.tolist()
-    assert batch.weight.tolist() == [0.25] * 4
-
-
 @pytest.mark.parametrize("size", [1, 3, 5])
 @pytest.mark.parametrize(("examples", "batch"), [(1, 1), (1, 32), (11, 4), (12, 4), (12, 32)])
 def test_an_evaluation_counts_every_example_once(examples, batch, size):
@@ -94,14 +84,6 @@ def test_weighted_losses_averaged_over_workers_are_the_global_mean(size):
             assert parts[0].count == share.count
             assert mean == pytest.approx(losses[share.indices].mean(), rel=1e-6)
             assert np.mean([b.weight.sum() for b in parts]) == pytest.approx(1, rel=1e-6)
-
-
-def test_an_example_is_augmented_anew_every_epoch():
-    source, data = open_source(Data(resize=32), "validation"), Data(crop=24, mirror=True)
-    with loader(source, 360, data=data, stop_step=2) as batches:
-        by_index = [b.image[np.argsort(Sampler(360, 360).indices(b.step).indices)] for b in batches]
-    same = [np.array_equal(a, b) for a, b in zip(*by_index, strict=True)]
-    assert np.mean(same) < 0.1  # 81 places, mirrored or not
 
 
 @pytest.mark.parametrize("start", [4, 9])
@@ -131,22 +113,6 @@ def test_batches_that_are_kept_stay_as_they_are():
         assert not owns(next(batches).image)
 
 
-def test_labels_of_a_copied_batch_are_its_own(monkeypatch):
-    """Its slot is filled again as soon as its images are copied: here before anything else can happen."""
-    request = Loader._request
-
-    def request_and_wait(self) -> None:
-        request(self)
-        while self._ahead and not self.ready():
-            time.sleep(0.001)
-
-    monkeypatch.setattr(Loader, "_request", request_and_wait)
-    with loader(numbered(40), 4, train=False, data=Data(prefetch=1)) as batches:
-        kept = list(batches)
-    assert [batch.label.tolist() for batch in kept] == np.arange(40).reshape(10, 4).tolist()
-    assert all(np.array_equal(batch.image[:, 0, 0, 0], batch.label) for batch in kept)
-
-
 def test_made_ahead_is_bounded():
     source = Odd(100)
     with loader(source, 2, data=Data(prefetch=3)) as batches:
@@ -167,12 +133,6 @@ class TestErrors:
             loader(ArraySource(np.array([[1.0], [1e300]]), [0] * 2), 2, train=False, data=data) as batches,
             pytest.raises(UsageError, match=r"array\[1\]: image"),
         ):
-            next(batches)
-
-    @pytest.mark.parametrize(("label", "named"), [(7, "< 3"), (0.7, "float"), (np.float32(1), "float")])
-    def test_labels_that_cannot_be(self, label, named):
-        source = ArraySource(np.zeros((2, 4, 4), np.uint8), [0, label], classes=3)
-        with loader(source, 2, train=False) as batches, pytest.raises(UsageError, match=rf"array\[1\]: .*{named}"):
             next(batches)
 
     @pytest.mark.parametrize("on_error", ["stop", "skip"])
@@ -219,30 +179,15 @@ class TestErrors:
     @pytest.mark.parametrize("batch", [1, 4])
     def test_images_of_different_size(self, batch):
         images = [np.zeros((4, 4, 3), np.uint8)] * 3 + [np.zeros((4, 5, 3), np.uint8)]
-        match = r"array\[3\]: got image of shape \(4, 5, 3\).*data\.crop"
+        match = r"array\[3\]: got image uint8\[4, 5, 3\].*data\.crop"
         with (
             loader(ArraySource(images, [0] * 4), batch, train=False) as batches,
             pytest.raises(UsageError, match=match),
         ):
             list(batches)
 
-    def test_source_and_sampler_that_do_not_fit(self):
-        empty = Sampler(0, 4, shuffle=False)
-        for n, sampler in ((0, empty), (4, Sampler(5, 2))):
-            with pytest.raises(UsageError, match=f"got {n} "):
-                Loader(numbered(n), sampler, Data(), train=True)
-        with Loader(numbered(0), empty, Data(), train=False) as batches:
-            assert list(batches) == []
-
 
 class TestClosing:
-    def test_end_of_the_steps_and_closing_twice(self):
-        batches = loader(numbered(4), 2, stop_step=2)
-        assert len(list(batches)) == 2
-        assert loader_names() == []
-        batches.close()
-        assert list(batches) == []
-
     def test_close_is_prompt_and_drops_what_is_queued(self, monkeypatch):
         monkeypatch.setattr("jaxmpi.data.loader_pool.JOIN_S", 0.1)
         gate = threading.Event()

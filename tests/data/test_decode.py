@@ -11,7 +11,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Augment, CorruptExample
 from jaxmpi.data.decode import _without_rows_below as without_rows_below
-from jaxmpi.data.decode import decoded, encoded_again, opened, resized, stretched, window
+from jaxmpi.data.decode import decoded, encoded_again, opened, stretched, window
 
 GREY = (np.arange(24 * 32).reshape(24, 32) // 3).astype(np.uint8)
 COLOUR = np.stack([GREY, GREY[::-1], GREY[:, ::-1]], axis=-1)
@@ -56,27 +56,6 @@ class TestDecoded:
         expected = np.broadcast_to(expected.reshape(24, 32, -1), image.shape).astype(int)
         assert np.abs(image.astype(int) - expected).mean() <= 6  # JPEG is lossy
 
-    @pytest.mark.parametrize(("mode", "kind"), [("I;16", "PNG"), ("I;16", "TIFF"), ("I;16B", "TIFF"), ("I;16", "PPM")])
-    def test_of_16_bits_a_pixel_the_highest_8_are_taken(self, mode, kind):
-        pixels = (GREY.astype(np.uint16) * 256 + 7).astype(">u2" if mode == "I;16B" else "<u2")
-        image = Image.frombytes(mode, (32, 24), pixels.tobytes())
-        np.testing.assert_array_equal(decoded(blob(image, kind), 1, 0)[..., 0], GREY)
-
-    @pytest.mark.parametrize("pixels", [GREY / np.float32(255), GREY.astype(np.int32), GREY.astype(np.int32) * 1000])
-    @pytest.mark.parametrize("way", [lambda found: decoded(found, 3, 0), lambda found: encoded_again(found, 8, 90)])
-    def test_an_image_of_32_bits_a_pixel_is_refused_by_its_mode(self, pixels, way):
-        image = Image.fromarray(pixels)
-        with pytest.raises(UsageError, match=f"mode {image.mode} "):
-            way(blob(image, "TIFF"))
-
-    @pytest.mark.parametrize("px", [8, 12, 24, 60])
-    def test_shorter_side(self, px):
-        jpeg = blob(Image.fromarray(COLOUR), "JPEG", quality=95)
-        image = decoded(jpeg, 3, resize=px)
-        assert image.shape == (px, round(32 * px / 24), 3)
-        full = resized(decoded(jpeg, 3, 0), px)
-        assert np.abs(image.astype(int) - full).mean() < 12  # decoded at a small scale, then resized
-
     @pytest.mark.parametrize("form", ["PNG", "JPEG"])
     def test_an_extreme_aspect_is_not_scaled_whatever_it_takes(self, form):
         line, augment = Image.new("RGB", (30000, 1)), Augment(Data(resize=256, crop=224), True, 0)
@@ -103,12 +82,6 @@ class TestWindow:
             assert bottom <= cut.height <= 90 - fewer
             assert np.array_equal(cut.pixels(cut.height, 120)[:bottom], whole[:bottom])
         assert np.array_equal(window(picture, 10, 20, 40, 50, 32), stretched(whole[10:50, 20:70], 32))
-
-    def test_a_large_window_is_decoded_small(self):
-        picture = opened(photograph(), channels=3)
-        assert picture.pixels(20, 30).shape == (23, 30, 3)
-        got = window(picture, 8, 12, 72, 96, 16).astype(int)
-        assert np.abs(got - stretched(picture.pixels(90, 120)[8:80, 12:108], 16)).mean() < 3
 
     @pytest.mark.parametrize("broken", [b"", photograph()[:1200], photograph()[:-40]], ids=["empty", "half", "no end"])
     @pytest.mark.parametrize("area", [(), (0.1, 0.3)])

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ import pytest
 import jaxmpi
 from jaxmpi.config import Data, Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
-from jaxmpi.data import Loader, Sampler, kind_for, open_source
-from jaxmpi.data.memory_source import MemorySource
+from jaxmpi.data import Loader, Sampler, open_source
 from jaxmpi.trainer import main
 from line_task import LINE, line, lines
 
@@ -57,29 +55,6 @@ class TestMaps:
             expected = range(epoch * ROWS, (epoch + 1) * ROWS)
             assert seen == sorted(tuple(maps()[i]["image"].tolist()) for i in expected)
             assert [x for x, _ in seen] == [*range(ROWS)]
-
-    def test_they_are_read_by_threads_since_grain_imports_jax(self):
-        source = open_source(data(), "train")
-        assert kind_for(data(), source) == "threads"
-        with pytest.raises(UsageError, match=r"data\.loader: got processes"):
-            kind_for(data(loader="processes"), source)
-
-    @pytest.mark.parametrize("examples", [lambda: maps().repeat(), lambda: [1, 2]], ids=["repeat", "list"])
-    def test_what_is_no_map_of_one_epoch_is_refused(self, examples):
-        with pytest.raises(UsageError, match=r"data\.train: got"):
-            open_source(data(train=examples()), "train")
-
-    def test_examples_that_were_filtered_out_are_named_and_none_is_kept_in_memory(self):
-        source = open_source(data(train=maps().filter(lambda x: x["label"] == 0)), "train")
-        with pytest.raises(UsageError, match=r"data\.train\[1\], epoch 2: got None"):
-            source[2 * ROWS + 1]
-        with pytest.raises(UsageError, match=r"data\.memory"):
-            MemorySource(open_source(data(), "train"), data())
-
-    def test_a_package_that_is_missing_is_named(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "grain", None)
-        with pytest.raises(UsageError, match=r"jaxmpi\[grain\]"):
-            open_source(data(), "train")
 
 
 # ---------------------------------------------------------------- streams

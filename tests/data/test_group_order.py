@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from jaxmpi.config.data import Data, shuffle_schedule
-from jaxmpi.core.errors import UsageError
+from jaxmpi.config.data import shuffle_schedule
 from jaxmpi.data import Sampler
 from jaxmpi.data.group_order import (
     GroupSampler,
@@ -81,19 +80,6 @@ def test_pieces_have_what_is_read_in_the_order_of_files(n, batch, parts, piece_s
     turns = range(workers[0].turn_of_step(workers[0].steps_per_epoch))
     assert sorted(np.concatenate([workers[0].shuffled_records(turn)[0] for turn in turns])) == list(range(n))
     assert workers[0].name == ""
-
-
-def test_an_evaluation_is_in_the_order_of_the_source():
-    mine = GroupSampler(7, 4, 1, 2, 5, shuffle=False, parts=2, period=3)
-    assert [mine.indices(step).indices.tolist() for step in range(2)] == [[1, 3], [5]]
-
-
-def test_a_name_says_what_changes_the_order():
-    names = {
-        (parts, period): samplers(40, 4, parts, period=period)[0].name for parts in (1, 2, 4) for period in (0, 1, 2)
-    }
-    assert {name for (parts, period), name in names.items() if parts == 1 or period == 1} == {""}
-    assert len({names[2, 0], names[4, 0], names[2, 2], names[4, 2]}) == 4
 
 
 @pytest.mark.parametrize("period", [1, 3])
@@ -189,9 +175,3 @@ PERIODS = {1: (1, 0), 0: (0, 0), "0st": (0, 0), "10st": (1, 10), "0.5ep": (1, 12
 @pytest.mark.parametrize(("period", "expected"), PERIODS.items())
 def test_a_period_is_steps_within_an_epoch_or_whole_epochs(period, expected):
     assert shuffle_schedule(period, 24, 60) == expected
-
-
-@pytest.mark.parametrize("period", ["2", "soon", -1])
-def test_a_period_that_cannot_be(period):
-    with pytest.raises(UsageError, match=r"data\.shuffle_period"):
-        Data(shuffle_period=period)

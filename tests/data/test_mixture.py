@@ -54,14 +54,6 @@ def test_over_epochs_all_examples_of_a_part_are_visited_equally_often():
             assert max(times) - min(times) <= 1
 
 
-def test_an_epoch_takes_of_a_large_part_examples_from_all_over_it():
-    source = opened((part(0, 1000), 1), (part(5000, 10), 10))
-    numbers = sorted(number(source[i]) for i in range(len(source)))
-    of_large = np.array([i for i in numbers if i < 1000])
-    assert len(set(of_large)) == len(of_large) == source.counts[0]
-    assert np.histogram(of_large, bins=4, range=(0, 1000))[0].min() > len(of_large) / 8
-
-
 def steps(size: int, start: int) -> list[list[int]]:
     pairs = (part(0, 7), 5), (part(100, 9), 1)
     found = []
@@ -96,11 +88,6 @@ def test_images_stay_compressed_if_they_are_in_all_parts(tmp_path):
     assert source.encoded is not None
     assert pickle.loads(pickle.dumps(source)).encoded(1)[0] == (tmp_path / "train" / "a" / "b.png").read_bytes()
     assert opened((folder, 1), (ArraySource(np.zeros((1, 4, 4, 3), np.uint8), [0], 1), 1)).encoded is None
-
-
-def test_other_weights_are_other_data():
-    one, other = (opened((part(0, 7), weight), (part(100, 9), 1)).digest() for weight in (5, 1))
-    assert one != other
 
 
 @pytest.mark.parametrize(

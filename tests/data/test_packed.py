@@ -10,7 +10,6 @@ import resource
 import shutil
 import tempfile
 import tracemalloc
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -90,33 +89,6 @@ def test_what_was_packed_comes_out(packed):
     assert np.array_equal(copy[3][0], source[3][0])
 
 
-def test_it_is_a_source_of_the_trainer(packed, monkeypatch):
-    source, folder = packed
-    data = Data(source="packed", dir=str(folder.parent), loader="threads")
-    with Loader(open_source(data, "train"), Sampler(20, 7, shuffle=False), data, train=False) as loader:
-        labels = [label for batch in loader for label in batch.label[batch.weight > 0]]
-    assert labels == list(source.labels)
-    monkeypatch.delenv("JAXMPI_DATA", raising=False)
-    with pytest.raises(UsageError, match=r"data\.dir"):
-        open_source(Data(source="packed"), "train")
-    with pytest.raises(UsageError, match="validation"):
-        open_source(data, "validation")
-
-
-def test_the_digest_is_that_of_content_and_not_of_place(packed, tmp_path):
-    source, folder = packed
-    packing.pack(source, tmp_path / "again", PackingOptions(quality=0, shard_bytes=10**6), threads=1)
-    packing.pack(noise(20), tmp_path / "other", PNG)
-    digests = [PackedSource(path).digest() for path in (folder, tmp_path / "again", tmp_path / "other")]
-    assert digests[0] == digests[1] != digests[2]
-
-
-@pytest.mark.parametrize("n", [0, 1])
-def test_few_records(tmp_path, n):
-    assert packing.pack(noise(n, classes=5), tmp_path / "few", PNG).records == n
-    assert len(PackedSource(tmp_path / "few")) == n
-
-
 def jpeg(size: tuple[int, int], mode: str = "RGB") -> bytes:
     file = io.BytesIO()
     Image.fromarray(RNG.integers(0, 256, (*size[::-1], 3), np.uint8)).convert(mode).save(file, "JPEG")
@@ -153,18 +125,6 @@ def test_files_keep_their_bytes_unless_another_size_is_asked_for(folder, tmp_pat
     assert packing.pack(source, tmp_path / "low", low).size_bytes < sum(small.manifest.shard_bytes)
 
 
-def test_classes_whose_names_are_not_utf_8(folder, tmp_path):
-    try:
-        (folder / "train" / "dog").rename(folder / "train" / os.fsdecode(b"b\xe9"))
-    except OSError:
-        pytest.skip("this file system wants UTF-8")
-    packing.pack(opened(folder), tmp_path / "out")
-    got = PackedSource(tmp_path / "out")
-    assert got.names == (os.fsdecode(b"b\xe9"), "cat")
-    forge(tmp_path / "out", names=[os.fsdecode(b"b\xea"), "cat"])
-    assert PackedSource(tmp_path / "out").digest() != got.digest()
-
-
 # ---------------------------------------------------------------- the command
 
 
@@ -191,11 +151,10 @@ def test_pack_and_check_digits(tmp_path, capsys):
         (["check", "/nowhere"], "/nowhere"),
         (["check", "."], "jaxmpi data pack"),
         (["pack", "digits", "{}", "--quality", "101"], "--quality"),
-        (["pack", "digits", "{}", "--verify", "not"], "--verify"),
         (["pack", "digits", "{}", "--threads", "0"], "--threads"),
         *((["pack", "digits", "{}", "--shard-mb", mb], "--shard-mb") for mb in ("nan", "inf", "0")),
-        (["pack", "{}/none", "{}"], "none/train.* with --train-split$"),
-        (["pack", "{}", "{}", "--source", "tfds"], "--name"),
+        (["pack", "{}/none", "{}"], "none/train.* --train-split"),
+        (["pack", "{}", "{}", "--source", "tfds"], r"data\.name"),
     ],
 )
 def test_what_cannot_be_asked_for(line, named, tmp_path):
@@ -254,7 +213,7 @@ def test_a_packing_that_was_stopped_continues(tmp_path):
         (packing.JOB, lambda path: path.write_bytes(b"\xff"), 0),
     ],
 )
-def test_shards_are_made_again_from_the_first_that_is_damaged(tmp_path, capsys, name, damage, kept):
+def test_shards_are_made_again_from_the_first_that_is_damaged(tmp_path, name, damage, kept):
     """Also if this is stopped once more: what lies behind is never counted on."""
     folder = tmp_path / "a"
     whole = half_packed(folder, 7, at=6)
@@ -265,21 +224,11 @@ def test_shards_are_made_again_from_the_first_that_is_damaged(tmp_path, capsys, 
     source.at = 3
     with pytest.raises(KeyboardInterrupt):
         packing.pack(source, folder, PNG, threads=1)
-    assert shard_name(kept) in capsys.readouterr().err
     assert [(folder / f"shard-{i:05d}.rows").exists() for i in range(3)] == [True, False, False]
     assert (inodes(folder)[shard_name(0)] == first) == bool(kept)
     packing.pack(whole, folder, PNG)
     packing.pack(whole, tmp_path / "b", PNG)
     assert contents(folder) == contents(tmp_path / "b")
-
-
-def test_leftovers_that_cannot_be_read_are_named(tmp_path):
-    whole = half_packed(tmp_path)
-    rows = tmp_path / "shard-00001.rows"
-    rows.unlink()
-    rows.mkdir()
-    with pytest.raises(UsageError, match=str(rows)):
-        packing.pack(whole, tmp_path, PNG)
 
 
 def test_two_at_once_are_refused(tmp_path):
@@ -370,71 +319,9 @@ def test_the_command_refuses_what_no_training_could_decode_and_continues_without
     assert kept.items() <= inodes(tmp_path / "out" / "train").items()
     command.main(["check", str(tmp_path / "out"), "--decode"])
     assert "all is well" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="--on-error skip, which has left out 1"):
-        command.main(line)
-
-
-def test_the_header_alone_is_verified_on_request(folder, tmp_path):
-    path, verify = folder / "train" / "dog" / "1.jpg", PackingOptions(verify="header")
-    path.write_bytes(half_of(jpeg((40, 40))))
-    assert packing.pack(opened(folder), tmp_path / "x", verify).records == 8
-    path.write_bytes(b"no image at all" * 9)
-    with pytest.raises(CorruptExample, match=r"dog/1\.jpg"):
-        packing.pack(opened(folder), tmp_path / "y", verify)
-
-
-@pytest.mark.parametrize(
-    ("images", "label", "named"),
-    [
-        *((np.zeros((1, 4, 4, 3), np.uint8), label, rf"array\[0\]: got label {label}") for label in (-1, 5, 1.5)),
-        (np.zeros((1, 4, 4, 3), np.float32), 0, "expected u8"),
-        (np.zeros((1, 4), np.uint8), 0, "expected u8"),
-    ],
-)
-def test_labels_out_of_range_and_what_is_no_image_are_refused(tmp_path, images, label, named):
-    with pytest.raises(UsageError, match=named):
-        packing.pack(ArraySource(images, [label], classes=5), tmp_path / "x", PNG)
-
-
-@pytest.mark.parametrize("name", ["\ud800", 3])
-def test_names_that_no_reader_takes_are_refused(tmp_path, name):
-    source: Any = noise(3)
-    source.names = ("cat", name)
-    with pytest.raises(UsageError, match="names"):
-        packing.pack(source, tmp_path, PNG)
-    assert not (tmp_path / MANIFEST).exists()
 
 
 # ---------------------------------------------------------------- damage
-
-
-def test_a_failed_checksum_stops_or_is_skipped_and_counted(packed):
-    _, folder = packed
-    flip(folder / shard_name(2))
-    source, order = PackedSource(folder), Sampler(20, 5, shuffle=False)
-    with (
-        Loader(source, order, Data(loader="threads"), train=False) as loader,
-        pytest.raises(CorruptExample, match=r"shard-00002\.bin at byte 0 \(example 4\)"),
-    ):
-        list(loader)
-    with Loader(source, order, Data(on_error="skip", loader="threads"), train=False) as loader:
-        assert sum(int((batch.weight == 0).sum()) for batch in loader) == loader.skipped == 1
-
-
-def test_missing_and_short_shards_are_named(packed):
-    _, folder = packed
-    source = PackedSource(folder)
-    source.encoded(0)
-    shard = folder / shard_name(0)
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-30])
-    with pytest.raises(OSError, match="shorter"):
-        source.encoded(1)
-    with pytest.raises(UsageError, match=rf"shard-00000\.bin: got {len(whole) - 30} bytes; expected {len(whole)}"):
-        PackedSource(folder)
-    shard.unlink()
-    with pytest.raises(UsageError, match=r"shard-00000\.bin"):
-        PackedSource(folder)
 
 
 @pytest.mark.parametrize("damage", [cut, Path.unlink, flip])
@@ -458,49 +345,6 @@ def test_no_path_leaves_the_folder_and_none_is_special(packed, tmp_path, name, k
     (folder / name).rename(moved)
     {"link": lambda p: p.symlink_to(moved), "folder": Path.mkdir, "pipe": os.mkfifo}[kind](folder / name)
     with pytest.raises(UsageError, match=name):
-        PackedSource(folder)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *(("records", n) for n in (21, 2**70, True)),
-        *(("names", names) for names in ([1], ["\ud800"])),
-        *(("shard_bytes", sizes) for sizes in ([1], [-1, 5], ["../../etc/passwd"], [2**62] * 4)),
-        ("more", 1),
-        pytest.param("x" * 10**6, 1, id="long"),
-    ],
-)
-def test_a_manifest_that_is_wrong(packed, field, value):
-    _, folder = packed
-    forge(folder, **{field: value})
-    with pytest.raises(UsageError, match=r"manifest|index\.bin|shard") as caught:
-        PackedSource(folder)
-    assert len(str(caught.value)) < 1000  # it does not repeat a megabyte
-
-
-@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"format": "jaxmpi packed 1"}', "\xff"])
-def test_a_manifest_that_is_none(packed, text):
-    _, folder = packed
-    (folder / MANIFEST).write_bytes(text.encode("latin-1"))
-    with pytest.raises(UsageError, match="manifest"):
-        PackedSource(folder)
-
-
-@pytest.mark.parametrize(
-    ("field", "row", "value"),
-    [
-        *(("offset", row, value) for row, value in ((0, 1), (5, 2**64 - 1))),
-        *(("length", row, value) for row, value in ((5, 0), (5, 2**32 - 1), (19, 3))),
-        *(("label", 5, value) for value in (-1, 5)),
-    ],
-)
-def test_an_index_that_is_wrong(packed, field, row, value):
-    _, folder = packed
-    rows = np.fromfile(folder / INDEX, ROW)
-    rows[field][row] = value
-    forge(folder, rows)
-    with pytest.raises(UsageError, match=r"index\.bin: "):
         PackedSource(folder)
 
 
@@ -635,33 +479,3 @@ def test_packing_writes_through_no_link_and_waits_for_no_pipe(tmp_path, name, ki
     with pytest.raises(UsageError, match=name):
         packing.pack(source, tmp_path / "a", PNG)
     assert precious.read_text() == "precious"
-
-
-@pytest.mark.parametrize(("field", "value"), [("offset", 2**64 - 1), ("length", 7), ("crc32", 0)])
-def test_a_forged_note_counts_as_damaged(tmp_path, field, value):
-    source, path = half_packed(tmp_path), tmp_path / "shard-00001.rows"
-    table = np.fromfile(path, ROW)
-    table[field][0] = value
-    table.tofile(path)
-    assert packing.pack(source, tmp_path, PNG).records == 12
-    assert packing.find_damage(PackedSource(tmp_path)) == []
-
-
-def test_forged_labels_of_a_half_packed_set_are_not_finished(tmp_path):
-    """Their checksum fits, so only the last check of a packing sees them."""
-    source, path = half_packed(tmp_path), tmp_path / "shard-00001.rows"
-    table = np.fromfile(path, ROW)
-    table["label"][1:] = 77
-    table["crc32"][0] = zlib.crc32(table[1:].tobytes())
-    table.tofile(path)
-    with pytest.raises(UsageError, match="label"):
-        packing.pack(source, tmp_path, PNG)
-    assert not (tmp_path / MANIFEST).exists()
-
-
-@pytest.mark.parametrize("skipped", ["x", -1])
-def test_a_finished_packing_that_lies_about_what_it_left_out(packed, skipped):
-    source, folder = packed
-    forge(folder, made={**PackedSource(folder).manifest.made, "skipped": skipped})
-    with pytest.raises(UsageError, match=r"skipped|made"):
-        packing.pack(source, folder, PNG)

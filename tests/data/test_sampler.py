@@ -1,7 +1,5 @@
 """Which examples a worker reads at a step: by properties, for any number of workers."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -78,21 +76,6 @@ def test_order_depends_on_seed_and_epoch_and_never_changes():
 def test_numbers_out_of_range(wrong, named):
     with pytest.raises(UsageError, match=named):
         Sampler(**{"examples": 10, "effective_batch": 4, **wrong})
-
-
-def test_an_evaluation_has_one_epoch():
-    with pytest.raises(IndexError, match="step 1 of 1"):
-        Sampler(4, 4, shuffle=False).indices(1)
-
-
-def test_numbers_of_numpy_will_do():
-    sizes: Any = map(np.int64, (10, 4, 1, 2))
-    seed: Any = np.uint64(2**64 - 1)
-    step: Any = np.int64(4)
-    plain, numpy = Sampler(10, 4, 1, 2, seed=2**64 - 1), Sampler(*sizes, seed=seed)
-    assert plain == numpy
-    np.testing.assert_array_equal(plain.indices(4).indices, numpy.indices(step).indices)
-    assert type(numpy.indices(step).epoch) is int
 
 
 # ---------------------------------------------------------------- whole files

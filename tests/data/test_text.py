@@ -1,8 +1,6 @@
 """Text: windows of bytes or of a tokenizer's tokens, the standard library as a corpus, vocabularies of words."""
 
-import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,9 @@ import pytest
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import Loader, Sampler, command, open_source, write_words
+from jaxmpi.data import command, open_source, write_words
 from jaxmpi.data.memory_source import MemorySource
 from jaxmpi.data.sources.text import TextSource, library_files
-from jaxmpi.observe.recorder import Recorder, Unit
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -51,34 +48,6 @@ class TestBytes:
             with pytest.raises(IndexError, match="of 9"):
                 source[index]
 
-    def test_splits_are_folders(self, folder):
-        assert len(opened(folder, "validation")) == 2
-        (folder / "validation").rename(folder / "test")
-        with pytest.raises(UsageError, match=r"validation; .*--data.validation-split"):
-            opened(folder, "validation")
-        source = open_source(Data("text", dir=str(folder), validation_split="test", window=4), "validation")
-        assert len(source) == 2
-
-    @pytest.mark.parametrize("change", ["name", "byte"])
-    def test_digest_sees_every_name_and_byte(self, folder, change):
-        before, file = opened(folder).digest(), folder / "train" / "b.txt"
-        assert opened(folder).digest() == before
-        file.rename(file.with_name("c.txt")) if change == "name" else file.write_bytes(file.read_bytes()[:-1] + b"Z")
-        assert opened(folder).digest() != before
-
-    def test_names_that_are_not_utf_8(self, folder):
-        digests = set()
-        for name in (b"\xfe.txt", b"\xff.txt"):
-            path = folder / "train" / os.fsdecode(name)
-            try:
-                path.write_bytes(b"x")
-            except OSError:
-                pytest.skip("this file system wants UTF-8")
-            digests.add(opened(folder).digest())
-            path.unlink()
-        assert len(digests) == 2
-        assert library_files([os.fsdecode(b"\xff.py")], held_out=True) in ([], [os.fsdecode(b"\xff.py")])
-
     def test_bad_input_is_named(self, folder):
         with pytest.raises(UsageError, match=r"data\.dir"):
             open_source(Data("text"), "train")
@@ -105,10 +74,6 @@ class TestLibrary:
         assert not modules[0] & modules[1]
         assert list(train.files) == sorted(train.files)  # all names are ASCII: the order of bytes
         assert "operator.py" in held_out.files
-
-    def test_what_is_not_the_librarys_own_is_left_out(self):
-        others = ["site-packages/numpy/x.py", "_sysconfigdata__linux_.py", "config-3.12-x/y.py", "sitecustomize.py"]
-        assert library_files(["a.py", *others], held_out=False) == ["a.py"]
 
     def test_modules_are_held_out_whole(self):
         files = ["test/test_asyncio/utils.py", "test/test_asyncio/x.py", "test/test_ast.py", "curses/ascii.py"]
@@ -187,32 +152,6 @@ class TestTokenizers:
         assert len({source.digest() for source in sources}) == 1
         assert opened(sentences, tokenizer=words()).digest() != sources[0].digest()
 
-    def test_added_tokens_count_although_vocab_size_leaves_them_out(self, sentences):
-        class Added:
-            vocab_size = 5
-
-            def __len__(self) -> int:
-                return 7
-
-            def encode(self, text: str) -> list[int]:
-                return [6] * 4
-
-        assert opened(sentences, tokenizer=Added()).classes == 7
-        given = words()
-        given.add_tokens(["e"])
-        assert opened(sentences, tokenizer=given).classes == 6
-
-    def test_loader_processes_need_no_tokenizer(self, sentences):
-        tokenizer = function(lambda text: [1] * 7, 2)
-        data = Data("text", dir=str(sentences), window=3, tokenizer=tokenizer, loader="processes", loaders=1)
-        with Loader(open_source(data, "train"), Sampler(4, 2, shuffle=False), data, train=False) as loader:
-            assert [batch.image.tolist() for batch in loader] == [[[1, 1, 1]] * 2] * 2
-
-    def test_the_library_may_have_what_is_no_utf_8(self):
-        first = function(lambda text: [len(text) % 7], 7)
-        source: Any = open_source(Data("stdlib", window=4, tokenizer=first), "validation")
-        assert len(source) == (len(source.files) - 1) // 4
-
     @pytest.mark.parametrize(
         ("tokenizer", "named"),
         [
@@ -229,20 +168,6 @@ class TestTokenizers:
             opened(sentences, tokenizer=tokenizer)
         assert "data.tokenizer" in str(caught.value)
 
-    def test_files_that_cannot_be_and_too_few_tokens_are_named(self, sentences, tmp_path, monkeypatch):
-        (tmp_path / "other.json").write_text("{}")
-        with pytest.raises(UsageError, match=r"other\.json"):
-            opened(sentences, tokenizer=str(tmp_path / "other.json"))
-        with pytest.raises(UsageError, match=r"12 tokens .* 13 tokens"):
-            opened(sentences, tokenizer=words(), window=12)
-        (sentences / "train" / "2").write_bytes(b"a \xff")
-        with pytest.raises(UsageError, match=r"train/2: .*UTF-8"):
-            opened(sentences, tokenizer=words())
-        given = words()
-        monkeypatch.setitem(sys.modules, "tokenizers", None)
-        with pytest.raises(UsageError, match=r"data\.tokenizer: .*jaxmpi\[tokenizers\]"):
-            opened(sentences, tokenizer=given)
-
 
 def test_a_vocabulary_has_the_most_frequent_words_and_reads_the_text_whole(folder, tmp_path, capsys):
     """`b b a c d`: of three words the first are white space and b; a, c and d are equally frequent."""
@@ -255,10 +180,3 @@ def test_a_vocabulary_has_the_most_frequent_words_and_reads_the_text_whole(folde
     assert (source.classes, source.text.tolist()) == (4, [3, 1, 2, 1, 0])
     with pytest.raises(UsageError, match="source digits"):
         write_words(Data("digits"), tmp_path / "words.json")
-
-
-def test_the_record_has_bits_of_bytes(tmp_path):
-    record = Recorder(tmp_path, unit=Unit("tokens", 3, bytes_each=6))
-    record.evaluation(step=1, epoch=1.0, examples=3, eval_count=3, tokens_per_byte=0.5, eval_loss=math.log(4))
-    record.close()
-    assert '"eval_bits_per_byte": 1.0' in (tmp_path / "record.jsonl").read_text()

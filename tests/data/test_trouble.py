@@ -1,9 +1,6 @@
 """File systems that fail, stall, fill up or change under a run: one outcome for every kind of source, by name."""
 
-import errno
-import io
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +15,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.data import ArraySource, Loader, Sampler, open_source, packing, write_batch_files
 from jaxmpi.data.memory_source import MemorySource
-from jaxmpi.data.sources.packed import MANIFEST, PackedSource, shard_name
+from jaxmpi.data.sources.packed import PackedSource, shard_name
 from launching import on_small_disk
 
 N, BAD = 6, 4
@@ -88,30 +85,12 @@ def test_a_file_system_that_answers_eio_ends_the_run_by_name(folder, kind, way, 
         WAYS[way](source, options)
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-def test_packing_from_a_file_system_that_answers_eio(folder, kind, tmp_path):
-    source, path = open_source(data(folder, kind), "train"), file_of(folder, kind, BAD)
-    break_disk(source, path)
-    with pytest.raises(UsageError, match=rf"{path}.* \(example {BAD}\) cannot be read: .*Input/output error"):
-        packing.pack(source, tmp_path / "out", packing.PackingOptions(shard_bytes=100, quality=0))
-
-
 def test_checking_on_a_file_system_that_answers_eio_names_the_file_and_goes_on(folder):
     source, path = PackedSource(folder / "packed" / "train"), file_of(folder, "packed", BAD)
     break_disk(source, path)
     wrong = packing.find_damage(source)
     assert [f"(example {index}) cannot be read" in text for index, text in enumerate(wrong, BAD)] == [True] * 2
     assert all(str(path) in text for text in wrong)
-
-
-def test_a_manifest_on_a_file_system_that_answers_eio(folder, monkeypatch):
-    def fail(self, size=-1):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    failing = type("Failing", (io.FileIO,), {"read": fail})
-    monkeypatch.setattr("jaxmpi.core.files.open", failing, raising=False)
-    with pytest.raises(UsageError, match=rf"{folder}/packed/train/{MANIFEST}: .*Input/output error"):
-        PackedSource(folder / "packed" / "train")
 
 
 @pytest.mark.parametrize(
@@ -137,28 +116,16 @@ def test_a_pipe_or_a_folder_in_place_of_a_file_is_named_and_not_waited_for(tmp_p
             open_source(Data(kind, dir=str(tmp_path / make.__name__), **options), "train")
 
 
-@pytest.mark.parametrize("answer", ["Input/output error", "No such file"])
-def test_text_on_a_file_system_that_fails_is_named_as_it_is_opened(folder, answer, monkeypatch):
-    """All of it is read then: neither the loader nor the memory of a group comes to it."""
-    place = folder / "text" / "train"
-    place.mkdir(parents=True)
-    (place / "a.txt").write_text("x" * 50)
-    (place / "b.txt").symlink_to("/proc/self/mem" if answer == "Input/output error" else "/nowhere")
-    monkeypatch.setattr("jaxmpi.data.sources.text.list_files", os.listdir)  # what is listed may be gone
-    with pytest.raises(UsageError, match=rf"text: {place}/b\.txt cannot be read: .*{answer}"):
-        open_source(data(folder, "text", window=4), "train")
-
-
 class Late(PackedSource):
     """Its file system takes its time."""
 
     gate = threading.Event()
 
-    def read_unchecked(self, index: int) -> bytes:
+    def cells(self, index: int) -> tuple[bytes, int]:
         if index == BAD:
             self.gate.wait(20)
         time.sleep(0.01)
-        return super().read_unchecked(index)
+        return super().cells(index)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -209,16 +176,6 @@ class TestFilesThatChangeUnderTheRun:
         with pytest.raises(TrainingError, match=r"example 4\) is corrupt: its checksum"):
             source.encoded(BAD)  # pyright: ignore[reportAttributeAccessIssue]
         assert WAYS[way](source, options)[:4] == [0, 1, 2, 3]
-
-    @pytest.mark.parametrize("kind", SOURCES)
-    def test_data_in_memory_outlive_their_files(self, folder, kind):
-        options = data(folder, kind)
-        inside = MemorySource(open_source(options, "train"), options)
-        inside.load(np.arange(N))
-        shutil.rmtree(folder / kind)
-        for _ in range(2):
-            assert read(inside, options) == list(range(N))
-        assert inside.read_again == 0
 
 
 FULL = """

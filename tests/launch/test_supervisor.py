@@ -13,8 +13,8 @@ from jaxmpi.config import experiment_file
 from jaxmpi.launch import command, supervisor
 from jaxmpi.launch.experiment_facts import facts_of
 from jaxmpi.launch.options import Options
-from jaxmpi.launch.postmortem import Culprit, culprit
-from jaxmpi.runtime import failures, interrupts, job_folder, process
+from jaxmpi.launch.postmortem import Culprit, children_of, culprit, ranks_under
+from jaxmpi.runtime import failures, job_folder
 from launching import ROOT, run, train, wait_until
 
 RULE = "-" * 74 + "\n"
@@ -190,7 +190,7 @@ def test_a_signal_to_the_whole_group_reaches_the_launcher_through_its_supervisor
     os.killpg(job.pid, numbers[0])
     wait_for(tmp_path / "asked")
     if code != 75:
-        time.sleep(1.1 * interrupts.ONE_REQUEST_S)
+        time.sleep(1.1 * failures.ONE_REQUEST_S)
     for number in numbers[1:]:
         os.killpg(job.pid, number)
     out, _ = job.communicate(timeout=30)
@@ -241,7 +241,7 @@ def test_a_job_goes_on_where_its_terminal_goes_and_nohup_says_so(tmp_path):
     assert job.poll() is None
     for _ in range(2):
         job.send_signal(signal.SIGTERM)
-        time.sleep(1.1 * interrupts.ONE_REQUEST_S)
+        time.sleep(1.1 * failures.ONE_REQUEST_S)
     job.wait(30)
 
 
@@ -329,7 +329,7 @@ def test_ranks_that_start_end_with_the_supervisor_though_the_launcher_hangs(tmp_
     job = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
     wait_until(lambda: len([*tmp_path.glob("[0-9]*")]) == 2, timeout_s=60)
     pids = [int(path.name) for path in tmp_path.glob("[0-9]*")]
-    [launcher] = [pid for pid in process.children_of(job.pid) if process.ranks_under(pid)]
+    [launcher] = [pid for pid in children_of(job.pid) if ranks_under(pid)]
     os.kill(launcher, signal.SIGSTOP)
     try:
         job.kill()

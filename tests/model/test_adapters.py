@@ -697,7 +697,7 @@ class Net(nnx.Module):
 
 experiment = Experiment(
     model=nnx_model(Net, name="net", input_shape=(8, 8, 1), classes=10), data=Data("digits", channels=1),
-    optim=Optim("sgd", lr=0.1, lr_scaling="none"), local_batch=2, train_for="3st", eval_every="3st",
+    optim=Optim("sgd", lr=0.1), local_batch=2, train_for="3st", eval_every="3st",
     batch_statistics="synchronised",
 )
 """

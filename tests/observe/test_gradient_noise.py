@@ -104,7 +104,7 @@ source = ArraySource(X, np.zeros({EXAMPLES}, np.int32), classes=1)
 model = plain_model(lambda key: jnp.zeros(6), lambda w, x: x @ w[:, None], name="linear", input_shape=(6,), classes=1)
 experiment = Experiment(
     model=model, loss=lambda outputs, labels: outputs[:, 0], data=Data("array", train=source, validation=source),
-    optim=Optim("sgd", lr=0.01, lr_scaling="none"), exchange=ExchangeConfig("asa32"),
+    optim=Optim("sgd", lr=0.01), exchange=ExchangeConfig("asa32"),
     effective_batch={BATCH}, train_for="10st", log_every=5, eval_every="0st", checkpoint_every="0st",
 )
 """

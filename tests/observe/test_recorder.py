@@ -27,7 +27,7 @@ from jaxmpi.observe.step_timing import HEAD, LOCAL, Summary, summary
 from jaxmpi.observe.terminal import Plain
 from jaxmpi.runtime.progress import Span
 from jaxmpi.trainer.plan import make_plan
-from jaxmpi.trainer.progress import unit_of
+from jaxmpi.trainer.run import unit_of
 from launching import small_disk, train
 from line_task import LINE
 

@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 
+from jaxmpi.observe import step_timing
 from jaxmpi.observe.record_format import PARTS, SOURCES
 from jaxmpi.observe.step_timing import (
     HEAD,
@@ -200,7 +201,7 @@ def test_spans_are_kept_until_they_are_drained_and_subtracted_as_intervals():
         assert [s.name for s in progress.open_spans()] == ["inner"]
     assert [s.name for s in progress.drain()] == ["inner", "outer"]
     assert (progress.open_spans(), progress.drain()) == ([], [])
-    assert progress.minus([(0, 10)], [(2, 3), (5, 12)]) == [(0, 2), (3, 5)]
-    assert progress.length([(0, 2), (1, 4), (6, 7)]) == 5
-    merged = progress.union([(0.0, 2.0), (1.0, 4.0), (6.0, 7.0)])
-    assert progress.inside(merged, 3.0, 6.5) == progress.clipped(merged, 3.0, 6.5) == [(3.0, 4.0), (6.0, 6.5)]
+    assert step_timing.minus([(0, 10)], [(2, 3), (5, 12)]) == [(0, 2), (3, 5)]
+    assert step_timing.length([(0, 2), (1, 4), (6, 7)]) == 5
+    merged = step_timing.union([(0.0, 2.0), (1.0, 4.0), (6.0, 7.0)])
+    assert step_timing.inside(merged, 3.0, 6.5) == step_timing.clipped(merged, 3.0, 6.5) == [(3.0, 4.0), (6.0, 6.5)]

@@ -88,7 +88,7 @@ def read_all(end: int) -> bytes:
     return said
 
 
-ASK = "import sys; from jaxmpi.runtime.progress import terminal_columns; print('columns', terminal_columns(sys.stdout))"
+ASK = "import sys; from jaxmpi.observe.terminal import terminal_columns; print('columns', terminal_columns(sys.stdout))"
 SUPERVISED = """
 import sys
 from jaxmpi.launch.options import Options

@@ -379,7 +379,7 @@ from jaxmpi.models.cnn import digits_cnn_tiny
 
 experiment = Experiment(
     model=digits_cnn_tiny(), data=Data("digits", channels=1, mean=(0.305,), std=(0.376,)), effective_batch=60,
-    optim=Optim("mine", lr_scaling="none", transform={transform}), schedule=Schedule(rate={rate}),
+    optim=Optim("mine", transform={transform}), schedule=Schedule(rate={rate}),
     train_for="8st", checkpoint_every="4st", log_every=1,
 )
 """

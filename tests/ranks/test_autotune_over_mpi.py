@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi.allreduce import autotune, overlap, probes
+from jaxmpi.allreduce import autotune, measuring, overlap
 from jaxmpi.comm.base import ring_order
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm
@@ -144,13 +144,13 @@ def test_a_probe_for_plan_has_prices_and_seconds(cache):
         pytest.skip("8 ranks compile for long")
     hosts = 2 if SIZE % 2 == 0 else 1
     comm = workers(hosts)
-    got = probes.probe(comm, ("32",))
+    got = measuring.probe(comm, ("32",))
     assert (got.net.hosts, got.net.slots, got.net.even) == (hosts, SIZE // hosts, True)
     assert len(got.seconds) >= 2
     assert all(len(times) == 2 and min(times.values()) > 0 for times in got.seconds.values())
     assert got.net.inside.beta_s_per_byte > 0 or got.net.slots == 1
     assert got.net.between.beta_s_per_byte > 0 or hosts == 1
-    assert probes.probe(comm, ("32",)) == got
+    assert measuring.probe(comm, ("32",)) == got
 
 
 def test_a_wire_is_taken_only_where_it_is_asked_for(cache):

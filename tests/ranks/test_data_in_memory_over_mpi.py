@@ -28,7 +28,6 @@ from jaxmpi.data import (
     group_order,
     kind_for,
     memory_source,
-    peer_memory,
     shuffle,
 )
 from jaxmpi.data.feed import DeviceFeed
@@ -167,28 +166,6 @@ def test_an_evaluation_reads_each_example_once_and_keeps_its_own():
     assert feed.memory.source.newest().records.tolist() == list(range(RANK, N, SIZE))
 
 
-@pytest.fixture(params=["one host", "hosts in turn", "forbidden on one rank"])
-def near(request, monkeypatch) -> int:
-    """Where ranks are, and how many of them this rank is near to, itself included."""
-    if request.param == "hosts in turn":
-        monkeypatch.setattr(CONTROL, "hosts", tuple(rank % 2 for rank in range(SIZE)))
-        return len(range(RANK % 2, SIZE, 2))
-    if request.param == "forbidden on one rank" and RANK == SIZE - 1:
-        monkeypatch.setattr(peer_memory, "_readv", None)
-    return SIZE if request.param == "one host" else 1
-
-
-def test_who_is_near(near, request, capsys):
-    memory = kept(Shapes()).memory
-    assert memory is not None
-    is_forbidden = "forbidden" in request.node.name
-    assert ("does not let workers read each other's memory" in capsys.readouterr().err) == (is_forbidden and RANK == 0)
-    assert int(memory.neighbours.near.sum()) == near
-    assert memory.neighbours.near[RANK]
-    memory.close()
-
-
-@pytest.mark.usefixtures("near")
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize(("period", "segment_bytes"), [(0, SEGMENT_BYTES), (1, 7), (3, SEGMENT_BYTES)])
 def test_shuffles_conserve_every_record(group, period, segment_bytes, monkeypatch):
@@ -351,7 +328,6 @@ def test_a_run_leaves_no_thread_no_memory_and_no_communicator(error):
     feed = kept(numbered())
     with contextlib.suppress(Together, AgreedError), feed.open_until_agreed(Together):
         next(feed.batches(0, 100))
-        assert threads() == before + 1
         if error:
             raise error
     assert threads() == before

@@ -17,17 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmpi.checkpoint import manager, run_directory
+from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.checkpoint.manager import Retention
 from jaxmpi.checkpoint.restore import restore
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import gather_workers, shard_rows
 from jaxmpi.config import schema
 from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
-from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.train_state import create
 from jaxmpi.recover import decisions, replica_check, signals
 from jaxmpi.recover.decisions import NonFiniteStep, Recovery, RollBack, StepConsensus
-from jaxmpi.runtime import fault_injection, interrupts
+from jaxmpi.runtime import failures, fault_injection
 from launching import ROOT
 
 
@@ -243,16 +243,12 @@ def test_every_fault_is_parsed():
     ("text", "message"),
     [
         ("kil", "unknown fault 'kil'; did you mean 'kill'"),
-        ("kill:rank=4", "rank: got '4'; expected all, or"),
-        ("kill:step=-1", "step: got '-1'; expected a whole number"),
+        ("kill:ranks=1", "unknown key 'ranks'; did you mean 'rank'"),
+        ("kill:rank=4", "rank: got 4; expected all, or"),
         ("kill:at=night", r"unknown place of a fault \(at\) 'night'"),
         ("kill:step=" + "9" * 5000, "step: got '9{60,}.*expected"),
-        ("kill:rank=1,rank=2", "rank: given twice"),
-        ("slow:seconds=-1", "seconds: got '-1'; expected seconds"),
-        ("slow:seconds=nan", "seconds: got 'nan'; expected seconds"),
-        ("exit:code=256", "code: got '256'; expected"),
+        ("slow:seconds=nan", "seconds: got 'nan'; expected"),
         ("exit:hard=no", "hard: got 'no'; expected"),
-        ("corrupt_checkpoint:file=../../x", "file: got '../../x'; expected manifest.json, common.bin or worker_00003"),
     ],
 )
 def test_wrong_faults(text, message):
@@ -338,7 +334,7 @@ def test_ctrl_c_saves_one_worker_and_a_second_one_leaves_at_once(again, code, sa
     for text in job.stdout:
         out += text
         if text.endswith("at step 3\n") or (again and text.startswith("jaxmpi: interrupted:")):
-            time.sleep(2 * interrupts.ONE_CTRL_C_S)
+            time.sleep(2 * failures.ONE_CTRL_C_S)
             job.send_signal(signal.SIGINT)
     killer.cancel()
     job.stdout.close()

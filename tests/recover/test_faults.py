@@ -23,7 +23,7 @@ from typing import IO, NamedTuple
 
 import pytest
 
-from jaxmpi.runtime import interrupts, job_folder
+from jaxmpi.runtime import failures, job_folder
 from launching import LAUNCHER_PREFIXES, ROOT, kill_session, leaked, shared_memory
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
@@ -51,7 +51,7 @@ def apply(params, model_state, image, key, train):
 experiment = Experiment(
     model=Model("softmax", init, apply, input_shape=(8, 8, 1), classes=10),
     data=Data("digits", channels=1, mean=(0.305,), std=(0.376,)),
-    optim=Optim("momentum", lr=0.02, lr_scaling="none"), exchange=ExchangeConfig("ring32"),
+    optim=Optim("momentum", lr=0.02), exchange=ExchangeConfig("ring32"),
     effective_batch=64, train_for="40st", checkpoint_every="10st", eval_every="20st", log_every=1,
 )
 """
@@ -450,7 +450,7 @@ def test_a_second_sigterm_ends_the_job_at_once(model, undisturbed, tmp_path):
     job.when("injecting")
     for _ in range(2):
         os.kill(process_of(job, "jaxmpi.tools.cli"), signal.SIGTERM)
-        time.sleep(2 * interrupts.ONE_REQUEST_S)
+        time.sleep(2 * failures.ONE_REQUEST_S)
     begin = time.monotonic()
     assert job.end() not in (0, 75), job.out
     assert time.monotonic() - begin < DIES_S

@@ -28,7 +28,7 @@ from jaxmpi.observe.step_timing import LOCAL, Window
 from jaxmpi.observe.trace import Tracer
 from jaxmpi.recover.shrink import CommittedState, Lost, ShrinkCoordinator
 from jaxmpi.trainer import lock_step
-from jaxmpi.trainer.progress import ProgressLog
+from jaxmpi.trainer.run import Run
 from jaxmpi.trainer.step import Metrics
 from jaxmpi.trainer.timetable import Timetable
 from launching import ROOT, leaked, mpirun_line, run, shared_memory, train
@@ -94,9 +94,7 @@ def survivor(monkeypatch) -> Any:
         experiment=Experiment(),
         functions=Built(),
         home=None,
-        saver=SimpleNamespace(home=None),
         notice=None,
-        guard=SimpleNamespace(recovery=None),
         profiler=None,
         callback_states=(),
     )
@@ -107,7 +105,7 @@ def survivor(monkeypatch) -> Any:
         "build_functions": lambda *args: Built(),
         "take_over_record": lambda *args: Recorder(None),
         "memory_of_fewer": lambda *args: None,
-        "open_run": lambda plan, **parts: whole,
+        "of_workers": lambda *parts: {},
         "LockStep": lambda run, sums: SimpleNamespace(run=run, result={}, _evaluated=-1),
     }
     for name, fake in fakes.items():
@@ -149,17 +147,15 @@ def test_the_gradient_norm_is_the_mean_over_those_steps_of_workers_that_it_count
     )
     tracer = Tracer((0, 0), SoloProcesses(), ["host"], tmp_path / "trace.json")
     with contextlib.closing(Recorder(tmp_path)) as recorder:
-        log = ProgressLog(
-            plan=plan,
-            recorder=recorder,
-            tracer=tracer,
-            noise=None,
-            flops=StepFlops(),
-            peak=None,
-        )
-        steps = [Metrics(jnp.float32(1), jnp.float32(4), squares=jnp.float32(square)) for square in (4, 4, 19)]
-        sums = np.sum([log.sums(step, metrics) for step, metrics in enumerate(steps, 1)], axis=0)
-        log.line(3, sums, Window(1, dict.fromkeys(LOCAL, 0.0), np.zeros(1), 0, []))
+        functions = SimpleNamespace(flops=StepFlops(), rule=None)
+        votes = SimpleNamespace(cast=lambda *ballot: None)
+        parts = {"plan": plan, "recorder": recorder, "tracer": tracer, "functions": functions, "votes": votes}
+        fields = {field.name: None for field in dataclasses.fields(Run)} | {"shuffles": 0}
+        run: Any = Run(**(fields | parts))
+        finite = jnp.ones(1, bool)
+        steps = [Metrics(jnp.float32(1), jnp.float32(4), finite, squares=jnp.float32(square)) for square in (4, 4, 19)]
+        sums = np.sum([run.sums(step, metrics) for step, metrics in enumerate(steps, 1)], axis=0)
+        run.log(3, sums, Window(1, dict.fromkeys(LOCAL, 0.0), np.zeros(1), 0, []))
     (line,) = (json.loads(text) for text in (tmp_path / "record.jsonl").read_text().splitlines())
     assert line["gradient_norm"] == 3.0
 
@@ -296,25 +292,6 @@ def test_a_worker_goes_on_alone(model, tmp_path):
     assert after
     assert float(after[1]) > 1.9 * float(before[1])  # all of it, for half
     assert [manifests.step_of(path) for path in manifests.found(folder / "checkpoints")] == [6]
-
-
-SHORT = """
-from jaxmpi.experiments.digits import experiment
-from jaxmpi.trainer import lock_step
-
-lock_step.available_bytes = lambda: -(10**12)
-"""
-
-
-@pytest.mark.faults
-def test_a_run_does_not_go_on_with_workers_that_would_not_fit(tmp_path):
-    (tmp_path / "short.py").write_text(SHORT)
-    args = ("--on-rank-loss", "shrink", "--train-for", "9st", *inject("kill:rank=0,step=4"), *SHARDED)
-    job = start(trainer(tmp_path / "short.py", tmp_path / "run", *args, ranks=2))
-    assert job.end() == 1, job.out
-    assert "memory: got 1 worker on this host" in job.out
-    assert f"resume from the newest checkpoint in '{tmp_path / 'run'}'" in job.out
-    assert [step for step, _, _ in losses(tmp_path / "run")][-1] < 4
 
 
 @pytest.mark.faults

@@ -24,7 +24,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.optim.optimizers import optimizer
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.synchronous import LocalState
-from jaxmpi.trainer.step_form import overlap_obstacle
+from jaxmpi.trainer.build import overlap_obstacle
 from launching import train as run
 from tolerances import leaf_bound
 
@@ -209,11 +209,10 @@ def test_the_distance_of_workers_is_that_of_the_last_meeting(name):
 # ---------------------------------------------------------------- contract
 
 
-@pytest.mark.parametrize(("name", "scaling"), [("local_sgd", "linear"), ("diloco", "none")])
-def test_what_a_rule_says_of_itself(name, scaling):
+@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
+def test_what_a_rule_says_of_itself(name):
     rule = built(RuleConfig(name), Optim("adam"), AxisComm("w", K))  # any optimizer, unforced
     assert (rule.state_is_replicated, rule.params_are_replicated) == (False, False)
-    assert registry.scale_lr(name, "rule", 4)[1] == scaling
     registry.check_wire(RuleConfig(name), "asa:8")
     experiment = Experiment(rule=RuleConfig(name), exchange=ExchangeConfig("asa32", overlap="on"))
     workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
@@ -234,7 +233,7 @@ from jaxmpi.models.cnn import digits_cnn_tiny
 experiment = Experiment(
     model=digits_cnn_tiny(),
     data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
-    optim=Optim("adam", lr=0.01, lr_scaling="none"),
+    optim=Optim("adam", lr=0.01),
     rule=RuleConfig("diloco", local_steps=8),
     exchange=ExchangeConfig("ring16"),
     effective_batch=60, train_for="20st", eval_every="10st", checkpoint_every="10st", log_every=1,

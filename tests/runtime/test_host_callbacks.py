@@ -1,7 +1,6 @@
 """Python functions as XLA handlers: what they see, in which order they run, and what becomes of their errors."""
 
 import ctypes
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -313,14 +312,3 @@ def test_programs_are_found_in_the_cache_and_exported_to_other_processes(tmp_pat
     assert "jaxmpi: rank 0/1 on " in out
     assert "ValueError: boom" in out
     assert "went on" not in out
-
-
-def test_no_thread_and_no_file_is_left(python):
-    call, x = python(copy), jnp.ones(1000)
-    step = jax.jit(lambda v: call([v], [v])[0])
-    step(x).block_until_ready()
-    before = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-    for _ in range(1000):
-        x = step(x)
-    x.block_until_ready()
-    assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before

@@ -302,7 +302,7 @@ def test_a_figure_of_normalised_images_is_monitored(model, figure, mode, tmp_pat
             validation={"image": image, "label": label},
             loader="threads",
         ),
-        optim=Optim("sgd", lr=0.01, lr_scaling="none"),
+        optim=Optim("sgd", lr=0.01),
         effective_batch=8,
         train_for="1st",
         monitor=figure,
@@ -380,7 +380,7 @@ def test_settings_that_do_not_fit_are_named(fields, match, tmp_path):
 def test_rows_of_other_fields_than_the_first_are_named(tmp_path):
     rows = [{"x": np.zeros(3, np.float32), "y": np.float32(0), "tokens": 1} for _ in range(8)]
     rows[5] = {**rows[5], "x": np.zeros(4, np.float32)}
-    with pytest.raises(UsageError, match=r"\[5\]: got x of shape \(4,\)"):
+    with pytest.raises(UsageError, match=r"\[5\]: got x float32\[4\]"):
         main.train(lines(tmp_path, data=Data("array", train=rows, validation=line(9), loader="threads")), "lines")
     rows[5] = {"x": rows[0]["x"]}
     with pytest.raises(UsageError, match=r"\[5\]: got the fields"):

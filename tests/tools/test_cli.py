@@ -59,9 +59,9 @@ def test_an_unknown_command_lists_what_exists(monkeypatch, capsys):
 
 MISTAKES = {
     "train -n 8 digits --efective-batch 3": "unknown field --efective-batch; did you mean 'effective-batch'?",
-    "train -n 8 digits --optim.lr fast": "Error parsing --optim.lr",
+    "train -n 8 digits --optim.lr fast": "--optim.lr: got 'fast'; expected float",
     "train --local-batch 8": "name an experiment file first",
-    "train -n 8 digits --train-for": "Missing argument",
+    "train -n 8 digits --train-for": "--train-for: got nothing; expected str",
     "bench --speed": "unrecognized arguments: --speed",
     "plan --bytes 4e6 --alpha-s 1e-4": "give --alpha-s and --beta-s-per-byte together",
     "forecast digits -n 4 --slots 5": "--slots: got 5; expected 1 to 4 ranks a host",

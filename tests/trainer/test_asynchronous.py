@@ -12,18 +12,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmpi.allreduce.wires import BLOCK
+from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint
 from jaxmpi.checkpoint.manifests import found
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.launch import command, postmortem
 from jaxmpi.launch.experiment_facts import facts_of
@@ -42,10 +40,10 @@ from jaxmpi.rules.asynchronous.start import AsyncStart
 from jaxmpi.rules.asynchronous.worker import AsyncWorker
 from jaxmpi.runtime import failures, job_folder
 from jaxmpi.trainer import asynchronous
-from jaxmpi.trainer.asynchronous import MANY, AsyncLeader, SharedEvaluation, find_stragglers
+from jaxmpi.trainer.asynchronous import AsyncLeader
+from jaxmpi.trainer.build import center_strategy
 from jaxmpi.trainer.callbacks import Callback
 from jaxmpi.trainer.loop import RunProgress
-from jaxmpi.trainer.step_form import center_strategy
 from jaxmpi.trainer.timetable import DueEvents, Timetable
 from launching import ROOT, kill_session, mpirun_line, run, train, train_here
 from simulated_mpi import Line
@@ -149,13 +147,6 @@ def test_workers_of_equal_speed_make_equal_shares_of_a_long_run_to_a_tenth(tau, 
     assert ended.code == 0, ended.out
     made = record(tmp_path, "workers")[-1]["worker_steps"]
     assert max(abs(4 * steps / sum(made) - 1) for steps in made) < 0.1, made
-
-
-def test_who_has_made_less_than_half_of_the_steps_has_fallen_behind():
-    """But nobody before there are enough."""
-    assert find_stragglers({0: 100, 1: 49, 3: 100}) == {1: 100.0}
-    assert find_stragglers({0: MANY - 2, 1: 1, 3: MANY - 2}) == {}
-    assert find_stragglers({}) == {}
 
 
 LATE = """
@@ -270,9 +261,9 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
     start: Any = AsyncStart(np.zeros(2, np.float32), state, Counters())
     run: Any = SimpleNamespace(
         plan=plan,
-        log=SimpleNamespace(write=lambda *line, **more: None),
+        write=lambda *line, **more: None,
         recorder=Recorder(None),
-        saver=SimpleNamespace(home=HeldFolder(tmp_path)),
+        home=HeldFolder(tmp_path),
         notice=SimpleNamespace(say_saved=lambda say, step, folder: None),
         experiment=SimpleNamespace(callbacks=(saves,)),
         callbacks=(saves,),
@@ -284,7 +275,6 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
     trace: Any = SimpleNamespace(merge=lambda workers: "")
     leader.run, leader.worker, leader.trace, leader.is_left = run, worker, trace, True
     leader.parts = UncoordinatedCheckpoint(checkpoints, 1, Retention(2))
-    leader.evaluation = SharedEvaluation(run, worker)
     worker.count(examples=10)
     assert leader.progress(1, state, worker.report()) == RunProgress(1, DueEvents(log=True, save=True))
     leader.log(1, state)
@@ -303,59 +293,31 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
     assert manifest["extra"]["callbacks"] == [["Saves", {"saves": 2}]]
 
 
-@pytest.mark.parametrize("batches", [0, 1, 2, 7])
-@pytest.mark.parametrize("dies", [None, "before", "after"])
-def test_an_evaluation_is_of_every_batch_once_by_worker_0s_params_and_state(batches, dies):
-    """Worker 2 may die before or after it has posted its part; params of the others differ."""
-
-    @jax.jit
+def test_worker_0_evaluates_every_batch_by_the_center_and_its_own_state():
     def eval_step(params, model_state, batch):
-        loss = params["w"].astype(jnp.float32) * batch + model_state["n"].astype(jnp.float32)
-        return {"loss": (loss, 1.0), "count": (1.0, 1.0), "far": (batch * 2, 4.0)}
+        return {"loss": (params["w"] * batch + model_state["n"], 1.0), "count": (1.0, 1.0), "far": (batch * 2, 4.0)}
 
-    data = jnp.arange(1.0, 1 + batches)
-    made: list[list[float]] = [[], [], []]
-    server, workers = served(3, target=1e9)
-    evaluations, states = [], []
-    for number, worker in enumerate(workers):
-
-        def taken(begin=0, end=None, number=number):
-            for batch in data[begin:end]:
-                made[number].append(float(batch))
-                yield batch
-
-        feed = SimpleNamespace(samplers=[SimpleNamespace(steps_per_epoch=batches)], source=data, tokens_per_byte=1.0)
-        feed.batches = taken
-        own = {"eval_params": lambda params, rule_state: params, "mean_state": lambda state: state}
-        run: Any = SimpleNamespace(
+    _, [worker, _] = served(2, target=1e9)
+    leader, data = AsyncLeader.__new__(AsyncLeader), np.arange(1.0, 8)
+    feed = SimpleNamespace(batches=lambda: (batch for batch in data), tokens_per_byte=1.0)
+    own = {"eval_params": lambda params, rule_state: params, "mean_state": lambda state: state}
+    leader.worker, leader.run = (
+        worker,
+        SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
             plan=SimpleNamespace(validation=feed, epoch=float, examples=int),
             functions=SimpleNamespace(eval_step=eval_step, **own),
             recorder=Recorder(None),
             experiment=SimpleNamespace(callbacks=()),
-            workers=SimpleNamespace(mesh=None),
-        )
-        state = TrainState(*[np.zeros(())] * len(TrainState._fields))
-        params, model_state = {"w": jnp.bfloat16(3 + number)}, {"n": jnp.int32(70_000 + number)}
-        states.append(state._replace(params=params, model_state=model_state))
-        evaluations.append(SharedEvaluation(run, worker))
-        evaluations[-1].compile(states[-1])
-        made[number].clear()
-    evaluations[0].begin(40, states[0])
-    assert evaluations[0].conclude_if_complete(workers[0].report().workers) is None
-    for number in (1,) if dies == "before" else (1, 2):
-        evaluations[number].evaluate_if_ordered(workers[number].report().evaluate)
-        evaluations[number].evaluate_if_ordered(workers[number].report().evaluate)  # not evaluated again
-    if dies:
-        server.drop(2)
-    outcome = evaluations[0].conclude_if_complete(workers[0].report().workers)
-    assert outcome is not None
-    assert sorted(itertools.chain(*made)) == data.tolist()
-    assert outcome.figures["eval_count"] == batches
-    if batches:
-        assert outcome.figures["eval_loss"] == pytest.approx(float(3 * data.mean()) + 70_000, rel=1e-7)
-        assert outcome.figures["eval_far"] == pytest.approx(float(data.mean()) / 2)
-        assert max(map(len, made)) <= -(-batches // 3) * (2 if dies == "before" else 1)
-    assert evaluations[0].conclude_if_complete(workers[0].report().workers) is None  # it is over
+            workers=SimpleNamespace(mesh=None, processes=SoloProcesses()),
+        ),
+    )
+    state = TrainState(0, {"w": np.full(2, 5.0, np.float32)}, {"n": np.float32(70_000)}, {}, np.zeros(2, np.uint32))
+    worker.center = lambda: {"w": np.float32(3)}  # pyright: ignore[reportAttributeAccessIssue]
+    leader.evaluate(40, state)
+    assert leader.evaluated == 40
+    assert leader.result["eval_count"] == len(data)
+    assert leader.result["eval_loss"] == pytest.approx(3 * data.mean() + 70_000, rel=1e-7)
+    assert leader.result["eval_far"] == pytest.approx(data.mean() / 2)
 
 
 # ---------------------------------------------------------------- who dies

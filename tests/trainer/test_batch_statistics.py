@@ -68,7 +68,7 @@ def source(examples, seed):
 experiment = Experiment(
     model=nnx_model(Net, name="net", input_shape=(6, 6, 2), classes=5),
     data=Data("array", train=source(30, 0), validation=source(14, 1), channels=2),
-    optim=Optim("sgd", lr=0.5, lr_scaling="none"),
+    optim=Optim("sgd", lr=0.5),
     effective_batch=12,
     train_for="1ep",  # two whole steps and one of 6 examples
     log_every=1,

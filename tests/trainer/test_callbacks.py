@@ -32,7 +32,7 @@ def steps_saved(experiment: Experiment) -> list[int]:
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_run_that_does_not_improve_stops_with_a_checkpoint(devices, tmp_path):
-    frozen = Optim("sgd", lr=1e-30, lr_scaling="none")
+    frozen = Optim("sgd", lr=1e-30)
     asked = {"callbacks": (jaxmpi.EarlyStop(patience=2),), "checkpoint_every": "0st", "devices": devices}
     experiment = lines(tmp_path, optim=frozen, train_for="40st", eval_every="3st", **asked)
     means = main.train(experiment, "lines")
@@ -80,19 +80,6 @@ def test_a_resumed_run_is_that_which_did_not_end(step, whole, tmp_path):
     assert main.train(dataclasses.replace(part, resume=True), "lines") == want
     last = [Path(run.run_dir) / "checkpoints" / "step_00000011" / "common.bin" for run in (experiment, part)]
     assert last[0].read_bytes() == last[1].read_bytes()
-
-
-def test_a_run_that_continues_another_goes_on_at_the_rate_that_it_had(tmp_path):
-    source = reduced(tmp_path, devices=2)
-    main.train(source, "lines")
-    twice = {"continue_from": source.run_dir, "effective_batch": 24, "train_for": "13st", "devices": 2}
-    experiment = reduced(tmp_path, **twice)
-    main.train(experiment, "lines")
-    # Step 11 there, at a tenth, is step 6 here. By the evaluation after it a fall is due there. Of those after 8 and 12
-    # the second is no better.
-    assert record(source, "train")[-1]["lr"] == pytest.approx(1e-3)
-    rates = {row["step"]: row["lr"] for row in record(experiment, "train")}
-    assert rates == pytest.approx({step: 1e-4 for step in range(7, 13)} | {13: 1e-5}, rel=1e-5)
 
 
 def test_a_callback_that_is_new_takes_no_other_s_state():
@@ -217,7 +204,7 @@ class Keeps(jaxmpi.Callback):
 
 def test_a_state_that_is_no_json_is_refused_before_the_first_step(tmp_path):
     experiment = lines(tmp_path, callbacks=(Keeps(np.zeros(2)),))
-    with pytest.raises(UsageError, match=r"callback Keeps: state: got .*array.*; expected JSON values"):
+    with pytest.raises(UsageError, match=r"callback Keeps: state: .*; expected JSON values"):
         main.train(experiment, "lines")
     assert not record(experiment, "train")
 

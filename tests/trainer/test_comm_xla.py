@@ -25,7 +25,7 @@ from jaxmpi.models.cnn import digits_cnn_tiny
 experiment = Experiment(
     model=digits_cnn_tiny(),
     data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
-    optim=Optim("momentum", lr=0.05, lr_scaling="none"),
+    optim=Optim("momentum", lr=0.05),
     effective_batch=60, train_for="20st", eval_every="20st", checkpoint_every="10st", log_every=1,
 )
 """

@@ -10,6 +10,7 @@ import jax
 import optax
 import pytest
 
+from jaxmpi.config import data, exchange_config, schema
 from jaxmpi.config.data import Data
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.flags import flags
@@ -20,11 +21,12 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.averaged import averaged, schedule_free
 from jaxmpi.trainer.callbacks import EarlyStop, ReduceOnPlateau
-from jaxmpi.trainer.conflicts import IN_A_JOB, REFUSALS, check_compatible
+from jaxmpi.trainer.conflicts import AT_START, check_compatible
 from launching import ROOT
 
 EASGD, H = {"rule": RuleConfig("easgd")}, {"rule": RuleConfig("local_sgd")}
 SHRINK = {"on_rank_loss": "shrink"}
+REFUSALS = (*schema.REFUSALS, *exchange_config.REFUSALS, *data.REFUSALS, *AT_START)
 SEVERAL = {"devices": 2}  # of each of two ranks
 SHARDED = {"exchange": ExchangeConfig(shard_update="on")}
 # Options; one row for each of the table at least.
@@ -41,14 +43,14 @@ REFUSED: list[dict[str, Any]] = [
     {"data": Data("grain", train=STREAM.train, memory="partition")},
     {"data": HELD_OUT, **SHRINK},
     {"data": replace(STREAM, on_error="skip")},
-    {"data": STREAM, "continue_from": "run"},
     {"on_nonfinite": "skip", **H},
     {"callbacks": (ReduceOnPlateau(),), **SHRINK},
     {"batch_statistics": "synchronised", **SEVERAL},
     {"exchange": ExchangeConfig("topk1"), **SEVERAL},
     {"task": "token-classification", **SHRINK},
     {"optim": replace(MADE, lr=0.5)},
-    {"optim": replace(MADE, lr_scaling="sqrt")},
+    {"optim": replace(MADE, lr_for_batch=256)},
+    {"optim": Optim(lr_for_batch=256), "rule": RuleConfig("subgd")},
     {"optim": MADE, "schedule": Schedule("cosine")},
     {"optim": MADE, "schedule": Schedule(warmup="1ep")},
     {"optim": MADE, "schedule": Schedule(rate=lambda k: 1)},
@@ -65,15 +67,12 @@ REFUSED: list[dict[str, Any]] = [
     {"devices": 2, **EASGD},
     {"comm": "xla", **EASGD},
     {"rule": RuleConfig("easgd", momentum=0.9)},
-    {"continue_from": "a", "rule": RuleConfig("gosgd")},
     {"exchange": ExchangeConfig("none"), **EASGD},
     {"exchange": ExchangeConfig("lowrank4"), **EASGD},
-    {"optim": Optim("schedule_free_sgd"), **SHARDED},
     {"exchange": {"gather_wire": "16"}},
     {"data": {"shuffle_by": "files", "memory": "partition"}},
     {"local_batch": 8, "effective_batch": 16},
     {"resume": True, "from_start": True},
-    {"continue_from": "a", "params": "b"},
 ]
 
 
@@ -135,7 +134,7 @@ BESIDE_A_RULE: dict[str, dict[str, Any] | Callable[[RuleConfig], Any]] = {
     "an optimizer that is not linear in the gradient, clipping": lambda rule: built(rule, linear=False),
     "`--optim.ema`": lambda rule: averaged(built(rule), 0.9, jax.jit, rule.name),
     "a schedule-free optimizer": averages_itself,
-    "`--optim.lr-scaling linear`, `sqrt`": lambda rule: registry.scale_lr(rule.name, "linear", 4),
+    "`--optim.lr-for-batch`": {"optim": Optim(lr_for_batch=256)},
     "wires `8`, `bf16`": lambda rule: registry.check_wire(rule, "asa:8"),
     "a compressor": lambda rule: built(rule, gradients=optax.identity()),
     "`--exchange.strategy none`": {"exchange": ExchangeConfig("none")},
@@ -147,7 +146,6 @@ BESIDE_A_RULE: dict[str, dict[str, Any] | Callable[[RuleConfig], Any]] = {
     "`--on-nonfinite skip`": {"on_nonfinite": "skip"},
     "`--on-nonfinite rollback`": {"on_nonfinite": "rollback"},
     "`--on-rank-loss shrink`": SHRINK,
-    "`--continue-from`": {"continue_from": "run"},
     "`--rule.servers`, `--rule.staleness`": lambda rule: registry.check_settings(replace(rule, servers=1)),
     "`--rule.momentum`": lambda rule: registry.check_settings(replace(rule, momentum=0.9)),
 }
@@ -180,12 +178,7 @@ def by_pair() -> Iterator[Sequence[str]]:
         yield f"`--{flag}`" if flag in known else f"`{row.field}=`", row.values, shown(row.words), shown(row.instead)
 
 
-def in_a_job() -> Iterator[Sequence[str]]:
-    yield ("refused with these words",)
-    yield from ((shown(words),) for words in IN_A_JOB)
-
-
-@pytest.mark.parametrize("table", [by_rule, by_pair, in_a_job])
+@pytest.mark.parametrize("table", [by_rule, by_pair])
 def test_the_page_has_the_tables_as_they_are(table):
     head, *rows = table()
     lines = "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))

@@ -32,7 +32,7 @@ examples = [(pixels.integers(0, 255, (8, 8, 1), np.uint8), i % 10) for i in rang
 experiment = Experiment(
     model=digits_cnn_tiny(),
     data=Data("array", channels=1, train=examples, validation=examples[:17], loaders=1),
-    optim=Optim("momentum", lr=0.01, lr_scaling="none"),
+    optim=Optim("momentum", lr=0.01),
     effective_batch=16, train_for="{STEPS}st", eval_every="{EVAL_EVERY}st", checkpoint_every="{SAVE_EVERY}st",
     exchange=ExchangeConfig("asa32"), replica_check_every="3st", log_every=2,
 )

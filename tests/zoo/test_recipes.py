@@ -13,8 +13,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.data import open_source
 from jaxmpi.optim import schedules
-from jaxmpi.rules import registry
-from jaxmpi.trainer.plan import rate_for_batch
+from jaxmpi.trainer.plan import rate_factor
 from launching import ROOT, train
 
 FILES = sorted((ROOT / "experiments").glob("*.py"))
@@ -32,8 +31,7 @@ def recipe(name: str) -> Experiment:
 
 def rates(experiment: Experiment, workers: int, epochs: list[float]) -> list[float]:
     """Return the rates that each worker runs at these epochs."""
-    factor, _ = registry.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, workers)
-    factor *= rate_for_batch(experiment.optim, experiment.local_batch)
+    factor = rate_factor(experiment.optim, experiment.local_batch * workers)
     clock = schedules.Clock(STEPS, experiment.local_batch * workers, 90 * STEPS)
     lr = schedules.schedule(experiment.schedule, clock, experiment.optim.lr * factor, workers)
     return [np.asarray(lr(round(epoch * STEPS))).item() for epoch in epochs]

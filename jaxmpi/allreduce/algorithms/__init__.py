@@ -1,23 +1,14 @@
-"""Algorithms that sum a bucket over workers, one module for each.
+"""Algorithms that sum a bucket over workers, one module for each; `table` has all of them.
 
-In reading order: `spec`, what a strategy must be; `ring`; `asa`, all-to-all; `tree`, halving and doubling;
-`color_trees`; `hierarchical`, hosts first; `baselines`, to compare with, and shared memory of one host; `table`, all of
-them, with one row of `STRATEGIES` for each. A module holds the sum inside a program, its schedule for C if there is
-one, the cost and the row.
-
+A module holds the sum inside a program, its schedule for C if there is one, the cost and the row of `STRATEGIES`.
 Inside a program a strategy takes f32[n], n % comm.size == 0. It gives the sum over workers, bitwise equal on all of
 them, and adds in f32 whatever the wire. It sees only a Comm, whose rank may be a traced value: no Python branch on
-rank. Loops over packets and round a ring are loops of `jax.lax`. So a step at 64 ranks traces and compiles as fast as
-one at 2.
+rank. Loops over packets and round a ring are loops of `jax.lax`, so a step at 64 ranks compiles as fast as one at 2.
 
 Between processes on CPUs C changes a rank's vector in place, by a schedule of messages and additions
-(`allreduce.schedules`). It carries any number of parts at once, so a link is busy with one while another adds. Vectors,
-additions and roundings are those in the program: the same bits.
-
-All workers decode an encoded sum, the one that made it included: so all hold the same bits. A place
-is an index into `comm.order`: ranks of one host are neighbours.
-
-It imports `core`, `comm` and `allreduce`.
+(`allreduce.schedules`), many parts at once: a link is busy with one while another adds. The bits are the same.
+All workers decode an encoded sum, the one that made it included: so all hold the same bits. A place is an index into
+`comm.order`, in which ranks of one host are neighbours.
 """
 
 from jaxmpi.allreduce.algorithms.spec import ALL as ALL

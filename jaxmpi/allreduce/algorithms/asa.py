@@ -14,8 +14,6 @@ from jaxmpi.allreduce.algorithms.spec import (
     add,
     both_halves,
     code,
-    own_chunks,
-    ring_crossing,
     turn,
 )
 from jaxmpi.allreduce.building_blocks import allgather, alltoall
@@ -34,6 +32,7 @@ def alltoall_sum_allgather(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 
 def summed_slice(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     """ASA's first half, f32[n] -> f32[n / w]: this worker's summed slice."""
+    # A worker's own row is encoded, too: else the sum would depend on which worker makes it.
     parts = wire.decode(alltoall(wire.encode(x.reshape(comm.size, -1)), comm))  # f32[w, n/w]: my slice of each worker
     return add_rows(parts)
 
@@ -87,7 +86,7 @@ def asa_seconds(net: Net, n: float, wire: str) -> float:
     w, part = net.workers, n / net.workers
     rounds = [min(i, w - i, net.slots) if net.hosts > 1 else 0 for i in range(1, w)]
     scatter = sum(rounds.count(c) * turn(net, part, wire, c) for c in set(rounds))
-    return scatter + (w - 1) * turn(net, part, wire, ring_crossing(net)) + add(net, n) + code(net, 2 * n, wire)
+    return scatter + (w - 1) * turn(net, part, wire, int(net.hosts > 1)) + add(net, n) + code(net, 2 * n, wire)
 
 
 ASA = StrategySpec(
@@ -96,6 +95,6 @@ ASA = StrategySpec(
     crosses=True,
     parts=functools.partial(in_columns, sum=both_halves(schedule_scatter, schedule_gather)),
     seconds=asa_seconds,
-    halves=Halves(summed_slice, allgathered, own_chunks, scatter_part=schedule_scatter, gather_part=schedule_gather),
+    halves=Halves(summed_slice, allgathered, scatter_part=schedule_scatter, gather_part=schedule_gather),
     arrays_at_work=3,
 )

@@ -19,34 +19,15 @@ from jaxmpi.allreduce.algorithms.spec import (
     code,
     crossings,
     is_one,
-    own_chunks,
     turn,
     wire_format,
 )
 from jaxmpi.allreduce.algorithms.tree import pairwise_seconds
-from jaxmpi.allreduce.wires import WIRES, Wire
+from jaxmpi.allreduce.wires import Wire
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.shared_sum import CHUNK
 
-
-def allreduce(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """Whatever the MPI library's (or XLA's) own allreduce does; 32 bits only."""
-    del wire
-    return comm.allreduce(x)
-
-
-def summed_slice(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """The library's own reduce-scatter: f32[n] -> f32[n / w].
-
-    It may add in another order than the library's allreduce.
-    """
-    del wire
-    return comm.reduce_scatter(x)
-
-
-def allgathered(mine: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """The library's own allgather: f32[n / w] -> f32[n], in any wire."""
-    return wire.decode(comm.allgather(wire.encode(mine))).reshape(-1)
+# ---------------------------------------------------------------- the library's own, and nothing at all
 
 
 def allreduce_seconds(net: Net, n: float, wire: str) -> float:
@@ -56,45 +37,36 @@ def allreduce_seconds(net: Net, n: float, wire: str) -> float:
     for long ones. Thakur et al. 2005, section 4.5.
     """
     levels = range(max(1, math.ceil(math.log2(net.workers))))
-    doubling = sum(turn(net, n, wire, crossings(net, 1 << level)) + add(net, n) for level in levels)
+    doubling = sum(turn(net, n, wire, crossings(net.hosts, net.slots, 1 << level)) + add(net, n) for level in levels)
     return min(doubling, pairwise_seconds(net, n, wire))
-
-
-def none(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """No exchange: the bound of compute alone. Workers drift apart."""
-    del wire
-    return x * comm.size
 
 
 def own_means(leaves: list[jax.Array], comm: Comm, divisor: float) -> list[jax.Array]:
     """The leaves, untouched, as their mean, at a single worker's cost."""
-    return leaves if divisor == comm.size else [none(x, comm, WIRES["32"]) / divisor for x in leaves]
+    return leaves if divisor == comm.size else [x * comm.size / divisor for x in leaves]
 
 
-def none_seconds(net: Net, n: float, wire: str) -> float:
-    """Nothing travels."""
-    del net, n, wire
-    return 0.0
-
-
-# Libraries need not repeat it bit for bit, and a resumed run must.
+# Its reduce-scatter may add in another order than its allreduce.
 ALLREDUCE = StrategySpec(
-    allreduce,
+    lambda x, comm, wire: comm.allreduce(x),
     ("32",),
     seconds=allreduce_seconds,
-    is_candidate=lambda net: False,
-    halves=Halves(summed_slice, allgathered, own_chunks),
+    halves=Halves(
+        lambda x, comm, wire: comm.reduce_scatter(x),
+        lambda mine, comm, wire: wire.decode(comm.allgather(wire.encode(mine))).reshape(-1),
+    ),
 )
-# It would always win.
+# The bound of compute alone: workers drift apart.
 NONE = StrategySpec(
-    none,
+    lambda x, comm, wire: x * comm.size,
     ("32",),
     means=own_means,
-    seconds=none_seconds,
-    is_candidate=lambda net: False,
+    seconds=lambda net, n, wire: 0.0,
     exchanges=False,
     arrays_at_work=1,
 )
+
+# ---------------------------------------------------------------- all to one
 
 
 def all_to_root(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
@@ -127,22 +99,7 @@ def all_to_root_seconds(net: Net, n: float, wire: str) -> float:
 ROOT = StrategySpec(all_to_root, ALL, crosses=True, seconds=all_to_root_seconds)
 
 
-def shared_memory(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """Sum on one host through shared memory, in 32 bits only."""
-    del wire
-    return comm.sum_on_host([x])[0]
-
-
-def shared_slice(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """The first half: f32[n] -> f32[n / w], this rank's summed slice."""
-    del wire
-    return comm.scatter_on_host([x])[0]
-
-
-def shared_gather(mine: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """The second half: f32[n / w] -> f32[n], through the same memory."""
-    del wire
-    return comm.gather_on_host([mine])[0]
+# ---------------------------------------------------------------- in the memory of a host
 
 
 def shared_memory_seconds(net: Net, n: float, wire: str) -> float:
@@ -157,20 +114,18 @@ def shared_memory_seconds(net: Net, n: float, wire: str) -> float:
 
 
 SHARED_MEMORY = StrategySpec(
-    shared_memory,
+    lambda x, comm, wire: comm.sum_on_host([x])[0],
     ("32",),
     means=lambda leaves, comm, divisor: comm.sum_on_host(leaves, divisor),  # nothing is fused, padded or split
     halves=Halves(
-        shared_slice,
-        shared_gather,
-        own_chunks,
+        lambda x, comm, wire: comm.scatter_on_host([x])[0],
+        lambda mine, comm, wire: comm.gather_on_host([mine])[0],
         means=lambda vectors, comm, divisor: comm.scatter_on_host(vectors, divisor),
         wholes=lambda chunks, comm: comm.gather_on_host(chunks),
         gathers=("32",),
     ),
     fits=is_one,
     seconds=shared_memory_seconds,
-    is_candidate=lambda net: net.hosts == 1,
     in_shared_memory=True,
     arrays_at_work=1,
 )

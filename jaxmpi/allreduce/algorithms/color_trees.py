@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.spec import ALL, Net, StrategySpec, add, code, ring_crossing, turn, wire_format
+from jaxmpi.allreduce.algorithms.spec import ALL, Net, StrategySpec, add, code, turn, wire_format
 from jaxmpi.allreduce.buckets import round_up
 from jaxmpi.allreduce.building_blocks import pad, place_of, put, take
-from jaxmpi.allreduce.schedules import MESSAGE_BYTES, Group, Part, Schedule, Span, columns
+from jaxmpi.allreduce.schedules import HOST_MESSAGE_BYTES, MESSAGE_BYTES, Group, Part, Schedule, Span, columns
 from jaxmpi.allreduce.wires import BLOCK, Wire
 from jaxmpi.comm.base import Comm
 from jaxmpi.core.pytrees import PyTree
@@ -33,11 +33,9 @@ MAX_COLOURS = 16
 def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Array:
     """Sum k parts, each in packets up and down its own tree.
 
-    Trees as of `Forest`: a worker adds and forwards in one of them at most and is a leaf of all others. So each sends
-    e/k n floats at most, for the `most_edges` e. A packet takes 2 height messages one after another. Rounds once per
-    edge on the way up and once at the root. All edges are busy at once: while a packet climbs, the next follows and
-    earlier ones come down. Kumar et al. 2018 (IBM), section 4.2; their pipelined ring is the case of one colour, whose
-    tree is a chain.
+    A packet takes 2 height messages one after another; while it climbs, the next follows and earlier ones come down.
+    Rounds once per edge on the way up and once at the root. Kumar et al. 2018 (IBM), section 4.2; their pipelined ring
+    is the case of one colour, whose tree is a chain.
     """
     forest, place = plant(comm.size, colours), place_of(comm)
     k, height = len(forest.depth), forest.height
@@ -75,10 +73,7 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
 
 
 def coloured_parts(n: int, group: Group, wire: Wire, colours: int) -> Iterator[Part]:
-    """Cut the packets of all trees into messages, each one part.
-
-    Each goes up and down its tree when it can. Packets and additions are those of `coloured_trees`.
-    """
+    """Cut the packets of `coloured_trees` into messages, each one part that goes up and down its tree when it can."""
     forest = plant(group.size, colours)
     padded = group.size * -(-n // group.size)
     k, part = coloured_cut(padded, group.size, colours)
@@ -133,10 +128,7 @@ def coloured_cut(n: int, workers: int, colours: int) -> tuple[int, int]:
 
 
 def packets_of(n: float, k: int, height: int) -> int:
-    """The cheapest number of packets for each tree.
-
-    m packets take m + 2 height turns of PRICE + n / (k m) each.
-    """
+    """The cheapest number of packets for each tree: m take m + 2 height turns of PRICE + n / (k m) each."""
     return max(1, round(math.sqrt(2 * height * n / (k * PRICE))))
 
 
@@ -239,25 +231,17 @@ def message_of(length: int, most: int) -> int:
 
 
 def coloured_trees_seconds(net: Net, n: float, wire: str, colours: int) -> float:
-    """Seconds of coloured trees, between hosts or inside one.
+    """Seconds of 2 H messages one after another, for height H, and of n / k floats for each edge of the busiest place.
 
-    Between hosts, by `coloured_parts`: 2 H messages one after another, for trees of height H. The seconds also count
-    n / k floats for each edge of the busiest place; other messages travel meanwhile. Inside one, by `coloured_trees`:
-    m + 2 H turns, each of 2 max(k, a) rounds of n / (k m), for m packets a part and arity a; packets without content
-    travel too. Kumar et al. 2018, section 4.2.
+    Other messages travel meanwhile, as those of `coloured_parts`. Kumar et al. 2018, section 4.2.
     """
     k, arity, height = forest(net.workers, colours)
-    packets = packets_of(n, k, height)
-    if net.hosts > 1:
-        crossing = ring_crossing(net) if k == 1 else net.slots
-        message = min(n / (k * packets), MESSAGE_BYTES / wire_format(wire)[1])
-        sent, added = most_edges(net.workers, k, arity) * n / k, arity * n / k
-        volume = turn(net, sent, wire, crossing) - turn(net, 0, wire, crossing)
-        return 2 * height * turn(net, message, wire, crossing) + volume + add(net, added) + code(net, n + added, wire)
-    turns, rounds = packets + 2 * height, 2 * max(arity, min(k, net.workers - 1))
-    packet = n / (k * packets)
-    each = rounds * turn(net, packet, wire, crossing=0)
-    return turns * (each + add(net, (k + rounds / 2) * packet) + code(net, (k + rounds / 2) * packet, wire))
+    crossing = 0 if net.hosts == 1 else 1 if k == 1 else net.slots
+    most = HOST_MESSAGE_BYTES if net.hosts == 1 else MESSAGE_BYTES
+    message = min(n / (k * packets_of(n, k, height)), most / wire_format(wire)[1])
+    sent, added = most_edges(net.workers, k, arity) * n / k, arity * n / k
+    volume = turn(net, sent, wire, crossing) - turn(net, 0, wire, crossing)
+    return 2 * height * turn(net, message, wire, crossing) + volume + add(net, added) + code(net, n + added, wire)
 
 
 def most_edges(workers: int, k: int, arity: int) -> int:
@@ -285,13 +269,4 @@ COLOR = StrategySpec(
     cut=coloured_cut,
     pieces=coloured_pieces,
     spelled=("color2", "color4"),
-)
-PIPERING = StrategySpec(
-    functools.partial(coloured_trees, colours=1),
-    ALL,
-    crosses=True,
-    parts=functools.partial(coloured_parts, colours=1),
-    seconds=functools.partial(coloured_trees_seconds, colours=1),
-    cut=functools.partial(coloured_cut, colours=1),
-    pieces=functools.partial(coloured_pieces, colours=1),
 )

@@ -1,18 +1,18 @@
 """A sum inside each host, another algorithm between hosts."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
-from jaxmpi.allreduce.algorithms.spec import ALL, Cost, Halves, Link, Net, StrategySpec, Sum, add, is_even, turn
+from jaxmpi.allreduce.algorithms.spec import ALL, Halves, Link, Net, StrategySpec, add, both_halves, is_even, turn
 from jaxmpi.allreduce.building_blocks import split_by_host
-from jaxmpi.allreduce.schedules import Group, Part, Parts, Schedule, Span, SumSchedule
+from jaxmpi.allreduce.schedules import Group, Part, Schedule, Span, SumSchedule
 from jaxmpi.allreduce.wires import Wire
 from jaxmpi.comm.base import Comm, add_rows
 
 
-def hierarchical(x: jax.Array, comm: Comm, wire: Wire, cross: Sum) -> jax.Array:
+def hierarchical(x: jax.Array, comm: Comm, wire: Wire, cross: StrategySpec) -> jax.Array:
     """Sum inside hosts, then `cross` between hosts, then share inside hosts.
 
     Between hosts each of a host's s ranks sends what `cross` sends of n / s floats; inside, 2 (s - 1) / s n floats at
@@ -23,39 +23,36 @@ def hierarchical(x: jax.Array, comm: Comm, wire: Wire, cross: Sum) -> jax.Array:
     """
     inside, between = split_by_host(comm)
     part = add_rows(inside.alltoall(x.reshape(inside.size, -1)))
-    total = cross(part, between, wire) if between.size > 1 else part
+    total = cross.sum(part, between, wire) if between.size > 1 else part
     return inside.allgather(total).reshape(-1)
 
 
-def scattered_between(x: jax.Array, comm: Comm, wire: Wire, cross: Halves) -> jax.Array:
+def scattered_between(x: jax.Array, comm: Comm, wire: Wire, cross: StrategySpec) -> jax.Array:
     """The first halves, inside, then between hosts: f32[n] -> f32[n / w]."""
     inside, between = split_by_host(comm)
+    assert cross.halves
     part = add_rows(inside.alltoall(x.reshape(inside.size, -1)))
-    return cross.scatter(part, between, wire) if between.size > 1 else part
+    return cross.halves.scatter(part, between, wire) if between.size > 1 else part
 
 
-def gathered_inside(mine: jax.Array, comm: Comm, wire: Wire, cross: Halves) -> jax.Array:
+def gathered_inside(mine: jax.Array, comm: Comm, wire: Wire, cross: StrategySpec) -> jax.Array:
     """The second halves, between, then inside hosts: f32[n / w] -> f32[n]."""
     inside, between = split_by_host(comm)
-    total = cross.gather(mine, between, wire) if between.size > 1 else mine
+    assert cross.halves
+    total = cross.halves.gather(mine, between, wire) if between.size > 1 else mine
     return inside.allgather(total).reshape(-1)
 
 
-def chunks_by_host(comm: Comm, cross: Halves) -> tuple[int, ...]:
+def chunks_by_host(comm: Comm, cross: StrategySpec) -> tuple[int, ...]:
     """By rank, the number of its chunk.
 
     Ranks of one place in their hosts share a part, of which `cross` gives each host a chunk.
     """
     ranks = [[rank for rank in comm.order if comm.hosts[rank] == host] for host in sorted(set(comm.hosts))]
-    between = cross.chunks(split_by_host(comm)[1])
+    assert cross.halves
+    between = cross.halves.chunks(split_by_host(comm)[1])
     places = {rank: (place, host) for host, each in enumerate(ranks) for place, rank in enumerate(each)}
     return tuple(places[rank][0] * len(ranks) + between[places[rank][1]] for rank in range(comm.size))
-
-
-def schedule_hierarchical(rows: Sequence[Span], group: Group, schedule: Schedule, cross: SumSchedule) -> None:
-    """The sum of `hierarchical`."""
-    scatter_hierarchical(rows, group, schedule, cross)
-    gather_inside(rows, group, schedule)
 
 
 def scatter_hierarchical(rows: Sequence[Span], group: Group, schedule: Schedule, cross: SumSchedule) -> None:
@@ -73,10 +70,19 @@ def scatter_hierarchical(rows: Sequence[Span], group: Group, schedule: Schedule,
         cross(mine, group.between, schedule)
 
 
-def gather_hierarchical(rows: Sequence[Span], group: Group, schedule: Schedule, cross: SumSchedule) -> None:
+def scatter_part(rows: Sequence[Span], group: Group, schedule: Schedule, cross: StrategySpec) -> None:
+    """The first halves, inside, then between hosts."""
+    assert cross.halves
+    assert cross.halves.scatter_part
+    scatter_hierarchical(rows, group, schedule, cross.halves.scatter_part)
+
+
+def gather_part(rows: Sequence[Span], group: Group, schedule: Schedule, cross: StrategySpec) -> None:
     """The second half of `cross` between hosts, then share parts inside them."""
+    assert cross.halves
+    assert cross.halves.gather_part
     if group.between.size > 1:
-        cross(parts_of(rows, group)[group.inside.place], group.between, schedule)
+        cross.halves.gather_part(parts_of(rows, group)[group.inside.place], group.between, schedule)
     gather_inside(rows, group, schedule)
 
 
@@ -102,31 +108,34 @@ def parts_of(rows: Sequence[Span], group: Group) -> list[Sequence[Span]]:
     return [rows[i * count : (i + 1) * count] for i in range(group.inside.size)]
 
 
-def hierarchical_parts(n: int, group: Group, wire: Wire, cross: Parts) -> Iterator[Part]:
+def hierarchical_parts(n: int, group: Group, wire: Wire, cross: StrategySpec) -> Iterator[Part]:
     """The parts of `cross`, of what each rank of a host holds."""
+    assert cross.parts
     length = group.between.size * -(-n // group.size)
-    for part in cross(length, group.between, wire):
+    for part in cross.parts(length, group.between, wire):
         rows = [(i * length + begin, i * length + end) for i in range(group.inside.size) for begin, end in part.rows]
         rows = [(min(n, begin), min(n, end)) for begin, end in rows]
-        yield Part(rows, functools.partial(schedule_hierarchical, cross=part.sum))
+        scatter = functools.partial(scatter_hierarchical, cross=part.sum)
+        yield Part(rows, both_halves(scatter, gather_inside))
 
 
-def hierarchical_seconds(net: Net, n: float, wire: str, cross: Cost) -> float:
+def hierarchical_seconds(net: Net, n: float, wire: str, cross: StrategySpec) -> float:
     """Seconds of the rounds inside hosts and of `cross` between them.
 
     Inside, s - 1 rounds of n / s at 32 bits before and after; between, `cross` of n / s by all s ranks at once.
     """
+    assert cross.seconds
     host = net._replace(hosts=1)
     inside = 2 * (net.slots - 1) * turn(host, n / net.slots, "32", 0) + add(host, n)
     shared = Link(net.between.alpha_s, net.between.beta_s_per_byte * net.slots)
     across = net._replace(slots=1, between=shared, cores=net.cores / net.slots)
-    return inside + (cross(across, n / net.slots, wire) if net.hosts > 1 else 0.0)
+    return inside + (cross.seconds(across, n / net.slots, wire) if net.hosts > 1 else 0.0)
 
 
-def hierarchical_pieces(hosts: Sequence[int], cross: Callable[[Sequence[int]], int]) -> int:
+def hierarchical_pieces(hosts: Sequence[int], cross: StrategySpec) -> int:
     """The pieces of `cross`, of each rank of a host."""
     between = sorted(set(hosts))
-    return len(hosts) // len(between) * cross(between)
+    return len(hosts) // len(between) * (cross.pieces or len)(between)
 
 
 HIERARCHICAL = StrategySpec(
@@ -134,15 +143,10 @@ HIERARCHICAL = StrategySpec(
     ALL,
     fits=is_even,
     parts=hierarchical_parts,
-    fits_parts=is_even,
+    fits_parts=lambda hosts, cross: is_even(hosts) and cross.fits_parts(sorted(set(hosts))),
     seconds=hierarchical_seconds,
-    is_candidate=lambda net: net.even and net.hosts > 1 and net.slots > 1,
     halves=Halves(
-        scattered_between,
-        gathered_inside,
-        chunks_by_host,
-        scatter_part=scatter_hierarchical,
-        gather_part=gather_hierarchical,
+        scattered_between, gathered_inside, chunks_by_host, scatter_part=scatter_part, gather_part=gather_part
     ),
     pieces=hierarchical_pieces,
     spelled=("hier-asa", "hier-ring", "hier-tree", "hier-color4"),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxmpi.allreduce.algorithms.spec import ALL, Halves, Net, StrategySpec, add, both_halves, code, ring_crossing, turn
+from jaxmpi.allreduce.algorithms.spec import ALL, Halves, Net, StrategySpec, add, both_halves, code, turn
 from jaxmpi.allreduce.building_blocks import gather_round, place_of, shift
 from jaxmpi.allreduce.schedules import Group, Schedule, Span, gather_round_ring, in_columns
 from jaxmpi.allreduce.wires import Wire
@@ -25,6 +25,8 @@ def reduced_round(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     """The scatter-reduce, f32[n] -> f32[n / w], of chunk place + 1."""
     size, chunks, place = comm.size, x.reshape(comm.size, -1), place_of(comm)
 
+    # Chunk c sets out from place c and comes to rest at place c - 1, with a summand from each place on the way. So
+    # chunks are added in different orders, but each entry once and in one order: all that get it have the same bits.
     def reduce_step(i: jax.Array, partial: jax.Array) -> jax.Array:
         received = wire.decode(comm.permute(wire.encode(partial), shift(comm, 1)))
         return received + chunks[(place - i - 1) % size]
@@ -35,6 +37,8 @@ def reduced_round(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 def passed_round(mine: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     """The allgather from chunk place + 1: f32[n / w] -> f32[n]."""
     place = place_of(comm)
+    # Encoded once, forwarded as it is, and decoded by all, its maker too: encoding anew at every hop would round w - 1
+    # times, and leave each worker with other bits.
     return wire.decode(gather_round(wire.encode(mine), comm, lambda back: (place + 1 - back) % comm.size)).reshape(-1)
 
 
@@ -65,7 +69,7 @@ def ring_seconds(net: Net, n: float, wire: str) -> float:
     2 (w - 1) alpha + 2 (w - 1) / w n b beta, for the messages. Gibiansky 2017.
     """
     w = net.workers
-    rounds = 2 * (w - 1) * turn(net, n / w, wire, ring_crossing(net))
+    rounds = 2 * (w - 1) * turn(net, n / w, wire, int(net.hosts > 1))
     return rounds + add(net, (w - 1) / w * n) + code(net, 2 * n, wire)
 
 

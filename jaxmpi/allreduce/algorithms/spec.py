@@ -1,4 +1,4 @@
-"""The specification of a strategy, its sums, wires, workers and cost; the prices that cost formulas are made of."""
+"""The specification of a strategy: its sums, wires, workers and cost; the prices that cost formulas are made of."""
 
 import collections
 import functools
@@ -15,11 +15,114 @@ from jaxmpi.allreduce.wires import BLOCK, WIRES, Wire
 from jaxmpi.comm.base import Comm
 from jaxmpi.core.errors import lookup
 
-# Prices, of which cost formulas are made. The alpha-beta-gamma model (Thakur et al. 2005, section 3.2): a message of m
-# bytes takes alpha + beta m, adding m bytes takes gamma m. Here a message has another price inside a host than between
-# hosts. Between hosts the ranks of a host share its card. Work on a host's cores takes longer if the host has more
-# ranks than cores. w workers on h hosts of s slots each; n floats of b bytes on the wire. All ranks work at once, so a
-# round costs what it costs the slowest rank.
+ALL = WIRES.keys()  # and what is added later
+Means = Callable[[list[jax.Array], Comm, float], list[jax.Array]]
+
+
+class Halves(NamedTuple):
+    """A sum as a reduce-scatter and an allgather, its two halves.
+
+    `gather(scatter(x))` are the bits of `sum`, except for a library's own, which may add in another order. The second
+    half may take another wire than the first.
+    """
+
+    scatter: Callable[..., jax.Array]  # (f32[n], comm, wire) -> f32[n / w], the sum over workers of this one's chunk
+    gather: Callable[..., jax.Array]  # (f32[n / w], comm, wire) -> f32[n]
+    chunks: Callable[..., tuple[int, ...]] = lambda comm: tuple(range(comm.size))  # by rank, which chunk is its own
+    means: Means | None = None  # the first half of all vectors at once, as of StrategySpec.means
+    wholes: Callable[[list[jax.Array], Comm], list[jax.Array]] | None = None  # the second half of all, in any wire
+    scatter_part: Callable[..., None] | None = None  # a SumSchedule: makes this worker's chunk the sum
+    gather_part: Callable[..., None] | None = None  # a SumSchedule: makes all chunks what their workers have
+    gathers: Collection[str] = ALL  # wires that the second half takes
+
+    def scattered(self, vectors: list[jax.Array], comm: Comm, wire: Wire, divisor: float) -> list[jax.Array]:
+        """f32[n] -> f32[n / w] each: this worker's summed chunk, over `divisor`.
+
+        Chunks are divided as sums without halves are. XLA may divide by a constant as the product with its inverse,
+        which rounds otherwise.
+        """
+        if self.means and vectors:
+            return self.means(vectors, comm, divisor)
+        return [self.scatter(x, comm, wire) / divisor for x in vectors]
+
+    def gathered(self, chunks: list[jax.Array], comm: Comm, wire: Wire) -> list[jax.Array]:
+        """f32[n / w] -> f32[n] each: the chunks of all workers."""
+        if self.wholes and chunks:
+            return self.wholes(chunks, comm)
+        return [self.gather(chunk, comm, wire) for chunk in chunks]
+
+
+class StrategySpec(NamedTuple):
+    """A strategy: `sum` and its wires; all else is optional.
+
+    `colours` and `cross`, what is in the blanks of a name, are keywords of functions, filled in by `filled`.
+    """
+
+    sum: Callable[..., jax.Array]  # (f32[n], comm, wire) -> f32[n]
+    wires: Collection[str]
+    crosses: bool = False  # True if it needs nothing but `permute`, and so can be the <cross> of hier-<cross>
+    means: Means | None = None  # sums over a divisor of f32 arrays of any shapes at once, if that is faster
+    fits: Callable[[Sequence[int]], bool] = lambda hosts: True  # by the hosts of all ranks
+    parts: Callable[..., Iterator[Part]] | None = None  # a `schedules.Parts`: the bits of `sum`, in C
+    fits_parts: Callable[..., bool] = lambda hosts: True  # by the hosts of all ranks
+    seconds: Callable[..., float] | None = (
+        None  # (net, floats, wire) -> seconds; without one `auto` and `jaxmpi plan` leave it out
+    )
+    halves: Halves | None = None  # if other work can come between reduce-scatter and allgather
+    # (n, workers) -> number and floats of parts, each of which is added in one order; without one as many as workers
+    cut: Callable[..., tuple[int, int]] | None = None
+    # by the hosts of all ranks: equal pieces into which a bucket is cut, so that each can be whole blocks of a wire;
+    # without one as many as workers
+    pieces: Callable[..., int] | None = None
+    spelled: tuple[str, ...] = ()  # names to try if the name has a blank
+    exchanges: bool = True  # else each worker keeps its own, and params drift apart
+    in_shared_memory: bool = False  # by `SharedSum`, so that ranks of a host may share their params
+    arrays_at_work: float = 4  # as big as the gradients, results included: scripts/exchange_memory.py
+
+    def filled(self, **blank: "int | StrategySpec") -> "StrategySpec":
+        """The row with this in the blank of its name; what a `cross` lacks the hierarchy lacks, too."""
+
+        def fill(row: NamedTuple, names: Sequence[str]) -> dict[str, Callable]:
+            functions = {name: getattr(row, name) for name in names}
+            return {name: functools.partial(each, **blank) for name, each in functions.items() if each}
+
+        row = self._replace(**fill(self, ("sum", "parts", "seconds", "cut", "pieces")))  # pyright: ignore[reportArgumentType]
+        if self.halves:
+            names = "scatter", "gather", "chunks", "scatter_part", "gather_part"
+            row = row._replace(halves=self.halves._replace(**fill(self.halves, names)))  # pyright: ignore[reportArgumentType]
+        if isinstance(cross := blank.get("cross"), StrategySpec):
+            lacking = [name for name in ("parts", "seconds", "halves") if not getattr(cross, name)]
+            row = row._replace(fits_parts=functools.partial(self.fits_parts, cross=cross), **dict.fromkeys(lacking))
+        return row
+
+
+def both_halves(scatter: SumSchedule, gather: SumSchedule) -> SumSchedule:
+    """The sum that has these halves."""
+
+    def run(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
+        scatter(rows, group, schedule)
+        gather(rows, group, schedule)
+
+    return run
+
+
+def is_even(hosts: Sequence[int]) -> bool:
+    """Return True if all hosts have equally many ranks."""
+    return len(set(collections.Counter(hosts).values())) == 1
+
+
+def is_one(hosts: Sequence[int]) -> bool:
+    """Return True if all ranks are on one host."""
+    return len(set(hosts)) == 1
+
+
+# ---------------------------------------------------------------- prices
+
+# The alpha-beta-gamma model (Thakur et al. 2005, section 3.2): a message of m bytes takes alpha + beta m, adding m
+# bytes takes gamma m. Here a message has another price inside a host than between hosts. Between hosts the ranks of a
+# host share its card. Work on a host's cores takes longer if the host has more ranks than cores. w workers on h hosts
+# of s slots each; n floats of b bytes on the wire. All ranks work at once, so a round costs what it costs the slowest
+# rank.
 
 
 class Link(NamedTuple):
@@ -53,115 +156,6 @@ class Net(NamedTuple):
         return max(1.0, self.slots / self.cores)
 
 
-Sum = Callable[[jax.Array, Comm, Wire], jax.Array]
-Means = Callable[[list[jax.Array], Comm, float], list[jax.Array]]
-Wholes = Callable[[list[jax.Array], Comm], list[jax.Array]]
-Cost = Callable[[Net, float, str], float]  # (network, floats, wire) -> seconds
-ALL = WIRES.keys()  # and what is added later
-
-
-class Halves(NamedTuple):
-    """A sum as a reduce-scatter and an allgather, its two halves.
-
-    `gather(scatter(x))` are the bits of `sum`, except for a library's own, which may add in another order. The second
-    half may take another wire than the first.
-    """
-
-    scatter: Callable[..., jax.Array]  # (f32[n], comm, wire) -> f32[n / w], the sum over workers of this one's chunk
-    gather: Callable[..., jax.Array]  # (f32[n / w], comm, wire) -> f32[n]
-    chunks: Callable[..., tuple[int, ...]]  # (comm) -> by rank, which chunk is its own
-    means: Means | None = None  # the first half of all vectors at once, as of StrategySpec.means
-    wholes: Wholes | None = None  # the second half of all at once; as `means`, for all wires in `gathers` alike
-    scatter_part: Callable[..., None] | None = None  # a SumSchedule: makes this worker's chunk the sum
-    gather_part: Callable[..., None] | None = None  # a SumSchedule: makes all chunks what their workers have
-    gathers: Collection[str] = ALL  # wires that the second half takes
-
-    def scattered(self, vectors: list[jax.Array], comm: Comm, wire: Wire, divisor: float) -> list[jax.Array]:
-        """f32[n] -> f32[n / w] each: this worker's summed chunk, over `divisor`.
-
-        Chunks are divided as sums without halves are. XLA may divide by a constant as the product with its inverse,
-        which rounds otherwise.
-        """
-        if self.means and vectors:
-            return self.means(vectors, comm, divisor)
-        return [self.scatter(x, comm, wire) / divisor for x in vectors]
-
-    def gathered(self, chunks: list[jax.Array], comm: Comm, wire: Wire) -> list[jax.Array]:
-        """f32[n / w] -> f32[n] each: the chunks of all workers."""
-        if self.wholes and chunks:
-            return self.wholes(chunks, comm)
-        return [self.gather(chunk, comm, wire) for chunk in chunks]
-
-    def across(self, cross: "Halves") -> "Halves":
-        """Those of `hier-<cross>`, with the halves between hosts filled in."""
-        return Halves(
-            functools.partial(self.scatter, cross=cross),
-            functools.partial(self.gather, cross=cross),
-            functools.partial(self.chunks, cross=cross),
-            scatter_part=_across(self.scatter_part, cross.scatter_part),
-            gather_part=_across(self.gather_part, cross.gather_part),
-        )
-
-
-def _across(half: Callable[..., None] | None, cross: SumSchedule | None) -> SumSchedule | None:
-    return functools.partial(half, cross=cross) if half and cross else None
-
-
-def both_halves(scatter: SumSchedule, gather: SumSchedule) -> SumSchedule:
-    """The sum that has these halves."""
-
-    def run(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
-        scatter(rows, group, schedule)
-        gather(rows, group, schedule)
-
-    return run
-
-
-def own_chunks(comm: Comm) -> tuple[int, ...]:
-    """Worker i has chunk i."""
-    return tuple(range(comm.size))
-
-
-class StrategySpec(NamedTuple):
-    """A strategy: `sum` and its wires; all else is optional.
-
-    `<k>` or `<cross>` of a name is a keyword of `sum`, `parts`, `seconds`, `cut` and `pieces`, filled in by `find`.
-    """
-
-    sum: Callable[..., jax.Array]  # a Sum
-    wires: Collection[str]
-    crosses: bool = False  # True if it needs nothing but `permute`, and so can be the <cross> of hier-<cross>
-    means: Means | None = None  # sums over a divisor of f32 arrays of any shapes at once, if that is faster
-    fits: Callable[[Sequence[int]], bool] = lambda hosts: True  # by the hosts of all ranks
-    parts: Callable[..., Iterator[Part]] | None = None  # a `schedules.Parts`: the bits of `sum`, in C
-    fits_parts: Callable[[Sequence[int]], bool] = lambda hosts: True  # by the hosts of all ranks
-    seconds: Callable[..., float] | None = None  # a Cost; without one `auto` and `jaxmpi plan` leave it out
-    is_candidate: Callable[[Net], bool] = lambda net: True  # True if `auto` may take it
-    halves: Halves | None = None  # if other work can come between reduce-scatter and allgather
-    # (n, workers) -> number and floats of parts, each of which is added in one order; without one as many as workers
-    cut: Callable[..., tuple[int, int]] | None = None
-    # by the hosts of all ranks: equal pieces into which a bucket is cut, so that each can be whole blocks of a wire;
-    # without one as many as workers
-    pieces: Callable[..., int] | None = None
-    spelled: tuple[str, ...] = ()  # names to try if the name has a blank
-    exchanges: bool = True  # else each worker keeps its own, and params drift apart
-    in_shared_memory: bool = False  # by `SharedSum`, so that ranks of a host may share their params
-    arrays_at_work: float = 4  # as big as the gradients, results included: scripts/exchange_memory.py
-
-
-def is_even(hosts: Sequence[int]) -> bool:
-    """Return True if all hosts have equally many ranks."""
-    return len(set(collections.Counter(hosts).values())) == 1
-
-
-def is_one(hosts: Sequence[int]) -> bool:
-    """Return True if all ranks are on one host."""
-    return len(set(hosts)) == 1
-
-
-# ---------------------------------------------------------------- parts of cost formulas
-
-
 def turn(net: Net, floats: float, wire: str, crossing: int) -> float:
     """Seconds of a round in which ranks send and receive `floats` each.
 
@@ -185,21 +179,9 @@ def code(net: Net, floats: float, wire: str) -> float:
     return floats * net.codec_s_per_float.get(wire, 0.0) * net.crowd
 
 
-def ring_crossing(net: Net) -> int:
-    """Ranks of a host whose neighbour, by host, is on another."""
-    return int(net.hosts > 1)
-
-
-def crossings(net: Net, distance: int) -> int:
-    """The most ranks of a host whose partner is on another.
-
-    Partners are `distance` places apart, as in recursive halving.
-    """
-    return _crossings(net.hosts, net.slots, distance)
-
-
 @functools.cache
-def _crossings(hosts: int, slots: int, distance: int) -> int:
+def crossings(hosts: int, slots: int, distance: int) -> int:
+    """The most ranks of a host whose partner in recursive halving, `distance` places apart, is on another."""
     place = np.arange(1 << (hosts * slots).bit_length() - 1)
     host, partner = place // slots, (place ^ distance) // slots
     return int(np.bincount(host[host != partner], minlength=1).max())

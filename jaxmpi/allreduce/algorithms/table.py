@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from jaxmpi.allreduce.algorithms.asa import ASA
 from jaxmpi.allreduce.algorithms.baselines import ALLREDUCE, NONE, ROOT, SHARED_MEMORY
-from jaxmpi.allreduce.algorithms.color_trees import COLOR, MAX_COLOURS, PIPERING
+from jaxmpi.allreduce.algorithms.color_trees import COLOR, MAX_COLOURS
 from jaxmpi.allreduce.algorithms.hierarchical import HIERARCHICAL
 from jaxmpi.allreduce.algorithms.ring import RING
 from jaxmpi.allreduce.algorithms.spec import StrategySpec
 from jaxmpi.allreduce.algorithms.tree import TREE
 from jaxmpi.allreduce.schedules import Group, Schedule, in_columns
 from jaxmpi.allreduce.wires import WIRES, Wire, is_packaged
-from jaxmpi.core.errors import UsageError, check, lookup, nearest
+from jaxmpi.core.errors import UsageError, lookup, nearest
 
 STRATEGIES: dict[str, StrategySpec] = {
     "ar": ALLREDUCE,
@@ -28,7 +28,7 @@ STRATEGIES: dict[str, StrategySpec] = {
     "ring": RING,
     "tree": TREE,
     "color<k>": COLOR,
-    "pipering": PIPERING,
+    "pipering": COLOR.filled(colours=1)._replace(spelled=()),
     "root": ROOT,
     "hier-<cross>": HIERARCHICAL,
     "shm": SHARED_MEMORY,
@@ -59,14 +59,10 @@ class Strategy(NamedTuple):
 
         What a user has added or replaced runs in programs alone, since its steps are not known.
         """
-        is_ours = all(any(row is ours for ours in PACKAGED_STRATEGIES.values()) for row in rows_of(self.algorithm))
-        has_schedule = is_ours and is_packaged(self.wire) and bool(self.spec.parts)
-        return has_schedule and (hosts is None or self.spec.fits_parts(hosts))
-
-    @property
-    def algorithm(self) -> str:
-        """The name without the wire."""
-        return self.name.partition(":")[0]
+        algorithm = re.sub(r"color\d+", "color<k>", self.name.partition(":")[0])
+        keys = ["hier-<cross>", algorithm.removeprefix("hier-")] if algorithm.startswith("hier-") else [algorithm]
+        is_ours = all(STRATEGIES[key] is PACKAGED_STRATEGIES.get(key) for key in keys) and is_packaged(self.wire)
+        return is_ours and bool(self.spec.parts) and (hosts is None or self.spec.fits_parts(hosts))
 
     def schedule(self, n: int, group: Group, half: str = "", operand_begin: int = 0) -> Schedule:
         """The steps of the sum of f32[n] on one rank, or of a half of it: `scatter` or `gather`.
@@ -74,8 +70,7 @@ class Strategy(NamedTuple):
         The operand is the vector from float `operand_begin` on: a gather reads nothing but this rank's chunk.
         """
         parts, halves = self.spec.parts, self.spec.halves
-        if half:
-            assert halves
+        if half and halves:
             sum = halves.scatter_part if half == "scatter" else halves.gather_part
             assert sum
             parts = functools.partial(in_columns, sum=sum)
@@ -92,7 +87,8 @@ def parse(spelling: str) -> Strategy:
     Raises:
         UsageError: the algorithm or the wire is unknown, or the algorithm cannot use the wire.
     """
-    check(isinstance(spelling, str), f"strategy: got {spelling!r}; expected a name, such as asa32")
+    if not isinstance(spelling, str):
+        raise UsageError(f"strategy: got {spelling!r}; expected a name, such as asa32")
     algorithm, _, wire = ALIASES.get(spelling, spelling).partition(":")
     wire = wire or "32"
     row = find(algorithm)
@@ -102,64 +98,36 @@ def parse(spelling: str) -> Strategy:
     return Strategy(f"{algorithm}:{wire}", row, encoding)
 
 
-def exchanges(spelling: str) -> bool:
-    """Return False if each worker keeps its own, as with `none`.
+def find(algorithm: str) -> StrategySpec:
+    """The row of an algorithm such as `hier-ring`, its blanks filled in."""
+    if colours := re.fullmatch(r"color(\d+)", algorithm):
+        if not 1 <= int(colours[1]) <= MAX_COLOURS:
+            raise UsageError(f"got strategy {algorithm!r}; expected color1 to color{MAX_COLOURS}")
+        return STRATEGIES["color<k>"].filled(colours=int(colours[1]))
+    if algorithm.startswith("hier-") and "<" not in algorithm:
+        cross = find(algorithm.removeprefix("hier-"))
+        if not cross.crosses:
+            able = ", ".join(name for name, other in STRATEGIES.items() if other.crosses)
+            raise UsageError(f"got strategy {algorithm!r}; between hosts there can be {able}")
+        return STRATEGIES["hier-<cross>"].filled(cross=cross)
+    blanks = [name for name in STRATEGIES if "<" in name and algorithm in (name, name.partition("<")[0].strip("-"))]
+    if blanks:
+        raise UsageError(f"got strategy {algorithm!r}; fill in what is in <> in {blanks}, as in color4 and hier-ring")
+    if algorithm not in STRATEGIES:
+        raise UsageError(f"unknown strategy {algorithm!r}; {nearest(algorithm, {**STRATEGIES, **ALIASES})}")
+    return STRATEGIES[algorithm]
 
-    Compressors and `auto` exchange.
-    """
+
+def exchanges(spelling: str) -> bool:
+    """Return False if each worker keeps its own, as with `none`; compressors and `auto` exchange."""
     row = STRATEGIES.get(ALIASES.get(spelling, spelling).partition(":")[0])
     return row is None or row.exchanges
 
 
 def in_shared_memory(spelling: str) -> bool:
     """Return True if ranks of a host add in shared memory."""
-    spelling = spelling.rpartition("/")[2]
-    row = STRATEGIES.get(ALIASES.get(spelling, spelling).partition(":")[0])
+    row = STRATEGIES.get(spelling.rpartition("/")[2].partition(":")[0])
     return row is not None and row.in_shared_memory
-
-
-def rows_of(algorithm: str) -> tuple[StrategySpec, ...]:
-    """The rows that `find` takes, as they stand in the table."""
-    if re.fullmatch(r"color\d+", algorithm):
-        return (STRATEGIES["color<k>"],)
-    if algorithm.startswith("hier-"):
-        return STRATEGIES["hier-<cross>"], *rows_of(algorithm.removeprefix("hier-"))
-    return (STRATEGIES[algorithm],)
-
-
-def find(algorithm: str) -> StrategySpec:
-    """The row of an algorithm such as `hier-ring`, its blanks filled in."""
-    if colours := re.fullmatch(r"color(\d+)", algorithm):
-        k = int(colours[1])
-        check(1 <= k <= MAX_COLOURS, f"got strategy {algorithm!r}; expected color1 to color{MAX_COLOURS}")
-        row = STRATEGIES["color<k>"]
-        return row._replace(
-            sum=functools.partial(row.sum, colours=k),
-            parts=row.parts and functools.partial(row.parts, colours=k),
-            seconds=row.seconds and functools.partial(row.seconds, colours=k),
-            cut=row.cut and functools.partial(row.cut, colours=k),
-            pieces=row.pieces and functools.partial(row.pieces, colours=k),
-        )
-    if algorithm.startswith("hier-") and "<" not in algorithm:
-        cross, row = find(algorithm.removeprefix("hier-")), STRATEGIES["hier-<cross>"]
-        able = ", ".join(name for name, other in STRATEGIES.items() if other.crosses)
-        check(cross.crosses, f"got strategy {algorithm!r}; between hosts there can be {able}")
-        return StrategySpec(
-            functools.partial(row.sum, cross=cross.sum),
-            row.wires,
-            fits=row.fits,
-            parts=row.parts and cross.parts and functools.partial(row.parts, cross=cross.parts),
-            fits_parts=lambda hosts: row.fits_parts(hosts) and cross.fits_parts(sorted(set(hosts))),
-            seconds=row.seconds and cross.seconds and functools.partial(row.seconds, cross=cross.seconds),
-            is_candidate=row.is_candidate,
-            pieces=row.pieces and functools.partial(row.pieces, cross=cross.pieces or len),
-            halves=row.halves and cross.halves and row.halves.across(cross.halves),
-        )
-    blanks = [name for name in STRATEGIES if "<" in name and algorithm in (name, name.partition("<")[0].strip("-"))]
-    check(not blanks, f"got strategy {algorithm!r}; fill in what is in <> in {blanks}, as in color4 and hier-ring")
-    if algorithm not in STRATEGIES:
-        raise UsageError(f"unknown strategy {algorithm!r}; {nearest(algorithm, {**STRATEGIES, **ALIASES})}")
-    return STRATEGIES[algorithm]
 
 
 def spelled(fits: Callable[[StrategySpec], bool]) -> list[str]:
@@ -169,8 +137,8 @@ def spelled(fits: Callable[[StrategySpec], bool]) -> list[str]:
 
 def with_halves(hosts: Sequence[int], wire: str = "32") -> tuple[str, ...]:
     """Algorithms with two halves, the second in this wire, on these hosts."""
-    able = spelled(lambda row: bool(row.halves) and wire in row.halves.gathers)
-    return tuple(name for name in able if (spec := find(name)).halves and spec.fits(hosts))
+    able = spelled(lambda row: bool(row.halves) and wire in row.halves.gathers and row.fits(hosts))
+    return tuple(name for name in able if find(name).halves)
 
 
 def algorithms_in_c(hosts: Sequence[int]) -> tuple[str, ...]:

@@ -31,6 +31,8 @@ def pairwise(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     rows = pad(x, p).reshape(p, -1)  # each is encoded by itself
     if folds:
         rows = rows + wire.decode(comm.permute(wire.encode(rows), folds))
+    # A worker rounds only the half that it sends, and adds what comes to its own, unrounded. Each half is kept by one
+    # partner, so every entry is summed once, and its bits are the same wherever the sum goes.
     mine = 0  # the row that is summed here
     for level, pairs in enumerate(partners):
         halves, side = rows.reshape(2, -1, rows.shape[-1]), (place >> level) & 1
@@ -94,7 +96,7 @@ def pairwise_seconds(net: Net, n: float, wire: str) -> float:
     seconds = 0.0
     for level in range(levels):
         half = n / 2 ** (level + 1)
-        seconds += 2 * turn(net, half, wire, crossings(net, 1 << level))
+        seconds += 2 * turn(net, half, wire, crossings(net.hosts, net.slots, 1 << level))
         seconds += add(net, half) + code(net, 2 * half, wire)
     if net.workers > 1 << levels:
         fold = turn(net, n, wire, net.slots if net.hosts > 1 else 0)

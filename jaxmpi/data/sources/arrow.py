@@ -16,69 +16,45 @@ from typing import Any
 import numpy as np
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.json_tree import read_json
-from jaxmpi.data.sources.base import (
-    Source,
-    TableSource,
-    check_plain_files,
-    choose_columns,
-    data_root,
-    open_table,
-    place_in_parts,
-    split_files,
-    split_name,
-)
+from jaxmpi.data.sources import base
 from jaxmpi.data.sources.open_files import LastUsed
 
 KEPT_BYTES = 1 << 28  # bytes of row groups kept by each process that reads them; two groups at least
-CELLS = "numbers, lists of them that are equally long, or the bytes of images"
 DATA_SET = "a folder that Dataset.save_to_disk has written"
 STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 MOST_JSON_BYTES = 64 << 20  # names of a million classes
 
 
-class ArrowSource(TableSource):
+class ArrowSource(base.TableSource):
     """Rows of Arrow tables: row groups of Parquet files, or batches of a saved data set.
 
-    Refused: a file that is damaged or of another kind, or a column that is missing or has neither numbers nor images.
+    Refused: a file that is damaged or of another kind, or a column that is missing; as they are read, cells that hold
+    neither numbers, nor lists of them that are equally long, nor the bytes of images.
     """
 
-    file_ends: tuple[int, ...] | None = None
-    ends: np.ndarray  # of each table, the index behind its last row
     tables: Any  # by number
 
-    def add_schema(self, schema: Any, path: str) -> None:
-        """Check a file's columns, of text, dates or what else is neither numbers nor images, and images as labels."""
-        for place, name in enumerate(self.columns):
-            if schema.names.count(name) != 1:
-                raise UsageError(f"{path}: got column {name} not once; expected the columns of the first file")
-            kind, is_label = schema.field(name).type, self.is_pair and place == 1
-            expected = "numbers: write a label as its number" if is_label else CELLS
-            if not (_holds_numbers(kind) or (_holds_images(kind) and not is_label)):
-                raise UsageError(f"{path}: column {name}: got {kind}; expected {expected}")
+    def add_schema(self, config: Data, schema: Any, path: str) -> None:
+        """Find the columns in a file."""
+        super().__init__(config, base.choose_columns(config, schema.names, path))
         self.is_compressed = _holds_images(schema.field(self.columns[0]).type)
 
-    def add_labels(self, column: Any, path: str) -> None:
-        """Note more labels if they are whole numbers."""
+    def set_labels(self, columns: Sequence[Any], path: str) -> None:
+        """Note labels, a column a part, if all are whole numbers."""
         import pyarrow.types as types
 
-        if not types.is_integer(column.type):
-            return
-        if column.null_count:
-            raise UsageError(
-                f"{path}: column {self.columns[1]}: got {column.null_count} rows without a value; leave them out"
-            )
-        before = np.empty(0, np.int64) if self.labels is None else self.labels
-        self.labels = np.concatenate([before, column.to_numpy(zero_copy_only=False).astype(np.int64)])
+        for column in columns:
+            if _holds_images(column.type):
+                raise UsageError(f"{path}: column {self.columns[1]}: got {column.type}; expected numbers")
+        if missing := sum(column.null_count for column in columns):
+            raise UsageError(f"{path}: column {self.columns[1]}: got {missing} rows without a value; leave them out")
+        if columns and all(types.is_integer(column.type) for column in columns):
+            self.labels = np.concatenate([column.to_numpy(zero_copy_only=False) for column in columns], dtype=np.int64)
 
-    def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    def cells(self, index: int) -> Sequence[Any]:
-        number, row = place_in_parts(self.ends, index)
-        table = self.tables[number]
+    def read(self, part: int, row: int, index: int) -> Sequence[Any]:
+        table = self.tables[part]
         return [_read_cell(table.column(name)[row], f"{self.where(index)}: column {name}") for name in self.columns]
 
 
@@ -89,13 +65,11 @@ class ParquetSource(ArrowSource):
     """One split of Parquet files."""
 
     def __init__(self, config: Data, files: Sequence[str]) -> None:
-        with _open_parquet(files[0]) as file:
-            super().__init__(config, choose_columns(config, file.schema_arrow.names, files[0]))
         self.groups: list[tuple[str, int]] = []
-        rows, size_bytes = [], []
+        rows, size_bytes, labels = [], [], []
         for path in files:
             with _open_parquet(path) as file:
-                self.add_schema(file.schema_arrow, path)
+                self.add_schema(config, file.schema_arrow, path)
                 for number in range(file.num_row_groups):
                     group = file.metadata.row_group(number)
                     chunks = [group.column(i) for i in range(group.num_columns)]
@@ -104,29 +78,25 @@ class ParquetSource(ArrowSource):
                     rows.append(group.num_rows)
                     size_bytes.append(sum(chunk.total_uncompressed_size for chunk in wanted))
                 if self.is_pair:
-                    column = file.read([self.columns[1]]).column(0)
-                    if len(column) != file.metadata.num_rows:
-                        raise UsageError(
-                            f"{path}: got {len(column)} labels for {file.metadata.num_rows} rows; copy it again"
-                        )
-                    self.add_labels(column, path)
-        self.ends = np.cumsum(rows, dtype=np.int64)
-        if self.labels is not None and len(self.labels) < len(self):  # some files have other numbers
-            self.labels = None
+                    labels.append(file.read([self.columns[1]]).column(0))
+                    if len(labels[-1]) != file.metadata.num_rows:
+                        raise UsageError(f"{path}: got {len(labels[-1])} labels for {file.metadata.num_rows} rows")
+        self.set_labels(labels, files[0])
+        self.set_parts([f"{path}, row group {number}" for path, number in self.groups], rows)
         is_small = sum(size_bytes) <= KEPT_BYTES
         self.file_ends = None if is_small else tuple(self.ends.tolist())
         most = len(self.groups) if is_small else max(2, KEPT_BYTES // max(size_bytes))
         # The loaders of a batch need the same row group: one reads it.
         self.tables = LastUsed(partial(_read_row_group, self.groups, self.columns), most)
 
-    def where(self, index: int) -> str:
-        number, row = place_in_parts(self.ends, index)
-        path, group = self.groups[number]
-        return f"{path}, row group {group}[{row}]"
 
-    def digest(self) -> str:
-        names = [f"{os.path.basename(path)}:{number}" for path, number in self.groups]
-        return self.sha256([*names, *self.columns], [self.ends.tobytes()])
+def parquet(config: Data, split: str) -> base.Source:
+    """Parquet files in DIR/<split>/, or DIR/<split>-<any>.parquet; classes are counted, training's too."""
+
+    def open_split(split: str) -> ParquetSource:
+        return ParquetSource(config, base.split_files(config, split, ".parquet"))
+
+    return base.open_table(config, split, open_split)
 
 
 def _read_row_group(groups: Sequence[tuple[str, int]], columns: Sequence[str], number: int) -> Any:
@@ -140,26 +110,10 @@ def _read_row_group(groups: Sequence[tuple[str, int]], columns: Sequence[str], n
 
 @contextlib.contextmanager
 def _open_parquet(path: str) -> Iterator[Any]:
-    pyarrow = _import_arrow("parquet")
-    try:
+    pyarrow = base.import_package("parquet", "parquet", "pyarrow", "pyarrow.parquet")
+    with base.refusing(path, "a Parquet file", pyarrow.ArrowException):
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
             yield file
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UsageError(f"{path}: {error}; expected a Parquet file: it is damaged, or another kind of file") from error
-
-
-def _import_arrow(source: str) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UsageError(f"{source}: {error}; install it with {installing(f'jaxmpi[{source}]')}") from error
-    return pyarrow
-
-
-def parquet(config: Data, split: str) -> Source:
-    """Parquet files in DIR/<split>/, or DIR/<split>-<any>.parquet; classes are counted, training's too."""
-    return open_table(config, split, lambda split: ParquetSource(config, split_files(config, split, ".parquet")))
 
 
 # ---------------------------------------------------------------- saved data sets
@@ -169,35 +123,33 @@ class HuggingFaceSource(ArrowSource):
     """One split that `datasets` has saved in a folder, read without `datasets`."""
 
     def __init__(self, config: Data, folder: str) -> None:
-        self.config, self.folder = config, folder
-        pyarrow = _import_arrow("huggingface")
+        self.config, self.folder, self.tables = config, folder, []
+        pyarrow = base.import_package("huggingface", "huggingface", "pyarrow")
         paths, features = _read_saved(Path(folder))
-        self.tables = []
         for path in paths:
-            try:
+            with base.refusing(path, DATA_SET, pyarrow.ArrowException):
                 schema, batches = _map_batches(pyarrow, path)
-            except (OSError, pyarrow.ArrowException) as error:
-                raise UsageError(f"{path}: {error}; expected {DATA_SET}") from error
-            if not self.tables:
-                super().__init__(config, choose_columns(config, schema.names, folder))
-            self.add_schema(schema, path)
+            self.add_schema(config, schema, path)
             self.tables += batches
-        if self.is_pair and self.tables:
-            label_parts = [batch.column(self.columns[1]) for batch in self.tables]
-            self.add_labels(pyarrow.chunked_array(label_parts), folder)
-        self.ends = np.cumsum([len(batch) for batch in self.tables], dtype=np.int64)
-        label = features.get(self.columns[1]) if self.is_pair else None
-        self.classes = len(label["names"]) if isinstance(label, dict) and label.get("_type") == "ClassLabel" else 0
-        self.facts = f"{features}"
+        self.set_parts((f"{folder}, batch {number}" for number in range(len(self.tables))), [*map(len, self.tables)])
+        if self.is_pair:
+            self.set_labels([batch.column(self.columns[1]) for batch in self.tables], folder)
+            label = features.get(self.columns[1])
+            if isinstance(label, dict) and label.get("_type") == "ClassLabel":
+                self.classes = len(label["names"])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HuggingFaceSource, (self.config, self.folder)
 
-    def where(self, index: int) -> str:
-        return f"{self.folder}[{index}]"
 
-    def digest(self) -> str:
-        return self.sha256([f"{len(self)}", self.facts])
+def huggingface(config: Data, split: str) -> base.Source:
+    """The saved data set in DIR/<split>; classes without names are counted."""
+    root = base.data_root(config, "DIR/<split>/, as DatasetDict.save_to_disk writes it")
+
+    def open_split(split: str) -> HuggingFaceSource:
+        return HuggingFaceSource(config, f"{root}/{base.split_name(config, split)}")
+
+    return base.open_table(config, split, open_split)
 
 
 def _read_saved(folder: Path) -> tuple[list[str], dict[str, Any]]:
@@ -205,16 +157,14 @@ def _read_saved(folder: Path) -> tuple[list[str], dict[str, Any]]:
     if (folder / "dataset_dict.json").is_file():
         raise UsageError(f"{folder}: got several splits; expected one split: name it with data.train_split")
     state, info = (read_json(folder / name, MOST_JSON_BYTES, DATA_SET) for name in ("state.json", "dataset_info.json"))
-    try:
+    with base.refusing(str(folder), DATA_SET, KeyError, TypeError, ValueError):
         names = [file["filename"] for file in state["_data_files"]]
         features = dict(info["features"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{folder}: {error!r} in its JSON files; expected {DATA_SET}") from error
     odd = [name for name in names if not isinstance(name, str) or os.path.basename(name) != name]
     if odd or not names or state.get("_indices_data_files"):
         raise UsageError(f"{folder}: got the files {odd or names}, or indices; expected {DATA_SET}: save it again")
     paths = [str(folder / name) for name in names]
-    check_plain_files(paths, DATA_SET)
+    base.check_plain_files(paths, DATA_SET)
     return paths, features
 
 
@@ -237,10 +187,7 @@ def _map_batches(pyarrow: Any, path: str) -> tuple[Any, list[Any]]:
         return reader.schema, batches
 
 
-def huggingface(config: Data, split: str) -> Source:
-    """The saved data set in DIR/<split>; classes without names are counted."""
-    base = data_root(config, "DIR/<split>/, as DatasetDict.save_to_disk writes it")
-    return open_table(config, split, lambda split: HuggingFaceSource(config, f"{base}/{split_name(config, split)}"))
+# ---------------------------------------------------------------- types and cells
 
 
 def _holds_images(kind: Any) -> bool:
@@ -249,15 +196,6 @@ def _holds_images(kind: Any) -> bool:
     kind = getattr(kind, "storage_type", kind)  # without what an extension adds
     in_struct = types.is_struct(kind) and kind.get_field_index("bytes") >= 0  # as of `datasets.Image`
     return in_struct or types.is_binary(kind) or types.is_large_binary(kind)
-
-
-def _holds_numbers(kind: Any) -> bool:
-    import pyarrow.types as types
-
-    kind = getattr(kind, "storage_type", kind)
-    while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        kind = getattr(kind.value_type, "storage_type", kind.value_type)
-    return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
 
 
 def _read_cell(scalar: Any, where: str) -> Any:
@@ -271,7 +209,10 @@ def _read_cell(scalar: Any, where: str) -> Any:
         return blob
     if not scalar.is_valid:
         raise UsageError(f"{where}: got no value; leave such rows out")
-    return _to_array(scalar.values, where) if hasattr(scalar, "values") else np.asarray(scalar.as_py())
+    cell = _to_array(scalar.values, where) if hasattr(scalar, "values") else np.asarray(scalar.as_py())
+    if cell.dtype.kind not in "biuf":
+        raise UsageError(f"{where}: got {scalar.type}; expected numbers, or lists of them: write a label as its number")
+    return cell
 
 
 def _to_array(values: Any, where: str) -> np.ndarray:

@@ -1,17 +1,22 @@
-"""The protocol of a source, what sources share, and tables with named columns."""
+"""What a source of examples is, and what sources of files share: names of splits, files and columns, and digests."""
 
+import contextlib
 import hashlib
+import importlib
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from jaxmpi.config.data import Data, data_dir
+from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.data.decode import MODES, corrupt_if_it_fails, decoded
+
+DEFAULT = ("image", "label")  # columns
 
 
 @runtime_checkable
@@ -78,31 +83,120 @@ def place_in_parts(ends: np.ndarray, index: int) -> tuple[int, int]:
     return part, index - (int(ends[part - 1]) if part else 0)
 
 
-def decode_image(blob: Any, where: str, index: int, channels: int, resize: int) -> np.ndarray:
-    """u8[height, width, channels] of a compressed image; raise `CorruptExample` if it cannot be decoded."""
-    with corrupt_if_it_fails(blob, where, index):
-        return decoded(blob, channels, resize)
+def sha256(words: Iterable[str], parts: Iterable[Any] = ()) -> str:
+    """Digest of words, file names among them, and of parts that have a buffer."""
+    digest = hashlib.sha256("\0".join(words).encode(errors="surrogateescape"))
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
-class EncodedSource:
-    """A source of compressed images: a class of it has `encoded` and `where`."""
+class TableSource:
+    """Rows of stored columns, in parts; a class of it reads them: numbers, arrays, or the bytes of compressed images.
 
-    def __init__(self, name: str, channels: int, resize: int) -> None:
-        if channels not in MODES:
-            raise UsageError(f"data.channels: got {channels}; {name} makes {', '.join(map(str, MODES))}")
-        self.name, self.channels, self.resize = name, channels, resize
+    Two `columns` are an input and its label (`is_pair`). Any other number makes a dict, for a task of the user's own.
+    """
 
-    def encoded(self, index: int) -> tuple[bytes, int]:
-        """An example's compressed image, and its label."""
-        raise NotImplementedError
+    is_compressed = False  # inputs are compressed images
+    labels: np.ndarray | None = None  # int[n], of an input and its label if it is a whole number
+    file_ends: tuple[int, ...] | None = None
+    notes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # of the classes
+    classes, is_counted = 0, False
+    parts: tuple[str, ...] = ()  # names of files, or of what is in them
+    ends = np.zeros(0, np.int64)  # of each part, the index behind its last row
+
+    def __init__(self, config: Data, columns: Sequence[str] = DEFAULT) -> None:
+        if self.is_compressed and config.channels not in MODES:
+            raise UsageError(f"data.channels: got {config.channels}; expected {', '.join(map(str, MODES))}")
+        self.name, self.columns, self.is_pair = config.source, tuple(columns), len(columns) == 2
+        self.channels, self.resize = config.channels, config.resize
+
+    def set_parts(self, names: Iterable[str], rows: Sequence[int]) -> None:
+        """Say where rows are, and how many."""
+        self.parts, self.ends = tuple(names), np.cumsum(rows, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
 
     def where(self, index: int) -> str:
-        """Its name in errors."""
+        """The file of row `index`, and its place there."""
+        part, row = place_in_parts(self.ends, index)
+        return f"{self.parts[part]}[{row}]"
+
+    def digest(self) -> str:
+        """The same for files of the same names, lengths and labels."""
+        labels = [] if self.labels is None else [self.labels]
+        return sha256([*map(os.path.basename, self.parts), *self.columns], [self.ends, *labels])
+
+    @property
+    def encoded(self) -> Any:
+        """(bytes, label) by index if inputs are compressed images, else None."""
+        return self.cells if self.is_compressed and self.is_pair else None
+
+    def cells(self, index: int) -> Sequence[Any]:
+        """Cells of row `index`, in the order of `columns`."""
+        return self.read(*place_in_parts(self.ends, index), index)
+
+    def read(self, part: int, row: int, index: int) -> Sequence[Any]:
+        """Cells of a row of a part."""
         raise NotImplementedError
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        blob, label = self.encoded(index)
-        return decode_image(blob, self.where(index), index, self.channels, self.resize), label
+    def __getitem__(self, index: int) -> Any:
+        values = list(self.cells(index))
+        for place, cell in enumerate(values):
+            if isinstance(cell, bytes | memoryview):
+                with corrupt_if_it_fails(cell, self.where(index), index):
+                    values[place] = decoded(cell, self.channels, self.resize)
+        return tuple(values) if self.is_pair else dict(zip(self.columns, values, strict=True))
+
+
+def open_table(config: Data, split: str, open_split: Callable[[str], Any]) -> Any:
+    """The table of a split; classes that it does not name are counted up to the largest label of it and of training."""
+    source = open_split(split)
+    if source.classes or source.labels is None or not source.is_pair:
+        return source
+    labels, name = [source.labels], config.train_split
+    there = os.listdir(data_dir(config)) if split != "train" else []
+    if any(file == name or file.startswith((f"{name}-", f"{name}.")) for file in there):
+        labels.append(open_split("train").labels)
+    source.classes, source.is_counted = max(int(each.max(initial=-1)) + 1 for each in labels if each is not None), True
+    return source
+
+
+def choose_columns(config: Data, there: Iterable[str], path: str) -> tuple[str, ...]:
+    """`data.columns`, or image and label; raise `UsageError` if one of them is not there exactly once."""
+    wanted, there = config.columns or DEFAULT, sorted(there)
+    odd = [name for name in wanted if there.count(name) != 1]
+    if odd:
+        raise UsageError(
+            f"{path}: got column {', '.join(odd)} not once; there are {', '.join(there) or 'none'}: choose input and "
+            f"label with data.columns, such as --data.columns {' '.join((there * 2)[:2])}"
+        )
+    return wanted
+
+
+# ---------------------------------------------------------------- packages, and files of a split
+
+
+def import_package(what: str, extra: str, *modules: str) -> Any:
+    """The package of these modules, which are imported; `what` needs it, and `jaxmpi[extra]` installs it."""
+    try:
+        package, *_ = [importlib.import_module(module) for module in modules]
+        return package
+    except ImportError as error:
+        raise UsageError(f"{what}: {error}; install it with {installing(f'jaxmpi[{extra}]')}") from error
+
+
+@contextlib.contextmanager
+def refusing(path: str, expected: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn `OSError`, and what else a library raises of a file that it does not take, into a `UsageError`."""
+    try:
+        yield
+    except (OSError, *errors) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{path}: {error}; expected {expected}: it is damaged, or of another kind") from error
 
 
 def split_name(config: Data, split: str) -> str:
@@ -116,17 +210,6 @@ def data_root(config: Data, layout: str) -> str:
     if not root:
         raise UsageError(f"{config.source}: set data.dir or JAXMPI_DATA to a folder DIR with {layout}")
     return root
-
-
-def check_plain_files(paths: Iterable[str], expected: str) -> None:
-    """Raise `UsageError` for a pipe, a device or a folder: libraries would wait for what it never gives."""
-    for path in paths:
-        try:
-            mode = os.stat(path).st_mode
-        except OSError as error:
-            raise UsageError(f"{path}: {error.strerror}; expected {expected}") from error
-        if not stat.S_ISREG(mode):
-            raise UsageError(f"{path}: got no plain file; expected {expected}")
 
 
 def split_files(config: Data, split: str, suffix: str) -> list[str]:
@@ -151,81 +234,12 @@ def split_files(config: Data, split: str, suffix: str) -> list[str]:
     return files
 
 
-# ---------------------------------------------------------------- tables
-
-
-class TableSource:
-    """Rows of a table; a class of it reads cells: numbers, arrays, or the bytes of compressed images.
-
-    Two `columns` are an input and its label (`is_pair`). Any other number makes a dict, for a task of the user's own.
-    """
-
-    is_compressed = False  # inputs are compressed images
-    labels: np.ndarray | None = None  # int[n], of an input and its label if it is a whole number
-
-    def __init__(self, config: Data, columns: Sequence[str]) -> None:
-        self.name, self.columns, self.is_pair = config.source, tuple(columns), len(columns) == 2
-        self.channels, self.resize = config.channels, config.resize
-        self.classes, self.is_counted = 0, False
-
-    @property
-    def encoded(self) -> Any:
-        """(bytes, label) by index if inputs are compressed images, else None."""
-        return self.cells if self.is_compressed and self.is_pair else None
-
-    def cells(self, index: int) -> Sequence[Any]:
-        """Cells of row `index`, in the order of `columns`."""
-        raise NotImplementedError
-
-    def where(self, index: int) -> str:
-        """The file of row `index`, and its place there."""
-        raise NotImplementedError
-
-    def __getitem__(self, index: int) -> Any:
-        values = list(self.cells(index))
-        for place, cell in enumerate(values):
-            if isinstance(cell, bytes):
-                values[place] = decode_image(cell, self.where(index), index, self.channels, self.resize)
-        return tuple(values) if self.is_pair else dict(zip(self.columns, values, strict=True))
-
-    def sha256(self, words: Iterable[str], parts: Iterable[bytes] = ()) -> str:
-        """Digest of words, of parts, and of the labels if any."""
-        digest = hashlib.sha256("\0".join(words).encode(errors="surrogateescape"))
-        for part in parts:
-            digest.update(part)
-        if self.labels is not None:
-            digest.update(self.labels.tobytes())
-        return digest.hexdigest()
-
-
-def open_table(config: Data, split: str, open_split: Callable[[str], Any]) -> Any:
-    """The table of a split; classes that it does not name are counted up to the largest label of it and of training."""
-    source = open_split(split)
-    labels = [] if source.labels is None else [source.labels]
-    if source.classes or not labels:
-        return source
-    name = config.train_split
-    there = os.listdir(data_dir(config)) if split != "train" else []
-    if any(file == name or file.startswith((f"{name}-", f"{name}.")) for file in there):
-        in_training = open_split("train").labels
-        labels += [] if in_training is None else [in_training]
-    source.classes, source.is_counted = max(int(each.max(initial=-1)) + 1 for each in labels), True
-    return source
-
-
-DEFAULT = ("image", "label")
-
-
-def choose_columns(config: Data, there: Iterable[str], path: str) -> tuple[str, ...]:
-    """`data.columns`, or image and label; raise `UsageError` if one of them is not there exactly once."""
-    wanted, there = config.columns or DEFAULT, sorted(there)
-    missing = [name for name in wanted if name not in there]
-    if missing:
-        raise UsageError(
-            f"{path}: got no column {', '.join(missing)}; there are {', '.join(there) or 'none'}: choose input and "
-            f"label with data.columns, such as --data.columns {' '.join((there * 2)[:2])}"
-        )
-    twice = [name for name in wanted if there.count(name) > 1]
-    if twice:
-        raise UsageError(f"{path}: got {' and '.join(twice)} more than once; expected each name once: write it again")
-    return wanted
+def check_plain_files(paths: Iterable[str], expected: str) -> None:
+    """Raise `UsageError` for a pipe, a device or a folder: libraries would wait for what it never gives."""
+    for path in paths:
+        try:
+            is_plain = stat.S_ISREG(os.stat(path).st_mode)
+        except OSError as error:
+            raise UsageError(f"{path}: {error.strerror}; expected {expected}") from error
+        if not is_plain:
+            raise UsageError(f"{path}: got no plain file; expected {expected}")

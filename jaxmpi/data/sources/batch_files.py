@@ -12,7 +12,6 @@ as many times longer as a file has images. If examples of all files are mixed, r
 import bisect
 import contextlib
 import copy
-import hashlib
 import itertools
 import math
 import os
@@ -27,13 +26,15 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import sync_file
 from jaxmpi.data.sampler import Sampler
-from jaxmpi.data.sources.base import Source, data_root, pair, place_in_parts, split_name
+from jaxmpi.data.sources.base import Source, TableSource, data_root, open_table, pair, place_in_parts, split_name
 from jaxmpi.data.sources.numpy_files import Expected, load_array, read_header
-from jaxmpi.data.sources.open_files import SPAN_BYTES, LastUsed, OpenFiles, open_spans
+from jaxmpi.data.sources.open_files import LastUsed, OpenFiles
 from jaxmpi.data.sources.packed import check_record
 
 LAYOUT = "DIR/<split>/<any>.npy, u8[n, height, width, channels], and DIR/<split>_labels.npy, int[examples]"
 MOST_IMAGE_BYTES = 1 << 28  # 2^26 px of 4 channels
+SPAN_BYTES = 64 << 20  # bytes of a file that are read in one go at most, or one example if it is longer
+KEPT_BYTES = 4 * SPAN_BYTES  # bytes of spans kept by a loader process or all threads of a worker; two spans at least
 IMAGES = Expected(
     "u8[n, height, width, channels] in C order, as numpy.ascontiguousarray gives it",
     lambda found: (
@@ -43,84 +44,74 @@ IMAGES = Expected(
 LABELS = Expected("whole numbers, one an image", lambda found: found.dtype.kind in "iu" and len(found.shape) == 1)
 
 
-class BatchFileSource:
-    """One split of batch files below `root`; `classes` 0 counts up to the largest label.
+class BatchFileSource(TableSource):
+    """One split of batch files below `root`.
 
     Raises:
         UsageError: no file, or a file or labels that are not as described; more or fewer labels than examples; or names
             whose order is not that of the numbers in them.
     """
 
-    def __init__(self, root: str, split: str, classes: int = 0) -> None:
-        self.name, self.folder = "batchfiles", os.path.join(root, split)
-        self.files = (
-            sorted(n for n in os.listdir(self.folder) if n.endswith(".npy")) if os.path.isdir(self.folder) else []
-        )
+    def __init__(self, config: Data, root: str, split: str) -> None:
+        super().__init__(config)
+        folder = os.path.join(root, split)
+        there = os.listdir(folder) if os.path.isdir(folder) else []
+        self.files = sorted(file for file in there if file.endswith(".npy"))
         if not self.files:
-            raise UsageError(f"batchfiles: found no .npy file in a folder {self.folder}; expected {LAYOUT}")
-        _check_order(self.folder, self.files)
-        paths = [os.path.join(self.folder, name) for name in self.files]
+            raise UsageError(f"batchfiles: found no .npy file in a folder {folder}; expected {LAYOUT}")
+        _check_order(folder, self.files)
+        paths = [os.path.join(folder, file) for file in self.files]
         headers = [read_header(path, IMAGES) for path in paths]
         self.shape = headers[0].shape[1:]
-        each = math.prod(self.shape)  # bytes of an image; a file with holes can be larger than its disk
-        if each > MOST_IMAGE_BYTES:
-            raise UsageError(f"{paths[0]}: got {each} bytes an image; expected <= {MOST_IMAGE_BYTES}")
+        self.each = math.prod(self.shape)  # bytes of an image; a file with holes can be larger than its disk
+        if self.each > MOST_IMAGE_BYTES:
+            raise UsageError(f"{paths[0]}: got {self.each} bytes an image; expected <= {MOST_IMAGE_BYTES}")
         for path, header in zip(paths, headers, strict=True):
             if header.shape[1:] != self.shape:
                 raise UsageError(f"{path}: got images of another shape than {self.shape} before it")
         self.offsets = np.array([header.offset for header in headers], np.int64)
-        self.ends = np.cumsum([header.shape[0] for header in headers])
-        labels = f"{os.path.join(root, split)}_labels.npy"
+        self.set_parts(paths, [header.shape[0] for header in headers])
+        labels = f"{folder}_labels.npy"
         self.labels = load_labels(labels)
         if len(self.labels) != self.ends[-1]:
             raise UsageError(f"{labels}: got {len(self.labels)} labels for {self.ends[-1]} images")
-        self.classes, self.is_counted = classes or int(self.labels.max(initial=-1)) + 1, not classes
+        self.file_ends = tuple(self.ends.tolist())
         self.opened = OpenFiles(paths)
         self.spans: LastUsed[np.ndarray] | None = None  # if files are read whole
-        rows = max(SPAN_BYTES // max(each, 1), 1)
+        rows = max(SPAN_BYTES // max(self.each, 1), 1)
         self.span_ends = tuple(
             min(cut, end)
-            for begin, end in itertools.pairwise([0, *self.ends.tolist()])
+            for begin, end in itertools.pairwise([0, *self.file_ends])
             for cut in range(begin + rows, end + rows, rows)
             if end > begin
         )
 
     def whole_files(self) -> Self:
         """The same source, which reads files whole, or long ones in spans."""
-        each, places = math.prod(self.shape), []
-        for begin, end in itertools.pairwise([0, *self.span_ends]):
-            file, row = place_in_parts(self.ends, begin)
-            places.append((file, int(self.offsets[file]) + row * each, (end - begin) * each))
         source = copy.copy(self)
-        source.spans = open_spans(self.opened, np.array(places, np.int64).reshape(-1, 3))
+        longest = int(np.diff(self.span_ends, prepend=0).max(initial=1)) * self.each
+        source.spans = LastUsed(self._read_span, max(KEPT_BYTES // longest, 2))
         return source
 
-    @property
-    def file_ends(self) -> tuple[int, ...]:
-        return tuple(self.ends.tolist())
+    def _read_span(self, span: int) -> np.ndarray:
+        """u8[n, height, width, channels], read-only."""
+        begin, end = self._begin(span), self.span_ends[span]
+        rows = self._read(begin, (end - begin, *self.shape))
+        rows.flags.writeable = False
+        return rows
 
-    def __len__(self) -> int:
-        return len(self.labels)
+    def _begin(self, span: int) -> int:
+        return self.span_ends[span - 1] if span else 0
 
-    def digest(self) -> str:
-        digest = hashlib.sha256("\0".join([*self.files, str(self.shape)]).encode(errors="surrogateescape"))
-        for part in (self.ends, self.labels):
-            digest.update(part.astype(np.int64).tobytes())
-        return digest.hexdigest()
-
-    def where(self, index: int) -> str:
+    def _read(self, index: int, shape: tuple[int, ...]) -> np.ndarray:
         file, row = place_in_parts(self.ends, index)
-        return f"{self.opened.paths[file]}[{row}]"
+        return self.opened.read(file, np.empty(shape, np.uint8), int(self.offsets[file]) + row * self.each)
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
-        if self.spans:
-            span = bisect.bisect_right(self.span_ends, index)
-            begin = self.span_ends[span - 1] if span else 0
-            rows = self.spans[span].reshape(-1, *self.shape)
-            return rows[index - begin].copy(), self.labels[index]
-        file, row = place_in_parts(self.ends, index)
-        offset = int(self.offsets[file]) + row * math.prod(self.shape)
-        return self.opened.read(file, np.empty(self.shape, np.uint8), offset), self.labels[index]
+    def read(self, part: int, row: int, index: int) -> tuple[np.ndarray, Any]:
+        if self.spans is None:
+            return self._read(index, self.shape), self.labels[index]
+        span = bisect.bisect_right(self.span_ends, index)
+        return self.spans[span][index - self._begin(span)].copy(), self.labels[index]
 
 
 def _check_order(folder: str, names: list[str]) -> None:
@@ -145,12 +136,8 @@ def load_labels(path: str) -> np.ndarray:
 
 def batchfiles(config: Data, split: str) -> Source:
     """NumPy batch files in DIR/<split>/ and DIR/<split>_labels.npy; classes are counted, training's too."""
-    base = data_root(config, LAYOUT)
-    train = f"{os.path.join(base, config.train_split)}_labels.npy"
-    source = BatchFileSource(base, split_name(config, split))
-    in_training = int(load_labels(train).max(initial=-1)) + 1 if os.path.isfile(train) else 0
-    source.classes = max(source.classes, in_training)
-    return source
+    root = data_root(config, LAYOUT)
+    return open_table(config, split, lambda split: BatchFileSource(config, root, split_name(config, split)))
 
 
 # ---------------------------------------------------------------- writing
@@ -172,16 +159,12 @@ def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128
     name, folder, n = getattr(source, "name", "source"), Path(root) / split, len(source)
     if rows < 1 or not n:
         raise UsageError(f"{name}: got {n} examples, {rows} rows a file; expected 1 or more of both")
-    labels_path = Path(root) / f"{split}_labels.npy"
+    labels_path, digits = Path(root) / f"{split}_labels.npy", max(5, len(str((n - 1) // rows)))
     order = np.arange(n) if seed is None else Sampler(n, n, seed=seed).indices(0).indices
-    count = -(-n // rows)
-    files = [folder / f"{number:0{max(5, len(str(count - 1)))}}.npy" for number in range(count)]
-    labels = np.zeros(n, np.int32)
+    labels, files = np.zeros(n, np.int32), set()
     shape: tuple[int, ...] | None = None
     total: Any = 0.0
-    with _writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    for file, begin in zip(files, range(0, n, rows), strict=True):
+    for begin in range(0, n, rows):
         images = []
         for place, i in enumerate(order[begin : begin + rows].tolist(), begin):
             image, label = pair(source, i)
@@ -191,13 +174,15 @@ def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128
                 what = f"{image.dtype}{list(image.shape)}"
                 raise UsageError(f"{name}[{i}]: got {what}; expected u8[height, width, channels] as before it")
             images.append(image)
+        batch, file = np.stack(images), folder / f"{begin // rows:0{digits}}.npy"
         with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
             labels_path.unlink(missing_ok=True)  # not before there are images to write
-        batch = np.stack(images)
         total = total + batch.sum(0, dtype=np.float64)
         _save(file, batch)
+        files.add(file)
     with _writing(folder):  # numbered files that an earlier, longer set has left
-        for left in set(folder.glob("*.npy")) - {*files}:
+        for left in set(folder.glob("*.npy")) - files:
             if left.stem.isdecimal():
                 left.unlink()
     _save(Path(root) / f"{split}_mean.npy", (total / n).astype(np.float32))

@@ -21,11 +21,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.env import installing
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.data.sampler import UNBOUNDED, place_of
 from jaxmpi.data.sources.arrays import PythonSource
-from jaxmpi.data.sources.base import Source
+from jaxmpi.data.sources.base import Source, import_package
 
 
 def is_stream(examples: Any) -> bool:
@@ -45,7 +44,6 @@ class StreamReader:
         self._lock = threading.Lock()  # a loader reads, and the run saves
         self._read = 0  # examples
         self._iterator: Any = None
-        self._first: Any = None
         self._last: Any = None
 
     def begin(self, step: int, state: str = "") -> None:
@@ -58,31 +56,22 @@ class StreamReader:
             self._states = {}
             self._note()
 
-    def first(self) -> Any:
-        """The stream's first example, whatever has been read."""
-        if self._first is None:
-            try:
-                self._first = next(iter(self.dataset))
-            except StopIteration:
-                raise UsageError(f"{self.name}: got no examples; expected >= 1") from None
-        return self._first
-
     def read(self, count: int) -> Any:
         """Example `count`, which must be new, the last again, or 0; raise `TrainingError` if the stream has ended."""
         with self._lock:
             if self._iterator is None or count < self._read - 1:
                 assert count == 0, f"{self.name}: example {count} after {self._read}"
-                return self.first()
-            while self._read <= count:
-                self._advance()
+                for example in self.dataset:
+                    return example
+                raise UsageError(f"{self.name}: got no examples; expected >= 1")
+            self._advance_to(count + 1)
             return self._last
 
     def state(self, step: int) -> str:
         """State of the iterator behind a step, as JSON."""
         if step not in self._states:
             with self._lock:
-                while self._read < step * self.per_step:  # examples that other workers read
-                    self._advance()
+                self._advance_to(step * self.per_step)  # past examples that other workers read
         return self._states[step]
 
     def forget(self, step: int) -> None:
@@ -102,17 +91,18 @@ class StreamReader:
                 )
         return count
 
-    def _advance(self) -> None:
-        try:
-            self._last = next(self._iterator)
-        except StopIteration:
-            raise TrainingError(
-                f"{self.name} has ended after {self._read} examples, before the run: repeat it, as in "
-                "MapDataset.repeat(), or train for fewer steps"
-            ) from None
-        self._read += 1
-        if self._read % self.per_step == 0:
-            self._note()
+    def _advance_to(self, examples: int) -> None:
+        while self._read < examples:
+            try:
+                self._last = next(self._iterator)
+            except StopIteration:
+                raise TrainingError(
+                    f"{self.name} has ended after {self._read} examples, before the run: repeat it, as in "
+                    "MapDataset.repeat(), or train for fewer steps"
+                ) from None
+            self._read += 1
+            if self._read % self.per_step == 0:
+                self._note()
 
     def _note(self) -> None:
         try:
@@ -173,11 +163,6 @@ class StreamSource(PythonSource):
         made.readers = tuple(StreamReader(each.dataset, each.name, each.per_step) for each in self.readers)
         return made
 
-    def forget(self, step: int) -> None:
-        """Drop states of steps before."""
-        for reader in self.readers:
-            reader.forget(step)
-
     def __len__(self) -> int:
         return self.examples_in_all
 
@@ -211,10 +196,7 @@ class GrainSource(PythonSource):
 
 def grain(config: Data, split: str) -> Source:
     """`data.train` or `data.validation`, a `MapDataset` or `IterDataset` of Grain."""
-    try:
-        import grain as library
-    except ImportError as error:
-        raise UsageError(f"grain: {error}; install it with {installing('jaxmpi[grain]')}") from error
+    library = import_package("grain", "grain", "grain")
     examples, name = config.train if split == "train" else config.validation, f"data.{split}"
     if is_stream(examples):
         return StreamSource(examples, name)

@@ -1,6 +1,5 @@
 """Source: a folder of images, one folder a class."""
 
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 
@@ -9,22 +8,24 @@ import numpy as np
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data.decode import CorruptExample
-from jaxmpi.data.sources.base import EncodedSource, Source, data_root, split_name
+from jaxmpi.data.sources.base import Source, TableSource, data_root, sha256, split_name
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 LAYOUT = "DIR/<split>/<class>/<image>.jpg, .jpeg or .png"
 
 
-class FolderSource(EncodedSource):
+class FolderSource(TableSource):
     """Image files in one folder per class below `root`; a class none of whose files is here may be absent.
 
     The label is the class's position in `classes`. `notes` say what was left out. Refused: no images, or a folder that
     is no class.
     """
 
-    def __init__(self, root: str, classes: Sequence[str], channels: int, resize: int) -> None:
-        super().__init__("imagefolder", channels, resize)
+    is_compressed = True
+
+    def __init__(self, config: Data, root: str, classes: Sequence[str]) -> None:
+        super().__init__(config)
         self.root, self.names, self.classes = root, tuple(classes), len(classes)
         extra = sorted(set(_list_folders(root)) - set(classes))
         if extra:
@@ -36,28 +37,23 @@ class FolderSource(EncodedSource):
             left_out += others
         what = f"{len(left_out)} entries that are no {', '.join(SUFFIXES)} file, such as {min(left_out, default='')}"
         self.notes = (f"{root}: left out {what}",) if left_out else ()
+        self.set_parts(classes, [len(images) for images in files])
         self.labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(images) for images in files])
         # A million Python strings take 100 MB a worker; one blob of names and offsets, a fifth.
         names = [os.fsencode(name) for images in files for name in images]
-        self.ends = np.cumsum([0, *map(len, names)], dtype=np.int64)
+        self.offsets = np.cumsum([0, *map(len, names)], dtype=np.int64)
         self.blob = np.frombuffer(b"".join(names), np.uint8)
         if not names:
             raise UsageError(f"{root}: found no {', '.join(SUFFIXES)} file; expected {LAYOUT}")
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def digest(self) -> str:
-        digest = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape"))
-        for part in (self.blob, self.ends, self.labels):
-            digest.update(part.tobytes())
-        return digest.hexdigest()
+        return sha256(self.names, (self.blob, self.offsets, self.labels))
 
     def where(self, index: int) -> str:
-        name = os.fsdecode(self.blob[self.ends[index] : self.ends[index + 1]].tobytes())
+        name = os.fsdecode(self.blob[self.offsets[index] : self.offsets[index + 1]].tobytes())
         return os.path.join(self.root, self.names[self.labels[index]], name)
 
-    def encoded(self, index: int) -> tuple[bytes, int]:
+    def cells(self, index: int) -> tuple[bytes, int]:
         # A file that cannot be read is no corrupt image: never skipped. All of it is read at once, so without a buffer.
         with open(self.where(index), "rb", buffering=0) as file:
             blob = file.read() if (size := os.fstat(file.fileno()).st_size) <= MAX_RECORD_BYTES else None
@@ -66,20 +62,20 @@ class FolderSource(EncodedSource):
         return blob, int(self.labels[index])
 
 
-def _scan(folder: str) -> list[os.DirEntry[str]]:
-    """Entries of a folder by name, hidden ones left out."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted((e for e in entries if not e.name.startswith(".")), key=lambda e: e.name)
-    except OSError as error:
-        raise UsageError(f"imagefolder: {folder} cannot be listed: {error.strerror}; expected {LAYOUT}") from error
+def imagefolder(config: Data, split: str) -> Source:
+    """JPEG and PNG files in DIR/<split>/<class>/.
 
-
-def _is(kind: Callable[[], bool]) -> bool:
-    try:
-        return kind()
-    except OSError:  # as for a circular link
-        return False
+    Classes are the class folders of the training split, sorted by name; those of this split if there is no other.
+    """
+    base = data_root(config, LAYOUT)
+    root, train = os.path.join(base, split_name(config, split)), os.path.join(base, config.train_split)
+    if not os.path.isdir(root):
+        there = ", ".join(_list_folders(base)[:8]) if os.path.isdir(base) else "it does not exist"
+        raise UsageError(
+            f"imagefolder: no folder {root}; expected {LAYOUT}. Folders in {base}: {there or 'none'}; name the right "
+            f"one with --data.{split}-split, or move folders of classes into {root}/"
+        )
+    return FolderSource(config, root, _list_folders(train if os.path.isdir(train) else root))
 
 
 def _list_folders(root: str) -> list[str]:
@@ -97,19 +93,17 @@ def _list_images(folder: str) -> tuple[list[str], list[str]]:
     return images, others
 
 
-def imagefolder(config: Data, split: str) -> Source:
-    """JPEG and PNG files in DIR/<split>/<class>/.
+def _scan(folder: str) -> list[os.DirEntry[str]]:
+    """Entries of a folder by name, hidden ones left out."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted((e for e in entries if not e.name.startswith(".")), key=lambda e: e.name)
+    except OSError as error:
+        raise UsageError(f"imagefolder: {folder} cannot be listed: {error.strerror}; expected {LAYOUT}") from error
 
-    Classes are the class folders of the training split, sorted by name; those of this split if there is no other.
-    """
-    base = data_root(config, LAYOUT)
-    root, train = os.path.join(base, split_name(config, split)), os.path.join(base, config.train_split)
-    if not os.path.isdir(root):
-        folders = _list_folders(base) if os.path.isdir(base) else []
-        there = ", ".join(folders[:8]) or ("none" if os.path.isdir(base) else "it does not exist")
-        way_out = f"Folders in {base}: {there}; name the right one with --data.{split}-split"
-        if any(_list_images(os.path.join(base, name))[0] for name in folders):
-            way_out = f"The folders in {base} hold images, so they are classes: move them into {root}/"
-        raise UsageError(f"imagefolder: no folder {root}; expected {LAYOUT}. {way_out}")
-    classes = _list_folders(train if os.path.isdir(train) else root)
-    return FolderSource(root, classes, config.channels, config.resize)
+
+def _is(kind: Callable[[], bool]) -> bool:
+    try:
+        return kind()
+    except OSError:  # as for a circular link
+        return False

@@ -5,7 +5,6 @@ continues in an epoch where it ended the one before, in an order of its own, so 
 equally often. Example i of epoch e is a function of (e, i) alone.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data.sampler import random_bits
-from jaxmpi.data.sources.base import Source, where
+from jaxmpi.data.sources.base import Source, sha256, where
 from jaxmpi.data.sources.grain_datasets import is_stream
 
 STREAM = "mixture: data.{split}: got an IterDataset of Grain; expected parts with examples by index: take a MapDataset"
@@ -95,7 +94,7 @@ class Mixture:
 
     def digest(self) -> str:
         parts = [getattr(part, "digest", str)() for part in self.parts]
-        return hashlib.sha256(f"{parts}{self.lengths}{self.counts}".encode()).hexdigest()
+        return sha256([f"{parts}{self.lengths}{self.counts}"])
 
 
 def split_by_weight(examples: int, weights: Sequence[float]) -> list[int]:
@@ -117,19 +116,14 @@ def mixture(config: Data, split: str, open_source: Callable[[Data, str], Source]
     if not is_form or not pairs:
         raise UsageError(f"data.train: got {pairs!r:.80} for a mixture; expected {FORM}")
 
-    def open_part(part: Any) -> Source:
-        return open_source(part if isinstance(part, Data) else Data("array", train=part, validation=part), split)
+    def open_part(part: Any, given_as: str) -> Source:
+        data = part if isinstance(part, Data) else Data("array", **{given_as: part})
+        if data.source == "grain" and is_stream(getattr(data, split)):
+            raise UsageError(STREAM.format(split=split))
+        return open_source(data, split)
 
     if split == "validation" and config.validation is not None:
-        return open_part(config.validation)
-    parts, weights = [part for part, _ in pairs], [weight for _, weight in pairs]
-    if any(isinstance(part, Data) and part.source == "grain" and is_stream(getattr(part, split)) for part in parts):
-        raise UsageError(STREAM.format(split=split))
-    odd = [type(part).__name__ for part in parts if not isinstance(part, Data)]
-    if split == "validation" and odd:
-        raise UsageError(
-            f"data.validation: got none for a mixture of {', '.join(odd)}; give a Data or an object: only a Data knows "
-            "its own"
-        )
-    sources = [open_part(part) for part in parts]
-    return Mixture(sources, weights if split == "train" else [len(source) for source in sources])
+        return open_part(config.validation, "validation")
+    sources = [open_part(part, "train") for part, _ in pairs]  # only a `Data` knows what is held out
+    weights = [weight for _, weight in pairs] if split == "train" else [len(source) for source in sources]
+    return Mixture(sources, weights)

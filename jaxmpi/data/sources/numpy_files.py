@@ -14,7 +14,6 @@ import io
 import math
 import os
 import struct
-import types
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -26,16 +25,7 @@ from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import open_plain
 from jaxmpi.core.shared_memory import available_bytes
-from jaxmpi.data.sources.base import (
-    DEFAULT,
-    Source,
-    TableSource,
-    choose_columns,
-    open_table,
-    place_in_parts,
-    split_files,
-    split_name,
-)
+from jaxmpi.data.sources import base
 from jaxmpi.data.sources.open_files import OpenFiles
 
 MOST_HEAD_BYTES = 12 + 10_000  # NumPy itself takes no longer one
@@ -66,6 +56,9 @@ class Expected(NamedTuple):
     fits: Callable[[Header], bool]
 
 
+ARRAYS = Expected("numbers[n, ...]", lambda header: header.dtype.kind in "biuf" and bool(header.shape))
+
+
 def parse_header(path: str, blob: bytes) -> Header:
     """Header of the .npy file that begins with these bytes; one thread at a time in Python 3.11."""
     file = io.BytesIO(blob)
@@ -91,12 +84,8 @@ def load_array(path: str, expected: Expected) -> np.ndarray:
     """The array of a .npy file; one thread at a time, and raises, as `read_header`."""
     with _open(path, expected) as (file, header):
         file.seek(header.offset)
-        try:
-            flat = np.fromfile(file, header.dtype, math.prod(header.shape))
-        except MemoryError as error:  # a file with holes may be larger than its disk
-            raise UsageError(
-                f"{path}: got {header}, more than there is memory for; expected {expected.words}"
-            ) from error
+        _check_room(path, header.end)  # a file with holes may be larger than its disk
+        flat = np.fromfile(file, header.dtype, math.prod(header.shape))
         if flat.size != math.prod(header.shape):
             raise UsageError(f"{path}: it cannot be read, or changed meanwhile")
         return flat.reshape(header.shape, order="F" if header.is_fortran else "C")
@@ -104,7 +93,7 @@ def load_array(path: str, expected: Expected) -> np.ndarray:
 
 @contextlib.contextmanager
 def _open(path: str, expected: Expected) -> Iterator[tuple[BinaryIO, Header]]:
-    try:
+    with base.refusing(path, f"a .npy file, {expected.words}"):
         with open(open_plain(path, f"a .npy file, {expected.words}", follow=True), "rb") as file:
             header, size = parse_header(path, file.read(MOST_HEAD_BYTES)), os.fstat(file.fileno()).st_size
             if not expected.fits(header):
@@ -112,13 +101,18 @@ def _open(path: str, expected: Expected) -> Iterator[tuple[BinaryIO, Header]]:
             if header.end > size:
                 raise UsageError(f"{path}: {header.end - size} bytes are missing at its end; write it again")
             yield file, header
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}; expected a .npy file, {expected.words}") from error
+
+
+def _check_room(name: str, size_bytes: int) -> None:
+    left_bytes = available_bytes()
+    if size_bytes > left_bytes:
+        raise UsageError(
+            f"{name}: {size_bytes / 1e9:,.1f} GB of memory are needed to read it, {left_bytes / 1e9:,.1f} GB are left: "
+            "write it with numpy.savez, in C order, or take smaller arrays"
+        )
 
 
 # ---------------------------------------------------------------- the source
-
-ARRAYS = Expected("numbers[n, ...]", lambda header: header.dtype.kind in "biuf" and bool(header.shape))
 
 
 class StoredArray(NamedTuple):
@@ -130,7 +124,7 @@ class StoredArray(NamedTuple):
     shape: tuple[int, ...]
 
 
-class NumpySource(TableSource):
+class NumpySource(base.TableSource):
     """One split of NumPy files: .npz files, or .npy files that are a column each.
 
     `notes` name arrays that had to be read into memory. Refused: a column that is missing, is no array of numbers, does
@@ -138,69 +132,50 @@ class NumpySource(TableSource):
     """
 
     def __init__(self, config: Data, files: Sequence[str]) -> None:
-        self.opened, self.notes = OpenFiles(files), ()
+        self.opened = OpenFiles(files)
         if files[0].endswith(".npz"):
             tables = [(path, _list_zip(path, number)) for number, path in enumerate(files)]
         else:
             columns = [(os.path.basename(path).removesuffix(".npy"), _Member(i, path)) for i, path in enumerate(files)]
             tables = [(os.path.dirname(files[0]), columns)]
-        super().__init__(config, choose_columns(config, [name for name, _ in tables[0][1]], tables[0][0]))
-        self.paths = [path for path, _ in tables]
-        self.parts: list[list[StoredArray | np.ndarray]] = []
+        self.arrays: list[dict[str, StoredArray | np.ndarray]] = []  # by part and column
         for path, members in tables:
-            by_name = [[member for name, member in members if name == column] for column in self.columns]
-            odd = [name for name, same in zip(self.columns, by_name, strict=True) if len(same) != 1]
-            if odd:
-                raise UsageError(f"{path}: got {', '.join(odd)} not once; expected the columns of {self.paths[0]}")
-            part = [member.open(name) for (member,), name in zip(by_name, self.columns, strict=True)]
-            self.parts.append(part)
-            self.notes += tuple(
-                f"{path}: {name} is compressed or in Fortran order: {array.nbytes:,} bytes read into memory; "
-                "numpy.savez of C order would leave them in the file"
-                for name, array in zip(self.columns, part, strict=True)
-                if isinstance(array, np.ndarray)
-            )
-            lengths = {name: array.shape[0] for name, array in zip(self.columns, part, strict=True)}
+            super().__init__(config, base.choose_columns(config, [name for name, _ in members], path))
+            by_name = dict(members)
+            part = {name: by_name[name].open(name) for name in self.columns}
+            self.arrays.append(part)
+            for name, array in part.items():
+                got, expected = (f"{x.dtype}{list(x.shape[1:])}" for x in (array, self.arrays[0][name]))
+                if got != expected:
+                    raise UsageError(f"{path}: {name}: got rows {got}; expected {expected} as in {tables[0][0]}")
+                if isinstance(array, np.ndarray):
+                    self.notes += (
+                        f"{path}: {name} is compressed or in Fortran order: {array.nbytes:,} bytes read into memory; "
+                        "numpy.savez of C order would leave them in the file",
+                    )
+            lengths = {name: array.shape[0] for name, array in part.items()}
             if len(set(lengths.values())) > 1:
                 raise UsageError(f"{path}: got columns of lengths {lengths}; expected one length: write them again")
-            for name, array, before in zip(self.columns, part, self.parts[0], strict=True):
-                got, expected = (f"{x.dtype}{list(x.shape[1:])}" for x in (array, before))
-                if got != expected:
-                    raise UsageError(f"{path}: {name}: got rows {got}; expected {expected} as in {self.paths[0]}")
-        self.ends = np.cumsum([part[0].shape[0] for part in self.parts])
-        self.labels = self.whole_numbers(1) if self.is_pair else None
+        self.set_parts((path for path, _ in tables), [part[self.columns[0]].shape[0] for part in self.arrays])
+        labels = [part[self.columns[-1]] for part in self.arrays] if len(self.columns) <= 2 else []
+        if labels and all(array.dtype.kind in "iu" and len(array.shape) == 1 for array in labels):
+            self.labels = np.concatenate([self._rows(array, 0, array.shape) for array in labels]).astype(np.int64)
 
-    def whole_numbers(self, column: int) -> np.ndarray | None:
-        """i64[n] of a column of whole numbers; None of another."""
-        arrays = [part[column] for part in self.parts]
-        if any(array.dtype.kind not in "iu" or len(array.shape) != 1 for array in arrays):
-            return None
-        whole = [each if isinstance(each, np.ndarray) else self._rows(each, 0, each.shape) for each in arrays]
-        return np.concatenate(whole).astype(np.int64)
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def cells(self, index: int) -> Sequence[Any]:
-        part, row = place_in_parts(self.ends, index)
-        cells = [
-            array[row] if isinstance(array, np.ndarray) else self._rows(array, row, array.shape[1:])
-            for array in self.parts[part]
+    def read(self, part: int, row: int, index: int) -> Sequence[Any]:
+        return [
+            self.labels[index]
+            if name == self.columns[-1] and self.labels is not None
+            else self._rows(array, row, array.shape[1:])
+            for name, array in self.arrays[part].items()
         ]
-        return cells if self.labels is None else [cells[0], self.labels[index]]
 
-    def _rows(self, array: StoredArray, row: int, shape: tuple[int, ...]) -> np.ndarray:
+    def _rows(self, array: StoredArray | np.ndarray, row: int, shape: tuple[int, ...]) -> np.ndarray:
+        """The array from `row` on, as many as the shape says; without an axis of rows that row alone."""
+        if isinstance(array, np.ndarray):
+            return array[row] if len(shape) < array.ndim else array
         each = array.dtype.itemsize * math.prod(array.shape[1:])
         rows = self.opened.read(array.file, np.empty(shape, array.dtype), array.offset + row * each)
         return rows.astype(array.dtype.newbyteorder("="), copy=False)
-
-    def where(self, index: int) -> str:
-        part, row = place_in_parts(self.ends, index)
-        return f"{self.paths[part]}[{row}]"
-
-    def digest(self) -> str:
-        words = [*map(os.path.basename, self.opened.paths), *self.columns]
-        return self.sha256(words, (f"{array.dtype}{array.shape}".encode() for part in self.parts for array in part))
 
 
 class _Member(NamedTuple):
@@ -212,75 +187,47 @@ class _Member(NamedTuple):
 
     def open(self, name: str) -> StoredArray | np.ndarray:
         """An array to read row by row; one that is compressed or in Fortran order is read now."""
-        where, info, begin = f"{self.path}: {name}", self.info, 0
+        where, info = f"{self.path}: {name}", self.info
         if info is None:
             header = read_header(self.path, ARRAYS)
-        else:
-            with self._unzip(name) as file:
+            if header.is_fortran:
+                return np.ascontiguousarray(load_array(self.path, ARRAYS))
+            return StoredArray(self.file, header.offset, header.dtype, header.shape)
+        errors = ValueError, EOFError, struct.error, NotImplementedError, zlib.error, zipfile.BadZipFile
+        with base.refusing(where, ARRAYS.words, *errors), zipfile.ZipFile(self.path) as archive:
+            with archive.open(info) as file:
                 header = parse_header(where, file.read(min(MOST_HEAD_BYTES, info.file_size)))
-            if not ARRAYS.fits(header) or header.end != info.file_size:
-                raise UsageError(
-                    f"{where}: got {header}, {header.end} bytes of {info.file_size}; expected {ARRAYS.words}: write it "
-                    "again"
-                )
-            begin = self._find_begin(info)
-        if not header.is_fortran and (info is None or info.compress_type == zipfile.ZIP_STORED):
-            return StoredArray(self.file, begin + header.offset, header.dtype, header.shape)
-        left_bytes = available_bytes()
-        if header.end > left_bytes:
-            raise UsageError(
-                f"{where} is compressed or in Fortran order, and needs {header.end / 1e9:,.1f} GB of memory; "
-                f"{left_bytes / 1e9:,.1f} GB are left: write it with numpy.savez, in C order"
-            )
-        if info is None:
-            return np.ascontiguousarray(load_array(self.path, ARRAYS))
-        with self._unzip(name) as file:
-            return np.ascontiguousarray(np.lib.format.read_array(file, allow_pickle=False))
-
-    def _find_begin(self, info: zipfile.ZipInfo) -> int:
-        with open(self.path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(info.header_offset)
-            lengths = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
-        begin = info.header_offset + LOCAL_HEADER.size + sum(lengths)
-        missing = begin + info.file_size - size
-        if missing > 0:
-            raise UsageError(f"{self.path}: {missing} bytes of {info.filename} are missing; write it again")
-        return begin
-
-    @contextlib.contextmanager
-    def _unzip(self, name: str) -> Iterator[Any]:
-        assert self.info is not None
-        try:
-            with zipfile.ZipFile(self.path) as archive, archive.open(self.info) as file:
-                yield file
-        except (OSError, ValueError, EOFError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
-            raise UsageError(f"{self.path}: {name}: {error}; expected {ARRAYS.words}: write it again") from error
+                if not ARRAYS.fits(header) or header.end != info.file_size:
+                    raise UsageError(f"{where}: got {header}, {header.end} bytes of {info.file_size}; write it again")
+                if not header.is_fortran and info.compress_type == zipfile.ZIP_STORED:
+                    with open(self.path, "rb") as raw:
+                        raw.seek(info.header_offset)
+                        lengths = LOCAL_HEADER.unpack(raw.read(LOCAL_HEADER.size))
+                    begin = info.header_offset + LOCAL_HEADER.size + sum(lengths)
+                    return StoredArray(self.file, begin + header.offset, header.dtype, header.shape)
+                _check_room(f"{where}, compressed or in Fortran order", header.end)
+                file.seek(0)
+                return np.ascontiguousarray(np.lib.format.read_array(file, allow_pickle=False))
 
 
 def _list_zip(path: str, number: int) -> list[tuple[str, _Member]]:
     """Names of arrays, of which a zip file may have one twice, and where they lie."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            return [(info.filename.removesuffix(".npy"), _Member(number, path, info)) for info in file.infolist()]
-    except (OSError, zipfile.BadZipFile) as error:
-        raise UsageError(f"{path}: {error}; expected a .npz file, as numpy.savez writes it") from error
+    with (
+        base.refusing(path, "a .npz file, as numpy.savez writes it", zipfile.BadZipFile),
+        zipfile.ZipFile(path) as file,
+    ):
+        return [(info.filename.removesuffix(".npy"), _Member(number, path, info)) for info in file.infolist()]
 
 
-def numpy_files(config: Data, split: str) -> Source:
+def numpy_files(config: Data, split: str) -> base.Source:
     """NumPy files in DIR/<split>/, or DIR/<split>.npz; classes are counted, training's too."""
 
-    def files(split: str) -> list[str]:
-        folder = os.path.join(data_dir(config), split_name(config, split))
-        is_npy = os.path.isdir(folder) and not any(name.endswith(".npz") for name in os.listdir(folder))
-        return split_files(config, split, ".npy" if is_npy else ".npz")
+    def open_split(name: str) -> NumpySource:
+        folder = os.path.join(data_dir(config), base.split_name(config, name))
+        is_npy = os.path.isdir(folder) and not any(file.endswith(".npz") for file in os.listdir(folder))
+        # Of training, beside another split, only labels are read: images that are compressed would take memory.
+        columns = config.columns if name == split else (config.columns or base.DEFAULT)[1:]
+        settings = dataclasses.replace(config, columns=columns)
+        return NumpySource(settings, base.split_files(config, name, ".npy" if is_npy else ".npz"))
 
-    def open_split(name: str) -> Any:
-        if name == split:
-            return NumpySource(config, files(name))
-        labels = dataclasses.replace(
-            config, columns=(config.columns or DEFAULT)[1:]
-        )  # of training nothing else is read
-        return types.SimpleNamespace(labels=NumpySource(labels, files(name)).whole_numbers(0))
-
-    return open_table(config, split, open_split)
+    return base.open_table(config, split, open_split)

@@ -1,4 +1,4 @@
-"""Files that stay open for reads at an offset, and spans of them that are kept while used.
+"""Files that stay open for reads at an offset, and values that are kept while used.
 
 Files are read, not mapped: one that shrinks under the run would kill it by SIGBUS, and no error would name the file.
 """
@@ -15,8 +15,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 T = TypeVar("T")
-SPAN_BYTES = 64 << 20  # bytes of a file that are read in one go at most, or one example if it is longer
-KEPT_BYTES = 4 * SPAN_BYTES  # bytes of spans kept by a loader process or all threads of a worker; two spans at least
 MOST_OPEN = 64  # files at once, of a source: several loaders, each in a file or between two
 
 
@@ -56,13 +54,6 @@ class Descriptor:
         weakref.finalize(self, os.close, number)
 
 
-def _open(paths: Sequence[str], file: int) -> Descriptor:
-    descriptor = Descriptor(os.open(paths[file], os.O_RDONLY | os.O_CLOEXEC))
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor.number, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads further ahead
-    return descriptor
-
-
 class OpenFiles:
     """Files by number, opened when first read; the last MOST_OPEN stay open."""
 
@@ -80,19 +71,8 @@ class OpenFiles:
         return into
 
 
-def open_spans(opened: OpenFiles, places: np.ndarray) -> LastUsed[np.ndarray]:
-    """Spans of files as u8[length], read-only, each read in one go.
-
-    Args:
-        opened: the files.
-        places: i64[spans, 3], of each its file, its first byte and its length.
-    """
-    longest = max(int(places[:, 2].max(initial=1)), 1)
-    return LastUsed(partial(_read_span, opened, places), max(KEPT_BYTES // longest, 2))
-
-
-def _read_span(opened: OpenFiles, places: np.ndarray, span: int) -> np.ndarray:
-    file, offset, length = places[span].tolist()
-    content = opened.read(file, np.empty(length, np.uint8), offset)
-    content.flags.writeable = False
-    return content
+def _open(paths: Sequence[str], file: int) -> Descriptor:
+    descriptor = Descriptor(os.open(paths[file], os.O_RDONLY | os.O_CLOEXEC))
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor.number, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads further ahead
+    return descriptor

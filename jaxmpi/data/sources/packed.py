@@ -24,7 +24,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import open_plain
 from jaxmpi.core.json_tree import read_json
 from jaxmpi.data.decode import CorruptExample
-from jaxmpi.data.sources.base import EncodedSource, Source, data_root, split_name
+from jaxmpi.data.sources.base import Source, TableSource, data_root, sha256, split_name
 from jaxmpi.data.sources.open_files import Descriptor, LastUsed
 
 FORMAT = "jaxmpi packed 1"
@@ -64,15 +64,17 @@ def check_record(blob: Any, label: Any, classes: int, where: str) -> tuple[Any, 
     return blob, int(label)
 
 
-class PackedSource(EncodedSource):
+class PackedSource(TableSource):
     """Records of one split of a packed data set, for several threads; `rows` are ROW[n], the index.
 
     Raises:
         UsageError: a file is missing, damaged or of the wrong size: which.
     """
 
-    def __init__(self, folder: str | Path, channels: int = 3, resize: int = 0) -> None:
-        super().__init__("packed", channels, resize)
+    is_compressed = True
+
+    def __init__(self, folder: str | Path, config: Data | None = None) -> None:
+        super().__init__(config or Data("packed"))
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
         self.rows = _read_index(self.folder, self.manifest)
@@ -99,25 +101,25 @@ class PackedSource(EncodedSource):
         shard, offset = self._place(index)
         return f"{self.folder / shard_name(shard)} at byte {offset}"
 
-    def encoded(self, index: int) -> tuple[bytes, int]:
+    def cells(self, index: int) -> tuple[bytes, int]:
         """A record's compressed image and label; `OSError` if its shard cannot be opened or has become shorter."""
-        blob = self.read_unchecked(index)
-        if zlib.crc32(blob) != int(self.rows["crc32"][index]):
-            raise CorruptExample(self.where(index), index, "its checksum is not that of the index")
-        return blob, int(self.rows["label"][index])
-
-    def read_unchecked(self, index: int) -> bytes:
-        """A record's bytes as they are on disk."""
         shard, offset = self._place(index)
         length = int(self.rows["length"][index])
         blob = os.pread(self._files[shard].number, length, offset)
         if len(blob) != length:
             raise OSError(f"got {len(blob)} bytes; expected {length}: its file became shorter")
-        return blob
+        if zlib.crc32(blob) != int(self.rows["crc32"][index]):
+            raise CorruptExample(self.where(index), index, "its checksum is not that of the index")
+        return blob, int(self.rows["label"][index])
 
     def digest(self) -> str:
-        names = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape")).hexdigest()
-        return f"{self.manifest.index_sha256} {names}"
+        return f"{self.manifest.index_sha256} {sha256(self.names)}"
+
+
+def packed(config: Data, split: str) -> Source:
+    """Source of shards that `jaxmpi data pack` made in DIR/<split>/."""
+    base = data_root(config, "<split>/, as jaxmpi data pack makes it")
+    return PackedSource(os.path.join(base, split_name(config, split)), config)
 
 
 def _open_shard(folder: Path, shard: int) -> Descriptor:
@@ -125,12 +127,6 @@ def _open_shard(folder: Path, shard: int) -> Descriptor:
         return Descriptor(open_plain(folder / shard_name(shard), PLAIN))
     except UsageError as error:  # it was there when the run began: no mistake of the user's
         raise OSError(str(error)) from error
-
-
-def packed(config: Data, split: str) -> Source:
-    """Source of shards that `jaxmpi data pack` made in DIR/<split>/."""
-    base = data_root(config, "<split>/, as jaxmpi data pack makes it")
-    return PackedSource(os.path.join(base, split_name(config, split)), config.channels, config.resize)
 
 
 # ---------------------------------------------------------------- reading what a stranger may have written

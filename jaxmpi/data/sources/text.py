@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.shared_memory import available_bytes
-from jaxmpi.data.sources.base import check_plain_files, place_in_parts, split_name
+from jaxmpi.data.sources.base import check_plain_files, import_package, place_in_parts, sha256, split_name
 
 BYTES = 256  # classes
 SEPARATOR = b"\0"  # between files; no text has it
@@ -63,27 +62,25 @@ class TextSource:
     ) -> None:
         self.name, self.files, self.window = name, tuple(files), window
         self.classes, self.token = (tokenizer.classes, "token") if tokenizer else (BYTES, "byte")
-        paths = [root / file for file in files]
-        # Files are in memory twice: as they are read, and joined. Sparse ones may be larger than their disk.
-        need_bytes, left_bytes = 2 * sum(self._read(path, Path.stat).st_size for path in paths), available_bytes()
-        if need_bytes > left_bytes:
-            raise UsageError(
-                f"{name}: {root}: {need_bytes / 1e9:,.1f} GB of memory are needed to read these {len(paths)} files, "
-                f"and {left_bytes / 1e9:,.1f} GB are left; take fewer or smaller files"
-            )
-        parts, size_bytes = [np.empty(0, np.uint8)], 0
-        for path in paths:
-            blob = self._read(path, Path.read_bytes) + (b"" if tokenizer else SEPARATOR)
-            size_bytes += len(blob)
-            if tokenizer is None:
-                parts.append(np.frombuffer(blob, np.uint8))
-                continue
-            try:
-                content = blob.decode(errors=errors)
-            except UnicodeDecodeError as error:
-                way_out = "a tokenizer takes UTF-8: convert the file, or take it away"
-                raise UsageError(f"{name}: {path}: {error}; {way_out}") from error
-            parts.append(tokenizer.tokens(content, str(path)))
+        parts, size_bytes, path = [np.empty(0, np.uint8)], 0, root
+        try:
+            # Files are in memory twice: as they are read, and joined. Sparse ones may be larger than their disk.
+            need_bytes, left_bytes = 2 * sum((path := root / file).stat().st_size for file in files), available_bytes()
+            if need_bytes > left_bytes:
+                raise UsageError(
+                    f"{name}: {root}: {need_bytes / 1e9:,.1f} GB of memory are needed to read {len(files)} files, and "
+                    f"{left_bytes / 1e9:,.1f} GB are left; take fewer or smaller files"
+                )
+            for path in (root / file for file in files):
+                blob = path.read_bytes() + (b"" if tokenizer else SEPARATOR)
+                size_bytes += len(blob)
+                if tokenizer is None:
+                    parts.append(np.frombuffer(blob, np.uint8))
+                else:
+                    parts.append(tokenizer.tokens(blob.decode(errors=errors), str(path)))
+        except (OSError, UnicodeDecodeError) as error:
+            way_out = "mend it or take it away, on all machines; a tokenizer takes UTF-8"
+            raise UsageError(f"{name}: {path} cannot be read: {error}; {way_out}") from error
         self.ends = np.cumsum([len(part) for part in parts[1:]], dtype=np.int64)
         self.text = np.concatenate(parts)
         if not len(self):
@@ -92,13 +89,6 @@ class TextSource:
                 f"data.window + 1 = {window + 1} {self.token}s"
             )
         self.tokens_each, self.bytes_each = window, window * size_bytes / len(self.text)
-
-    def _read(self, path: Path, how: Callable[[Path], Any]) -> Any:
-        try:
-            return how(path)
-        except OSError as error:
-            way_out = "mend it or take it away, on all machines"
-            raise UsageError(f"{self.name}: {path} cannot be read: {error}; {way_out}") from error
 
     def __len__(self) -> int:
         return max(len(self.text) - 1, 0) // self.window
@@ -115,19 +105,7 @@ class TextSource:
         return f"{self.files[file]}, {self.token} {place}"
 
     def digest(self) -> str:
-        digest = hashlib.sha256("\0".join(self.files).encode(errors="surrogateescape"))
-        digest.update(self.text.data)
-        return digest.hexdigest()
-
-
-def list_files(root: Path, suffix: str = "") -> list[str]:
-    """Names of the files below a folder that end in `suffix`, hidden ones left out.
-
-    They are relative to the folder, with slashes, and in the order of their bytes, which is the same on all machines.
-    """
-    paths = (path.relative_to(root) for path in root.rglob(f"*{suffix}") if path.is_file())
-    shown = (path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts))
-    return sorted(shown, key=os.fsencode)
+        return sha256(self.files, (self.text,))
 
 
 def text(config: Data, split: str) -> TextSource:
@@ -148,9 +126,17 @@ def stdlib(config: Data, split: str) -> TextSource:
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = library_files(list_files(root, ".py"), held_out=split != "train")
-    if not files:
-        raise UsageError(f"stdlib: found no Python source for {split} in {root}; use another Python, or source text")
     return TextSource(root, files, config.window, "stdlib", open_tokenizer(config.tokenizer), errors="replace")
+
+
+def list_files(root: Path, suffix: str = "") -> list[str]:
+    """Names of the files below a folder that end in `suffix`, hidden ones left out.
+
+    They are relative to the folder, with slashes, and in the order of their bytes, which is the same on all machines.
+    """
+    paths = (path.relative_to(root) for path in root.rglob(f"*{suffix}") if path.is_file())
+    shown = (path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts))
+    return sorted(shown, key=os.fsencode)
 
 
 def library_files(files: Iterable[str], *, held_out: bool) -> list[str]:
@@ -199,17 +185,11 @@ def open_tokenizer(given: Any) -> Tokenizer | None:
     """The tokenizer that `data.tokenizer` names or is; None if it is empty."""
     if not given:
         return None
-    if isinstance(given, str):
-        check_plain_files([given], f"data.tokenizer: {FORM}")
-        try:
-            return _tokenizer_from_json(Path(given).read_text(encoding="utf-8"), given)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"data.tokenizer: {given} cannot be read: {error}; expected {FORM}") from error
-    if hasattr(given, "get_vocab_size") and hasattr(given, "to_str"):
-        return _tokenizer_from_json(given.to_str(), "data.tokenizer")
+    if isinstance(given, str) or hasattr(given, "to_str"):
+        return _open_json(given)
     size: Any = getattr(given, "vocab_size", getattr(given, "n_vocab", 0))
     classes: Any = size() if callable(size) else size  # SentencePiece's is a method
-    is_number: bool = isinstance(classes, (int, np.integer))
+    is_number = isinstance(classes, (int, np.integer))
     encode = getattr(given, "encode", given)
     if is_number and hasattr(given, "__len__"):  # `vocab_size` of Transformers leaves out added tokens
         classes = max(classes, len(given))
@@ -218,12 +198,16 @@ def open_tokenizer(given: Any) -> Tokenizer | None:
     return Tokenizer(encode, int(classes))
 
 
-def _tokenizer_from_json(content: str, name: str) -> Tokenizer:
-    tokenizers = _import_tokenizers("data.tokenizer")
+def _open_json(given: Any) -> Tokenizer:
+    """The tokenizer of a JSON file, or of an object of `tokenizers`, which is copied by its JSON."""
+    tokenizers, is_file = _import_tokenizers("data.tokenizer"), isinstance(given, str)
+    if is_file:
+        check_plain_files([given], f"data.tokenizer: {FORM}")
     try:
-        made = tokenizers.Tokenizer.from_str(content)
+        made = tokenizers.Tokenizer.from_str(Path(given).read_text(encoding="utf-8") if is_file else given.to_str())
     except Exception as error:  # all that the library raises
-        raise UsageError(f"{name}: {error}; expected JSON as Tokenizer.save of tokenizers writes it") from error
+        name = given if is_file else type(given).__name__
+        raise UsageError(f"data.tokenizer: {name} cannot be read: {error}; expected {FORM}") from error
     made.no_truncation()  # many are saved with it: it would cut each file off
     made.no_padding()
     classes = max([made.get_vocab_size(), *(number + 1 for number in made.get_vocab().values())])
@@ -231,14 +215,8 @@ def _tokenizer_from_json(content: str, name: str) -> Tokenizer:
 
 
 def _import_tokenizers(what: str) -> Any:
-    try:
-        import tokenizers
-        import tokenizers.models
-        import tokenizers.pre_tokenizers
-        import tokenizers.trainers
-    except ImportError as error:
-        raise UsageError(f"{what}: {error}; install it with {installing('jaxmpi[tokenizers]')}") from error
-    return tokenizers
+    parts = "models", "pre_tokenizers", "trainers"
+    return import_package(what, "tokenizers", "tokenizers", *(f"tokenizers.{part}" for part in parts))
 
 
 class Vocabulary(NamedTuple):
@@ -264,12 +242,9 @@ def write_words(config: Data, path: str | Path, words: int = 72_000) -> Vocabula
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORD), "isolated")
     trainer = tokenizers.trainers.WordLevelTrainer(vocab_size=words, special_tokens=[UNKNOWN], show_progress=False)
     made.train_from_iterator(_decode_files(config, "train"), trainer)
-    aside = Path(f"{path}.tmp")
     try:
-        made.save(str(aside))
-        aside.replace(path)
+        made.save(str(path))
     except Exception as error:  # all that the library raises
-        aside.unlink(missing_ok=True)
         raise UsageError(f"words: {path} cannot be written: {error}") from error
     tokens = [token for file in made.encode_batch(_decode_files(config, "validation")) for token in file.ids]
     return Vocabulary(made.get_vocab_size(), 1 - tokens.count(0) / max(len(tokens), 1))

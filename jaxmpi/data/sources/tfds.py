@@ -1,23 +1,17 @@
 """Source: TensorFlow Datasets that are on disk already.
 
 The data set must be prepared in a format with random access, such as array_record; TFDS reads it without TensorFlow.
-The trainer neither downloads nor prepares it, and runs none of its code; an error names the command that prepares it.
-Images come compressed and are decoded here, so that JPEG can be scaled while it is decoded, and a damaged image is
-named.
+The trainer neither downloads nor prepares it; an error names the command that prepares it. Images come
+compressed and are decoded here, so that JPEG can be scaled while it is decoded, and a damaged image is named.
 """
 
-import contextlib
-import importlib
 import os
-from collections.abc import Iterator, Sequence
 from typing import Any
-
-import numpy as np
 
 from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data.sources.base import EncodedSource, Source, check_plain_files, split_name
+from jaxmpi.data.sources.base import Source, TableSource, check_plain_files, split_name
 
 PREPARE = (
     'python -c "import tensorflow_datasets as tfds; '
@@ -25,42 +19,38 @@ PREPARE = (
 )
 
 
-class TfdsSource(EncodedSource):
+class TfdsSource(TableSource):
     """One split, such as train or train[:80%], of a prepared data set with the features `image` and `label`."""
 
-    def __init__(self, builder: Any, split: str, channels: int, resize: int) -> None:
+    def __init__(self, config: Data, builder: Any, split: str) -> None:
         import tensorflow_datasets as tfds
 
-        super().__init__(builder.name, channels, resize)
+        super().__init__(config)
         features = builder.info.features
         missing = {"image", "label"} - set(features)
         if missing:
             raise UsageError(f"tfds {builder.name}: no feature {missing}; there are: {list(features)}")
         # Floats lie as four bytes of a PNG, which only TFDS puts together again.
-        compressed = isinstance(features["image"], tfds.features.Image) and features["image"].np_dtype.kind == "u"
-        decoders = {"image": tfds.decode.SkipDecoding()} if compressed else None
+        image = features["image"]
+        self.is_compressed = isinstance(image, tfds.features.Image) and image.np_dtype.kind == "u"
+        decoders = {"image": tfds.decode.SkipDecoding()} if self.is_compressed else None
         self.records = builder.as_data_source(split=split, decoders=decoders)
-        self.split, self.full_name, self.folder = split, builder.info.full_name, str(builder.data_path)
-        self.encoded: Any = self._read if compressed else None
+        self.name, self.config, self.split, self.builder = builder.name, config, split, builder
         self.classes = int(getattr(features["label"], "num_classes", None) or 0)
 
     def __reduce__(self) -> tuple[Any, ...]:  # by the folder, since readers do not pickle
-        from tensorflow_datasets.core.features.feature import FeatureConnector
-
-        modules = {feature.__module__ for feature in FeatureConnector._registered_features.values()}
-        imported = sorted(module for module in modules if not module.startswith("tensorflow_datasets."))
-        return _open_folder, (self.folder, self.split, self.channels, self.resize, imported)
+        return _open_folder, (self.config, str(self.builder.data_path), self.split)
 
     def __len__(self) -> int:
         return len(self.records)
 
     def digest(self) -> str:
-        return f"{self.full_name}[{self.split}]"
+        return f"{self.builder.info.full_name}[{self.split}]"
 
     def where(self, index: int) -> str:
         return f"tfds {self.name}[{self.split}][{index}]"
 
-    def _read(self, index: int) -> tuple[Any, Any]:
+    def cells(self, index: int) -> tuple[Any, Any]:
         """The image of record `index`, compressed if stored so, and its label."""
         try:
             record = self.records[index]
@@ -69,44 +59,6 @@ class TfdsSource(EncodedSource):
         if record["image"] is None:  # and of one that ends too early it says nothing
             raise OSError("its file became shorter")
         return record["image"], record["label"]
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
-        return self._read(index) if self.encoded is None else super().__getitem__(index)
-
-
-def _open_folder(folder: str, split: str, channels: int, resize: int, modules: Sequence[str]) -> TfdsSource:
-    """In a loader process, which imports what the trainer has."""
-    from tensorflow_datasets.core import read_only_builder
-
-    for module in modules:
-        importlib.import_module(module)
-    with _known_features():
-        builder = read_only_builder.builder_from_directory(folder)
-    return TfdsSource(builder, split, channels, resize)
-
-
-@contextlib.contextmanager
-def _known_features() -> Iterator[None]:
-    """Keep TFDS from importing whatever modules features.json names: features of others are code."""
-    from tensorflow_datasets.core.features.feature import FeatureConnector
-
-    find, original = FeatureConnector.cls_from_name, vars(FeatureConnector)["cls_from_name"]
-
-    def find_known(name: Any) -> Any:
-        if not isinstance(name, str) or not (
-            name.startswith("tensorflow_datasets.") or name in FeatureConnector._registered_features
-        ):
-            raise UsageError(
-                f"tfds: features.json: got {name!r:.80}; expected features of TFDS itself: others are code; if you "
-                "trust them, import their module in the experiment file"
-            )
-        return find(name)
-
-    setattr(FeatureConnector, "cls_from_name", staticmethod(find_known))  # noqa: B010 - a method there
-    try:
-        yield
-    finally:
-        setattr(FeatureConnector, "cls_from_name", original)  # noqa: B010 - a method there
 
 
 def tfds(config: Data, split: str) -> Source:
@@ -120,20 +72,24 @@ def tfds(config: Data, split: str) -> Source:
     try:
         from tensorflow_datasets.core import read_only_builder
 
-        with _known_features():
-            builder = read_only_builder.builder_from_files(config.name, data_dir=folder or None)
-        return TfdsSource(builder, name, config.channels, config.resize)
+        builder = read_only_builder.builder_from_files(config.name, data_dir=folder or None)
+        return TfdsSource(config, builder, name)
     except UsageError:
         raise
     except ImportError as error:  # tensorflow-datasets or array-record is missing
         raise UsageError(f"tfds: {error}; install it with {installing('jaxmpi[tfds]')}") from error
     except (LookupError, NotImplementedError, OSError, ValueError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        if first_line.startswith("Unknown split"):
-            raise UsageError(f"tfds {config.name}: {first_line}") from error
         place = f", data_dir={folder!r}" if folder else ""
         raise UsageError(
-            f"tfds {config.name}[{name}]: not prepared for random access in {folder or 'the default folder'} "
-            f"({first_line}); run: {PREPARE.format(name=config.name, where=place)}; if its images are made from "
-            f"arrays that needs TensorFlow: {installing('tensorflow')}"
+            f"tfds {config.name}[{name}]: {first_line}; if it is not prepared for random access in "
+            f"{folder or 'the default folder'}, run: {PREPARE.format(name=config.name, where=place)}; if its images "
+            f"are made from arrays that needs TensorFlow: {installing('tensorflow')}"
         ) from error
+
+
+def _open_folder(config: Data, folder: str, split: str) -> TfdsSource:
+    """In a loader process."""
+    from tensorflow_datasets.core import read_only_builder
+
+    return TfdsSource(config, read_only_builder.builder_from_directory(folder), split)

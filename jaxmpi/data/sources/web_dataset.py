@@ -2,8 +2,8 @@
 
 WebDataset streams shards, so what a worker sees depends on the number of workers. Here each shard's headers are read
 once; then a member is read where it lies, like a row of a table. Members of one example follow each other and have one
-key, the name up to the first dot; the rest of the name is the column. The index is kept next to the shards, or in the
-user's cache folder if theirs cannot be written, and is built again if a shard has been written to.
+key, the name up to the first dot; the rest of the name is the column. The index is kept in the user's cache folder, and
+is built again if a shard has been written to.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import tarfile
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ import numpy as np
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data.sources.base import Source, TableSource, open_table, place_in_parts, split_files
+from jaxmpi.data.sources.base import Source, TableSource, open_table, place_in_parts, refusing, split_files
 from jaxmpi.data.sources.numpy_files import MOST_HEAD_BYTES, parse_header
 from jaxmpi.data.sources.open_files import OpenFiles
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
@@ -31,17 +30,20 @@ from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
 IMAGES = ("jpg", "jpeg", "png", "webp")
 DEFAULT = (";".join(IMAGES), "cls")  # WebDataset's words: the first of these that an example has
 MEMBERS = f"{', '.join(IMAGES)}, cls (a whole number) or npy (an array)"
-VERSION = 3  # version of the index
+TAR = "a tar file that is not compressed"
+VERSION = 5  # version of the index
 SETTLED_S = 2.0  # an index is saved of shards that have not changed for so long
 
 
+# Bytes before a member, its bytes, and which of the column's alternatives it is.
+MEMBER = np.dtype([("offset", np.int64), ("size", np.int64), ("ending", np.int64)])
+
+
 class Index(NamedTuple):
-    """Members of all shards, at [i, c] for example i, column c."""
+    """Members of all shards."""
 
     ends: np.ndarray  # i64[shards]: of each shard, the index behind its last example
-    offsets: np.ndarray  # i64[n, columns]
-    sizes: np.ndarray  # i64[n, columns], bytes
-    endings: np.ndarray  # i64[n, columns]: which of the column's alternatives it is
+    members: np.ndarray  # MEMBER[n, columns]
     keys: np.ndarray  # u8[bytes]
     key_ends: np.ndarray  # i64[n]
     labels: np.ndarray  # i64[n] of a second column that is cls, else i64[0]
@@ -60,36 +62,33 @@ class WebDatasetSource(TableSource):
         if unknown:
             raise UsageError(f"data.columns: got {', '.join(unknown)}; {config.source} reads {MEMBERS}")
         super().__init__(config, columns)
-        self.shards = OpenFiles(shards)
+        self.shards, self.parts = OpenFiles(shards), tuple(shards)
         self.index = load_or_build_index(shards, columns)
+        self.ends, self.labels = self.index.ends, self.index.labels if len(self.index.labels) else None
         self.is_compressed = all(name.split(".")[-1] in IMAGES for name in self.alternatives[0])
-        self.labels = self.index.labels if len(self.index.labels) else None
-        self.file_ends = tuple(self.index.ends.tolist()) if len(shards) > 1 else None
+        self.file_ends = tuple(self.ends.tolist()) if len(shards) > 1 else None
 
-    def __len__(self) -> int:
-        return len(self.index.offsets)
+    def read(self, part: int, row: int, index: int) -> Sequence[Any]:
+        return [
+            self.labels[index] if column == 1 and self.labels is not None else self._read_member(part, index, column)
+            for column in range(len(self.columns))
+        ]
 
-    def cells(self, index: int) -> Sequence[Any]:
-        return [self._cell(index, column) for column in range(len(self.columns))]
-
-    def _cell(self, index: int, column: int) -> Any:
-        if column == 1 and self.labels is not None:
-            return self.labels[index]
-        ending = self.alternatives[column][self.index.endings[index, column]]
-        blob, (shard, _) = np.empty(self.index.sizes[index, column], np.uint8), place_in_parts(self.index.ends, index)
-        self.shards.read(shard, blob, int(self.index.offsets[index, column]))
+    def _read_member(self, shard: int, index: int, column: int) -> Any:
+        offset, size, number = self.index.members[index, column].tolist()
+        blob, ending = self.shards.read(shard, np.empty(size, np.uint8), offset), self.alternatives[column][number]
         return DECODERS[ending.split(".")[-1]](blob.tobytes(), f"{self.where(index)}.{ending}")
 
     def where(self, index: int) -> str:
-        shard, _ = place_in_parts(self.index.ends, index)
+        shard, _ = place_in_parts(self.ends, index)
         begin = int(self.index.key_ends[index - 1]) if index else 0
         key = self.index.keys[begin : self.index.key_ends[index]].tobytes()
-        return f"{self.shards.paths[shard]}: {os.fsdecode(key)}"
+        return f"{self.parts[shard]}: {os.fsdecode(key)}"
 
-    def digest(self) -> str:
-        parts = (self.index.ends, self.index.keys, self.index.key_ends, self.index.sizes)
-        words = [*map(os.path.basename, self.shards.paths), *self.columns]
-        return self.sha256(words, (part.tobytes() for part in parts))
+
+def webdataset(config: Data, split: str) -> Source:
+    """Tar files in DIR/<split>/, or DIR/<split>-<any>.tar; classes are counted, training's too."""
+    return open_table(config, split, lambda split: WebDatasetSource(config, split_files(config, split, ".tar")))
 
 
 _HEAD = threading.Lock()  # Python 3.11 does not read heads of .npy files in several threads at once
@@ -106,9 +105,7 @@ def _read_array(blob: bytes, where: str) -> np.ndarray:
     with _HEAD:
         header = parse_header(where, blob[:MOST_HEAD_BYTES])
     if header.dtype.kind not in "biuf" or header.end != len(blob):
-        raise UsageError(
-            f"{where}: got {header} of {header.end} bytes in {len(blob)}; expected numbers as numpy.save writes"
-        )
+        raise UsageError(f"{where}: got {header}, {header.end} bytes of {len(blob)}; expected numbers of numpy.save")
     order = "F" if header.is_fortran else "C"
     return np.frombuffer(blob[header.offset :], header.dtype).reshape(header.shape, order=order)
 
@@ -120,49 +117,30 @@ DECODERS: dict[str, Callable[[bytes, str], Any]] = {
 }
 
 
-def webdataset(config: Data, split: str) -> Source:
-    """Tar files in DIR/<split>/, or DIR/<split>-<any>.tar; classes are counted, training's too."""
-    return open_table(config, split, lambda split: WebDatasetSource(config, split_files(config, split, ".tar")))
-
-
 # ---------------------------------------------------------------- the index
 
 
 def load_or_build_index(shards: Sequence[str], columns: Sequence[str]) -> Index:
     """Load the shards' index, or build and save it; raises as the source."""
     states = [_shard_state(path) for path in shards]
-    signature = json.dumps([VERSION, list(columns), states]).encode()
+    signature = np.frombuffer(json.dumps([VERSION, list(columns), states]).encode(), np.uint8)
     name = hashlib.sha256(json.dumps([list(columns), list(shards)]).encode()).hexdigest()[:16]
-    folder = Path(shards[0]).parent
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmpi" / "index" / f"{name}.npz"
-    places = (folder / f".jaxmpi-index-{name}.npz", cache)
-
-    def load() -> Index | None:
-        for place in places:
-            with contextlib.suppress(Exception):  # errors of files, zip, NumPy; a damaged index is built again
-                with place.open("rb") as file, np.load(file, allow_pickle=False) as found:
-                    if found["signature"].tobytes() == signature:
-                        return Index(*(found[field] for field in Index._fields))
-        return None
-
-    if index := load():
-        return index
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # other processes wait, and read what this one saves
+    file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmpi" / "index" / f"{name}.npz"
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # others on this host wait, and read what this process saves
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = stack.enter_context(file.with_suffix(".lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if index := load():
-            return index
+        with contextlib.suppress(Exception):  # errors of files, zip, NumPy; a damaged index is built again
+            with file.open("rb") as saved, np.load(saved, allow_pickle=False) as found:
+                if np.array_equal(found["signature"], signature):
+                    return Index(*(found[field] for field in Index._fields))
         index = build_index(shards, [name.split(";") for name in columns])
         # A write in the same tick of the clock as this one would leave the signature as it is.
         if time.time() - max(changed_ns for *_, changed_ns in states) / 1e9 > SETTLED_S:
-            for place in places:
-                with contextlib.suppress(OSError):
-                    _save(place, index, signature)
-                    break
+            with contextlib.suppress(OSError):
+                np.savez(file, signature=signature, **index._asdict())
         return index
-    finally:
-        os.close(lock)
 
 
 def _shard_state(path: str) -> tuple[str, int, int, int, int]:
@@ -171,22 +149,9 @@ def _shard_state(path: str) -> tuple[str, int, int, int, int]:
     Size and modification time can both be kept by whoever mends or relabels a shard (rsync, cp -p). Nobody sets the
     time of the inode's change.
     """
-    with _refusing_damage(path):
+    with refusing(path, TAR):
         state = os.stat(path)
     return os.path.basename(path), state.st_size, state.st_ino, state.st_mtime_ns, state.st_ctime_ns
-
-
-def _save(place: Path, index: Index, signature: bytes) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.NamedTemporaryFile(dir=place.parent, prefix=place.name, delete=False) as file:
-        try:
-            np.savez(file, signature=np.frombuffer(signature, np.uint8), **index._asdict())
-            file.close()
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, place)  # ranks that build it at the same time build the same
-        except BaseException:
-            os.unlink(file.name)
-            raise
 
 
 def build_index(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) -> Index:
@@ -195,7 +160,7 @@ def build_index(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) ->
     ends, keys, labels = [0], [], []
     has_labels = len(alternatives) == 2 and list(alternatives[1]) == ["cls"]
     for path in shards:
-        with _refusing_damage(path), tarfile.open(path, "r:") as tar:
+        with refusing(path, TAR, tarfile.TarError), tarfile.open(path, "r:") as tar:
             for key, members in _group_examples(tar, path):
                 rows.append([_find_member(members, names, f"{path}: {key}") for names in alternatives])
                 keys.append(os.fsencode(key))
@@ -206,12 +171,9 @@ def build_index(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) ->
         if len(rows) == ends[-1]:
             raise UsageError(f"{path}: got no example; write it again, or take it away")
         ends.append(len(rows))
-    table = np.array(rows, np.int64).reshape(len(rows), len(alternatives), 3)
-    offsets, sizes, endings = (np.ascontiguousarray(table[..., i]) for i in range(3))
     key_ends = np.cumsum([len(key) for key in keys], dtype=np.int64)
     blob = np.frombuffer(b"".join(keys), np.uint8)
-    labels = np.array(labels, np.int64)
-    return Index(np.array(ends[1:], np.int64), offsets, sizes, endings, blob, key_ends, labels)
+    return Index(np.array(ends[1:], np.int64), np.array(rows, MEMBER), blob, key_ends, np.array(labels, np.int64))
 
 
 def _find_member(members: dict[str, tarfile.TarInfo], names: Sequence[str], where: str) -> tuple[int, int, int]:
@@ -244,10 +206,7 @@ def _group_examples(tar: tarfile.TarFile, path: str) -> Iterator[tuple[str, dict
             members = {}
         last = key
         if column.lower() in members:
-            raise UsageError(
-                f"{path}: {key}: got two members {column.lower()}, the second at byte {member.offset}; expected one: "
-                "give each example a name of its own"
-            )
+            raise UsageError(f"{path}: {key}: got two members {column.lower()}; give each example a name of its own")
         members[column.lower()] = member
     if last is not None:
         yield last, members
@@ -280,11 +239,3 @@ def _list_members(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
             f"{path}: got zeros at byte {begin}, which close a tar file, and {size - begin} bytes from there on; "
             f"expected its end within {record}: it has a hole, or is two shards in one: copy or write it again"
         )
-
-
-@contextlib.contextmanager
-def _refusing_damage(path: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, tarfile.TarError) as error:
-        raise UsageError(f"{path}: {error}; expected a tar file that is not compressed") from error

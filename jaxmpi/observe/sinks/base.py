@@ -11,13 +11,12 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from jaxmpi.core.files import write_whole
-from jaxmpi.runtime.failures import spare_threads
 
 Row = dict[str, Any]
 # Takes a line of the record, on rank 0. `close()`, if any, is called last, or `fail()`, if any, of a run that failed.
@@ -30,6 +29,7 @@ CLOSE_S = 60.0  # for the last lines, of all sinks together
 importing = threading.Lock()
 _writing_state = threading.Lock()  # two sinks may open at once
 _reported: set[tuple[str, str]] = set()  # a library may start a thread for every line
+_scope, _start = threading.local(), threading.Thread.start
 
 
 def send(sinks: list[Sink], row: Row) -> None:
@@ -128,15 +128,26 @@ class Background:
             self._error = error
 
 
-def name_threads(name: str) -> AbstractContextManager[None]:
-    """Let threads that start in the block fail; report each error once."""
+@contextmanager
+def name_threads(name: str) -> Iterator[None]:
+    """Report each error of threads that this thread starts in the block, and of their children, once; end no run."""
 
     def report(error: BaseException) -> None:
         if (name, repr(error)) not in _reported:
             _reported.add((name, repr(error)))
             report_failure(name, "failed in a thread of its own, and may lack lines", error)
 
-    return spare_threads(report)
+    def start(thread: threading.Thread) -> None:  # Python does not keep who has started a thread
+        starter = threading.current_thread()
+        thread.jaxmpi_report = getattr(_scope, "report", None) or getattr(starter, "jaxmpi_report", None)  # pyright: ignore
+        _start(thread)
+
+    threading.Thread.start = start
+    before, _scope.report = getattr(_scope, "report", None), report
+    try:
+        yield
+    finally:
+        _scope.report = before
 
 
 def sink_name(sink: Sink) -> str:

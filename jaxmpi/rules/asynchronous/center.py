@@ -5,7 +5,7 @@ segments one after another. Servers answer segment by segment, and each answer i
 was applied. So a link is busy both ways, nobody waits for another worker, and both ends know the same old pair.
 
 Workers meet nowhere else. So each reports to server 0 what it has done, and the answer has what all have done and what
-worker 0 orders: a checkpoint, an evaluation, the end. Server 0 also keeps what workers post for each other.
+worker 0 orders: a checkpoint, or the end.
 """
 
 import pickle
@@ -23,7 +23,7 @@ from jaxmpi.rules.asynchronous import transport
 from jaxmpi.rules.asynchronous.transport import HEADER_BYTES, NOTHING, Backoff, RankLost, Request, carry_out
 from jaxmpi.runtime import failures
 
-PUSH, READ, REPORT, POST, FETCH, END = range(6)  # kinds of requests
+PUSH, READ, REPORT, END = range(4)  # kinds of requests
 LONGEST = 16  # staleness beyond which exchanges are counted together
 ENOUGH, LEAVE = 1, 2  # reasons to stop
 OVER, ABANDONED = 1, 2  # ways to close; ABANDONED: worker 0 is gone
@@ -84,7 +84,7 @@ class Counters(NamedTuple):
 
 
 class Order(NamedTuple):
-    """A checkpoint or an evaluation in which all workers take part."""
+    """A checkpoint in which all workers take part."""
 
     number: int = 0  # by worker 0's count, from 1 on
     step: int = 0
@@ -96,12 +96,10 @@ class Report(NamedTuple):
     clock: int = 0  # its steps in this job
     new: Counters = Counters()  # since its last report
     saved: int = 0  # number of the last checkpoint that it has written its part of
-    evaluated: int = 0  # number of the last evaluation of which it has posted its part
     is_done: bool = False  # it has made its last exchange
     leave: bool = False  # the run is to stop before its end
     # from worker 0
     save: Order = Order()
-    evaluate: Order = Order()
     closing: int = 0
 
 
@@ -120,7 +118,6 @@ class Status(NamedTuple):
     stop: int  # 0, ENOUGH or LEAVE
     closing: int  # 0, OVER or ABANDONED
     save: Order
-    evaluate: Order
     examples: float  # of all workers
     workers: AllWorkers | None  # to worker 0 alone
 
@@ -207,12 +204,7 @@ class GlobalProgress:
         workers = None
         if worker == 0:
             workers = AllWorkers(dict(self.reports), counters, self.by_worker.copy(), list(self.staleness))
-        return Status(self.stop, self.closing, first.save, first.evaluate, counters.examples, workers)
-
-    def unevaluated_workers(self) -> set[int]:
-        """Workers that have yet to post their part of an evaluation."""
-        number = self.reports.get(0, Report()).evaluate.number
-        return {worker for worker, report in self.reports.items() if report.evaluated < number}
+        return Status(self.stop, self.closing, first.save, counters.examples, workers)
 
     def expected_workers(self) -> set[int]:
         """Workers expected to send next: none that waits for an answer or is gone."""
@@ -249,7 +241,6 @@ class CenterServer:
         self.segments = [(a - begin, b - begin) for a, b in layout.segments(number)]
         self.wire, self.center, self.apply, self.progress = layout.host_wire(), center, apply, progress
         self.answers: defaultdict[int, deque[np.ndarray]] = defaultdict(deque)  # by worker, not yet sent
-        self.posts: defaultdict[int, bytearray] = defaultdict(bytearray)  # by worker: the last thing that it has posted
         self.is_left = False  # the run is to be resumed
         self._alive, self._is_closed = set(range(workers)), False
 
@@ -263,13 +254,6 @@ class CenterServer:
         answer = NOTHING
         if kind in (PUSH, READ):
             answer = self._serve_segment(worker, kind, number, body)
-        elif kind == POST:
-            size = int(body[:8].view(np.int64)[0])
-            self.posts[worker][number : number + size] = body[8 : 8 + size].tobytes()
-        elif kind == FETCH:
-            whose, size = body[:16].view(np.int64).tolist()
-            piece = bytes(self.posts[whose][number : number + size])
-            answer = np.frombuffer(piece.ljust(size, b"\0"), np.uint8)  # zeros if it is not posted
         else:
             self._is_closed, self.is_left = True, number == LEAVE
         self.answers[worker].append(answer)
@@ -303,7 +287,9 @@ class CenterServer:
         if kind == PUSH:
             if number == 0 and self.progress:
                 self.progress.count_exchange(worker)
-            self.apply(segment, self.wire.decode(body[: self.wire.size_bytes(end - begin)]), self.wire.decode(before))
+            n = end - begin
+            pushed = self.wire.decode(body[: self.wire.size_bytes(n)], n)
+            self.apply(segment, pushed, self.wire.decode(before, n))
         return before
 
     def _answer_reports(self) -> None:
@@ -346,7 +332,7 @@ class Exchange:
             if self.kind == PUSH:
                 body = self._wire.encode(self._vector[begin:end])
                 if not self._wire.is_exact:
-                    self.pushed[begin:end] = self._wire.decode(body)
+                    self.pushed[begin:end] = self._wire.decode(body, end - begin)
             self.sent_bytes += HEADER_BYTES + body.size
             take = partial(self._take_segment, begin, end)
             yield Request(self.kind, number, body, self._wire.size_bytes(end - begin), take)
@@ -359,7 +345,7 @@ class Exchange:
         return self.report is not None and self.status is None and not self._missing
 
     def _take_segment(self, begin: int, end: int, answer: np.ndarray) -> None:
-        self.seen[begin:end] = self._wire.decode(answer)
+        self.seen[begin:end] = self._wire.decode(answer, end - begin)
         self._missing -= 1
         self._complete_s = time.perf_counter()
 
@@ -396,22 +382,6 @@ class CenterClient:
         """The center, f32[n]."""
         return self.exchange(np.empty(self.layout.n, np.float32), kind=READ).seen
 
-    def post(self, values: np.ndarray) -> None:
-        """Leave u8[..] at server 0 for others, replacing this worker's last."""
-        sizes = [(at, end, np.array([end - at], np.int64).view(np.uint8)) for at, end in pieces(values.size)]
-        requests = (Request(POST, at, np.concatenate([size, values[at:end]])) for at, end, size in sizes)
-        self._wait({self.servers[0]: requests})
-
-    def fetch(self, worker: int, size_bytes: int) -> np.ndarray:
-        """u8[size_bytes] that a worker has posted; zeros if it has not."""
-        values = np.empty(size_bytes, np.uint8)
-        requests = []
-        for at, end in pieces(size_bytes):
-            which = np.array([worker, end - at], np.int64).view(np.uint8)
-            requests.append(Request(FETCH, at, which, end - at, partial(np.copyto, values[at:end])))
-        self._wait({self.servers[0]: requests})
-        return values
-
     def end(self, is_left: bool) -> None:
         """Let servers go; with `is_left` the run is to be resumed."""
         self._wait({rank: [Request(END, LEAVE if is_left else OVER)] for rank in self.servers})
@@ -424,7 +394,7 @@ class CenterClient:
             with np.errstate(all="ignore"):  # NaN and infinity pass through; the loss shows them
                 for moved in carry_out(self.mpi, requests):
                     backoff.after(moved)
-                    # Where only the report's answer is missing, the slowest worker is waited for, which may evaluate.
+                    # Where only the report's answer is missing, the slowest worker is waited for.
                     limit_s = transport.TIMEOUT_S * (failures.LONG if lacks_only_report() else 1.0)
                     if time.monotonic() - backoff.moved_s > limit_s:
                         raise TrainingError(
@@ -436,9 +406,3 @@ class CenterClient:
             raise TrainingError(
                 f"rank {lost.rank}, which keeps the center, is gone; go on from the last checkpoint with --resume"
             ) from lost
-
-
-def pieces(size_bytes: int) -> list[tuple[int, int]]:
-    """[begin, end) of the pieces in which a post is sent."""
-    most = transport.MESSAGE_BYTES - HEADER_BYTES - 8
-    return [(at, min(at + most, size_bytes)) for at in range(0, size_bytes, most)]

@@ -86,8 +86,8 @@ def start_limit_s(stall_timeout_s: float) -> float:
 class HeartbeatMonitor:
     """Server 0's watch over workers that hang, and over signals to leave.
 
-    No other rank would notice a worker that hangs. A worker reports every tau steps or so. A worker that evaluates is
-    given more time, and worker 0, which saves, always.
+    No other rank would notice a worker that hangs. A worker reports every tau steps or so. Worker 0, which evaluates
+    and saves, is given more time.
     """
 
     stall_timeout_s: float  # without a message of a worker; 0: no limit
@@ -100,8 +100,7 @@ class HeartbeatMonitor:
         """How long a worker may send nothing."""
         if worker in progress.absent:
             return start_limit_s(self.stall_timeout_s)
-        has_more_to_do = worker == 0 or worker in progress.unevaluated_workers()
-        return (self.stall_timeout_s or math.inf) * (failures.LONG if has_more_to_do else 1.0)
+        return (self.stall_timeout_s or math.inf) * (failures.LONG if worker == 0 else 1.0)
 
     def look(self, server: CenterServer, responder: Responder) -> None:
         """Name silent workers, pass on signals, and end the job on `abort`."""

@@ -8,7 +8,7 @@ import optax
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.rules.base import Asynchronous, Exchange, Rule, ScheduledPush, jit_optimizer_step, step_in_place
+from jaxmpi.rules.base import Asynchronous, Exchange, Rule, jit_optimizer_step, step_in_place
 
 
 def easgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
@@ -111,7 +111,10 @@ def check_gossip(config: RuleConfig, workers: int) -> None:
 
 
 class RandomGossip:
-    """One worker's weight, and whom it pushes to."""
+    """One worker's weight alpha, and whom it pushes to.
+
+    Weights of all workers, and shares of pushes on their way, sum to 1: their weighted mean is the run's result.
+    """
 
     def __init__(self, worker: int, workers: int, p: float, seed: int, weight: float = 0.0) -> None:
         """Begin with weight 1/workers, or with what an earlier run left.
@@ -124,13 +127,13 @@ class RandomGossip:
         self.weight = weight or 1 / workers
         self._rng = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, worker], np.uint64)))
 
-    def draw(self, closed: frozenset[int] = frozenset()) -> ScheduledPush | None:
-        """With probability p halve the weight and draw another worker, none of `closed`; else None."""
+    def draw(self, closed: frozenset[int] = frozenset()) -> tuple[int, float] | None:
+        """With probability p halve the weight; whom to push to, none of `closed`, and the share; else None."""
         others = [rank for rank in range(self.workers) if rank != self.worker and rank not in closed]
         if not others or self._rng.random() >= self.p:
             return None
         self.weight /= 2
-        return ScheduledPush(others[self._rng.integers(len(others))], self.weight)
+        return others[self._rng.integers(len(others))], self.weight
 
     def merge(self, w: np.ndarray, pushed: np.ndarray, share: float) -> np.ndarray:
         """The weighted mean of params, f32[n]; the weight grows by the share."""

@@ -2,7 +2,7 @@
 
 Workers make different numbers of steps, so no collective can count or stop them. Each worker adds up what it has done
 since its last report and sends the sums. Server 0 adds them for all, which gives steps, epochs and the end of the run.
-Its answer has this progress, and what the worker has to write or evaluate. An exchange pushes the rule's vector, keeps
+Its answer has this progress, and what the worker has to write. An exchange pushes the rule's vector, keeps
 the center as it was before, and merges both. A gossip step merges the pushes that have arrived and may push. `end`
 gives the center the last steps, so none is lost.
 """
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.allreduce.wires import host_wire
+from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.checkpoint.manager import UncoordinatedCheckpoint, written
 from jaxmpi.core.errors import TrainingError
-from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.rules.asynchronous.center import ABANDONED, OVER, CenterClient, Counters, Order, Report, Status
@@ -53,9 +53,8 @@ class AsyncWorker:
         self.flat, self.wire = ParamsVector.from_params(start.state.params), host_wire(wire)
         self.base = start.center  # f32[n]: the center as this worker last knew it
         self.new = Counters()  # since the last report
-        self.clock, self.saved, self.evaluated, self.is_done = 0, 0, 0, False
-        # Orders of worker 0, for its next report.
-        self.save_order, self.evaluate_order = Order(), Order()
+        self.clock, self.saved, self.is_done = 0, 0, False
+        self.save_order = Order()  # of worker 0, for its next report
         self.gossip_thread, seed = gossip_thread, int(np.asarray(start.state.key)[0]) + start.step
         self.gossip = rule.gossip(number, workers, seed, start.weight) if rule.gossip else None
 
@@ -108,7 +107,7 @@ class AsyncWorker:
             push = thread.arrived.popleft()
             if w is None:
                 begin, w = wait_for_step(state), self.flat.vector(state.params)
-            pushed = self.wire.decode(push.body)
+            pushed = self.wire.decode(push.body, w.size)
             self.count(exchanges=1, distance=float(np.linalg.norm(w - pushed)))
             w = gossip.merge(w, pushed, push.share)
         if w is not None:
@@ -117,7 +116,7 @@ class AsyncWorker:
         if push:
             begin = begin or wait_for_step(state)
             body = self.wire.encode(self.flat.vector(state.params) if w is None else w)
-            thread.push(push.to, push.share, body)
+            thread.push(*push, body)
             self.count(sent_bytes=body.size)
         if push or w is not None:
             end = time.perf_counter()
@@ -169,8 +168,7 @@ class AsyncWorker:
 
     def _next_report(self, leave: bool = False, closing: int = 0) -> Report:
         new, self.new = self.new, Counters()
-        work = Report(self.clock, new, self.saved, self.evaluated, self.is_done)
-        return work._replace(leave=leave, save=self.save_order, evaluate=self.evaluate_order, closing=closing)
+        return Report(self.clock, new, self.saved, self.is_done, leave, self.save_order, closing)
 
     def _to_params(self, w: np.ndarray, state: TrainState) -> PyTree:
         return self.rule.from_center(on_device(self.flat.tree(w)), state.rule_state)
