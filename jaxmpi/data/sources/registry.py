@@ -9,6 +9,7 @@ from jaxmpi.data.sources.arrow import huggingface, parquet
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.batch_files import batchfiles
 from jaxmpi.data.sources.grain_datasets import grain
+from jaxmpi.data.sources.holdout import hold_out
 from jaxmpi.data.sources.image_folder import imagefolder
 from jaxmpi.data.sources.mixture import mixture
 from jaxmpi.data.sources.numpy_files import numpy_files
@@ -24,7 +25,10 @@ def open_source(config: Data, split: str) -> Source:
     """The source that `data.source` names, of the split "train" or "validation"; refuse what is not there."""
     if split not in SPLITS:
         raise UsageError(f"split: got {split!r}; expected one of {', '.join(SPLITS)}")
-    return lookup(SOURCES, config.source, "data source")(config, split)
+    open_split = lookup(SOURCES, config.source, "data source")
+    if config.holdout:
+        return hold_out(open_split(config, "train"), config.holdout, split)
+    return open_split(config, split)
 
 
 SOURCES: dict[str, Callable[[Data, str], Source]] = {
