@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, lookup
+from jaxmpi.data.decode import MODES
 from jaxmpi.data.sources.arrays import animals, array, digits, synthetic
 from jaxmpi.data.sources.arrow import huggingface, parquet
 from jaxmpi.data.sources.base import Source
@@ -24,7 +25,10 @@ def open_source(config: Data, split: str) -> Source:
     """The source that `data.source` names, of the split "train" or "validation"; refuse what is not there."""
     if split not in SPLITS:
         raise UsageError(f"split: got {split!r}; expected one of {', '.join(SPLITS)}")
-    return lookup(SOURCES, config.source, "data source")(config, split)
+    source = lookup(SOURCES, config.source, "data source")(config, split)
+    if getattr(source, "is_compressed", False) and config.channels not in MODES:
+        raise UsageError(f"data.channels: got {config.channels}; expected {', '.join(map(str, MODES))}")
+    return source
 
 
 SOURCES: dict[str, Callable[[Data, str], Source]] = {
