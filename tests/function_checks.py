@@ -86,32 +86,6 @@ def check_integers():
             assert np.asarray(got).tobytes() == expected.tobytes()
 
 
-def check_sixteen_bits():
-    """Partial results are kept in 32 bits: half a unit of the type at the end, the pieces' own halves before."""
-    for dtype, unit in (("float16", 2.0**-11), ("bfloat16", 2.0**-8)):
-        x = data(uneven(), dtype)
-        f = jm.function(lambda x: (x.astype(jnp.float32).mean(0).astype(x.dtype), x), jm.scatter, (jm.mean, jm.gather))
-        for slices in (1, 3):
-            mean, rows = f(x, slices=slices)
-            exact = x.astype(np.float64).mean(0)
-            assert mean.dtype == x.dtype
-            assert (abs(np.asarray(mean, np.float64) - exact) <= 2.01 * unit * abs(x.astype(np.float64)).mean(0)).all()
-            assert np.asarray(rows).tobytes() == x.tobytes()
-
-
-def check_trees_and_gather():
-    n = uneven()
-    tree = {"x": data(n), "id": np.arange(n)}
-    f = jm.function(
-        lambda t, p: {"y": t["x"] @ p[0], "twice": jnp.repeat(t["id"], 2)}, (jm.scatter, jm.broadcast), jm.gather
-    )
-    got = f(tree, [np.eye(3, dtype=np.float32)], slices=2)
-    assert (np.asarray(got["y"]) == tree["x"]).all()
-    assert (np.asarray(got["twice"]) == np.repeat(np.arange(n), 2)).all()
-    flags = jm.function(lambda x: (x > 0).any(), jm.scatter, jm.max)(tree["x"])
-    assert bool(flags)
-
-
 def figures(x, scale=1.0, *, shift=0.0):
     """A tree of outputs that reduce in different ways."""
     y = scale * x + shift
@@ -150,9 +124,6 @@ def check_trees_of_reductions():
     assert (top.get(workers() - 1) == x.max(0)).all()
     assert (got["rows"].gather() == x).all()
     fails(lambda: jm.function(figures, outputs={"loss": "mean"})(x), "output 0: got a tree")
-    fails(lambda: jm.function(figures, outputs=TREE | {"loss": None}), "outputs: got None")
-    largest = jm.function(figures, outputs=TREE | {"rows": "max"})
-    fails(lambda: largest(x[: 3 * workers()], slices=2), "slices: result 0 'rows'")
 
 
 def check_subsets():
@@ -380,23 +351,6 @@ def check_unequal_lengths():
         fails(v.gather, "expected the same")
 
 
-def check_long_results():
-    """More than processes of one host have room for at once: gathered and compared in pieces."""
-    k = workers()
-    n = 400_000 * k + 1
-    x = np.random.default_rng(2).integers(-(2**31), 2**31 - 1, n, dtype=np.int32)
-    v = jm.variable(x[:0])
-    v.scatter(x)
-    assert v.gather().tobytes() == x.tobytes()
-    v.all_gather()
-    assert v.get(k - 1).tobytes() == x.tobytes()
-    v.set(k - 1, x[::-1])
-    expected = np.maximum(x, x[::-1]) if k > 1 else x[::-1]
-    assert np.asarray(v.reduce("max")).tobytes() == expected.tobytes()
-    v.all_reduce("max")
-    assert v.get(0).tobytes() == v.get(k - 1).tobytes() == expected.tobytes()
-
-
 def check_shared():
     n = uneven()
     x = data(n)
@@ -516,11 +470,6 @@ def check_model_state():
         assert (abs(step.model_state["mean"].get(rank) - mean) <= 1e-5 * abs(mean).max()).all()
         assert int(step.model_state["seen"].get(rank)) == n
         assert step.model_state["last"].get(rank) == y[spans[rank][1] - 1]
-    bad = lambda words: jm.optimizer(normalised, {"w": w}, tx, model_state=zeros, model_state_outputs=words)  # noqa: E731
-    fails(lambda: bad({"mean": "mean"}), "optimizer: model_state: output 0: got a tree")
-    fails(lambda: bad(jm.sum(step.value)), "model_state_outputs: got")
-    no_aux = jm.optimizer(lambda p, x: x.sum() * p["w"][0], {"w": w}, tx, (jm.scatter,), aux="sum")
-    fails(lambda: no_aux(x), "expected (loss, ...)")
 
 
 def naps(x):
@@ -607,10 +556,7 @@ def check_keys():
         assert (apart.get(0) == keys[::3]).all()
     single = jm.variable(key)
     fails(lambda: wrap("sum")(keys), "output 0: got random keys, which sum cannot take")
-    fails(lambda: wrap()(key), "argument 0 leaf 'key_data': got one random key; scatter needs")
     fails(single.gather, "variable.gather: leaf 0: got one random key")
-    fails(lambda: single.reduce("max"), "variable.reduce: leaf 0: got random keys, which max cannot take")
-    fails(lambda: jm.shared(key), "shared: got random keys")
 
 
 # ---------------------------------------------------------------- what is refused
@@ -627,19 +573,14 @@ def check_refusals():
         (lambda: two_args(x), "missing a required"),
         (lambda: two_args(x[: k - 1], x[: k - 1]), f"got {k - 1} examples for {k} workers"),
         (lambda: one(np.arange(3 * k)), "int32[], which mean cannot take exactly: use sum"),
-        (lambda: one(np.array(["a"] * 3 * k)), "expected numbers"),
-        (lambda: one(v), "argument 0: got a jaxmpi.variable"),
         (lambda: one(None), "argument 0: got None"),
         (lambda: one(np.float32(3)), "scatter needs an array with a first axis"),
         (lambda: jax.jit(one)(x), "got a traced value"),
-        (lambda: jax.grad(lambda p: jm.variable(p).value)(np.float32(1)), "got a traced value"),
         (lambda: one(x, batch=[[0]]), "indices in one axis"),
         (lambda: one(x, batch=[0, 3 * k]), f"got index {3 * k}; there are {3 * k} examples"),
         (lambda: one(x, batch=x[1:, 0] > 0), f"got a mask of shape [{3 * k - 1}]"),
-        (lambda: one(x, batch=slice(0, 0)), "got 0 examples"),
         (lambda: one(x, slices=0), "slices: got 0"),
         (lambda: one(x, batch_local=1), "no input is scatter(variable)"),
-        (lambda: wrap("local", inputs=jm.broadcast)(x, slices=2), "no input is scattered"),
         (lambda: wrap("local")(x, slices=2), "nothing says how pieces combine"),
         (
             lambda: wrap("sum")(x, slices=2) if k == 1 else wrap("sum")(data(3 * k + 1)),
@@ -648,14 +589,9 @@ def check_refusals():
         (lambda: wrap(f=lambda x: x.sum())(x), "gather needs a first axis"),
         (lambda: wrap("max", lambda x: jax.lax.complex(x, x).sum())(x), "complex64[], which max cannot"),
         (lambda: wrap(local, lambda x: (x, x))(x), "returned a tuple of 2; expected a tuple of 1"),
-        (lambda: wrap(local)(x), "expected a tuple of 1"),
-        (lambda: jm.optimizer(lambda p, x: x, {"w": x}, wrong), "tx: got 0.1"),
-        (lambda: jm.optimizer(lambda p, x: x, {"w": x}, optax.sgd(0.1), wrong), "inputs: got 0.1"),
+        (lambda: jm.optimizer(lambda p, x: x, {"w": x}, wrong), "got tx 0.1"),
         (lambda: jm.function(lambda x: (x, x), updates=((v, jm.add), (v, jm.max))), "is to take two results"),
-        (lambda: wrap("add"), "outputs: got"),
         (lambda: wrap(inputs="scatter"), "inputs: got 'scatter'"),
-        (lambda: jm.function(lambda x: x, updates="params"), "updates: got 'params'"),
-        (lambda: jm.function(lambda x: x, strategy="rings"), "rings"),
     ]
     for call, message in refused:
         fails(call, message)
@@ -733,7 +669,7 @@ def check_what_a_function_leaves_goes_with_it():
 
 CORE = [  # quick ones that leave no kind of message out
     *(check_batches, check_broadcast_is_seen_when_it_changes, check_resident, check_variable, check_unequal_lengths),
-    *(check_shared, check_exception, check_exchange_inside, check_trees_of_reductions, check_long_results),
+    *(check_shared, check_exception, check_exchange_inside, check_trees_of_reductions),
     *(check_profile, check_keys),
 ]
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

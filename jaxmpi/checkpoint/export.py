@@ -367,18 +367,15 @@ def params_from_orbax(folder: Path, params: PyTree, model_state: PyTree) -> Load
     Raises:
         UsageError: it cannot be read, or a leaf is absent, of another shape or type, or unknown: path, got, expected.
     """
-    check(folder.is_dir(), f"no folder {str(folder)!r}; name one that `jaxmpi export` or Orbax has written")
-    whole = {"params": params, "model_state": model_state}
 
-    def expected(tree: PyTree) -> PyTree:
+    def structured(tree: PyTree) -> Loaded:
         names, bare = ({name for name, _ in named_leaves(part)} for part in (tree, params))
-        is_bare = names == bare or not {name.split(SEPARATOR)[0] for name in names} <= whole.keys()
-        return params if is_bare else whole
+        if names == bare or not {name.split(SEPARATOR)[0] for name in names} <= {"params", "model_state"}:
+            return Loaded(_structured(folder, tree, params), model_state, False)
+        got = _structured(folder, tree, {"params": params, "model_state": model_state})
+        return Loaded(got["params"], got["model_state"], True)
 
-    tree = _read_orbax(folder, lambda sizes: _check_leaves(folder, sizes, expected(sizes)))
-    like = expected(tree)
-    got = jax.tree.map(np.asarray, _structured(folder, tree, like))
-    return Loaded(got, model_state, False) if like is params else Loaded(got["params"], got["model_state"], True)
+    return structured(_read_orbax(folder, structured))  # of the sizes first
 
 
 def to_orbax(tree: PyTree, folder: Path) -> None:
@@ -392,10 +389,9 @@ def to_orbax(tree: PyTree, folder: Path) -> None:
     import orbax.checkpoint as ocp  # seconds to import
 
     check(not os.path.lexists(folder), f"{folder} exists; name a new folder")
-    names: dict[str, str] = {}
-    for path, _ in named_leaves(tree):
-        other = names.setdefault(path.replace(SEPARATOR, "."), path)  # as Orbax names the array, of which it keeps one
-        check(other == path, f"{folder}: {path} and {other} have one name in an Orbax folder; rename one of them")
+    # Orbax names an array by its path with dots, and keeps one of two of a name.
+    names = [path.replace(SEPARATOR, ".") for path, _ in named_leaves(tree)]
+    check(len({*names}) == len(names), f"{folder}: two leaves have one name in an Orbax folder; rename one of them")
     aside = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -415,7 +411,7 @@ def to_orbax(tree: PyTree, folder: Path) -> None:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _read_orbax(folder: Path, admit: Callable[[PyTree], None] = lambda sizes: None) -> PyTree:
+def _read_orbax(folder: Path, admit: Callable[[PyTree], Any] = lambda sizes: None) -> PyTree:
     """Nested dicts of an Orbax folder's arrays, compared with its checksum if `export` wrote it.
 
     A stranger's folder is looked at first: it holds regular files only, and no chunk, which is read whole, is larger
@@ -423,6 +419,7 @@ def _read_orbax(folder: Path, admit: Callable[[PyTree], None] = lambda sizes: No
     """
     import orbax.checkpoint as ocp
 
+    check(folder.is_dir(), f"no folder {str(folder)!r}; {WAY_OUT}")
     for path, folders, files in os.walk(folder):
         for name in [*folders, *files]:
             mode = os.lstat(os.path.join(path, name)).st_mode
@@ -477,14 +474,9 @@ def _check_whole(source: Path, is_whole: bool) -> None:
     undamaged(is_whole, f"{source}: damaged, its checksum does not match; export the run again")
 
 
-def _check_leaves(source: Path, tree: PyTree, like: PyTree) -> None:
-    """Raise `UsageError` if read or unread leaves differ from those of `like`."""
-    lines = mismatches(dict(named_leaves(tree)), dict(named_leaves(like)))
-    check(not lines, "\n  ".join([f"{source} is not of this model:", *lines, ANOTHER_MODEL]))
-
-
 def _structured(source: Path, tree: PyTree, like: PyTree) -> PyTree:
-    """A tree's leaves in the structure of `like`, after `check_leaves`."""
-    _check_leaves(source, tree, like)
+    """A tree's leaves, read or unread, in the structure of `like`; raise `UsageError` if they differ."""
     leaves = dict(named_leaves(tree))
+    lines = mismatches(leaves, dict(named_leaves(like)))
+    check(not lines, "\n  ".join([f"{source} is not of this model:", *lines, ANOTHER_MODEL]))
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name, _ in named_leaves(like)])

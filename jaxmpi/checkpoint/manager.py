@@ -133,11 +133,7 @@ class Saver:
         self.poll()
 
     def poll(self) -> None:
-        """Raise the error of a write since the last call.
-
-        Raises:
-            TrainingError: a checkpoint cannot be written, or its state is not finite; those before it stay.
-        """
+        """Raise the error of a write since the last call."""
         if self._error:
             error, self._error = self._error, None
             raise error
@@ -169,11 +165,7 @@ class Saver:
 
 @contextlib.contextmanager
 def written(step: int, home: HeldFolder) -> Iterator[None]:
-    """Turn OSError into an error that names the last good checkpoint.
-
-    Raises:
-        TrainingError: in place of OSError.
-    """
+    """Turn OSError into an error that names the last good checkpoint."""
     try:
         yield
     except OSError as error:
@@ -183,11 +175,7 @@ def written(step: int, home: HeldFolder) -> Iterator[None]:
 
 
 def check_finite(files: Files, step: int, folder: Path, way_out: str = "") -> None:
-    """Refuse to write a state from which no run could resume.
-
-    Raises:
-        TrainingError: the first leaf with NaN or infinite numbers, which complex ones may have as well.
-    """
+    """Refuse to write a state from which no run could resume."""
     for file, tree in files.items():
         for path, leaf in named_leaves(tree):
             if jnp.issubdtype(leaf.dtype, jnp.inexact) and not np.isfinite(leaf).all():
@@ -213,11 +201,7 @@ def total_bytes(states: Mapping[int, TrainState], replicated: bool, workers: int
 
 
 def check_disk(folder: Path, needed_bytes: int, free_bytes: int) -> None:
-    """Refuse to start if the disk cannot hold two checkpoints.
-
-    Raises:
-        UsageError: bytes needed and free.
-    """
+    """Refuse to start if the disk cannot hold two checkpoints."""
     if free_bytes < 2 * needed_bytes:
         raise UsageError(
             f"{folder}: {free_bytes / 1e6:.0f} MB are free, two checkpoints take {2 * needed_bytes / 1e6:.0f} MB: "
@@ -259,8 +243,7 @@ def save(
     Raises:
         OSError: on the rank that cannot write; with `agrees` an `AgreedError` on all.
     """
-    final, aside = _checkpoint_path(folder, step), _aside_path(folder, step)
-    is_first, index = processes.rank == 0, {}
+    aside, is_first, index = _aside_path(folder, step), processes.rank == 0, {}
 
     def together(act: Callable[[], Any]) -> list[Any]:
         """Call `act` here, wait for the others, and return all ranks' results."""
@@ -278,17 +261,12 @@ def save(
         index |= each
     facts = {"workers": workers, "score": score, "files": index, "extra": dict(extra)}
     together(lambda: _commit(folder, step, facts, keep) if is_first else None)
-    fault_injection.inject_at("saved", step, final)
-    return final
-
-
-def _checkpoint_path(folder: Path, step: int) -> Path:
-    """The folder of a whole checkpoint."""
-    return folder / f"step_{step:08d}"
+    fault_injection.inject_at("saved", step, aside.with_suffix(""))
+    return aside.with_suffix("")
 
 
 def _aside_path(folder: Path, step: int) -> Path:
-    """The folder that becomes the checkpoint."""
+    """The folder that becomes the checkpoint `step_N`."""
     return folder / f"step_{step:08d}.tmp"
 
 
@@ -321,7 +299,8 @@ def write_leaves(path: Path, tree: PyTree, step: int) -> list[dict[str, Any]]:
 
 def _commit(folder: Path, step: int, facts: Mapping[str, Any], keep: Retention) -> None:
     """Turn step_N.tmp into a checkpoint, in place of an older one of that step, and drop those beyond `keep`."""
-    final, aside = _checkpoint_path(folder, step), _aside_path(folder, step)
+    aside = _aside_path(folder, step)
+    final = aside.with_suffix("")
     write_text(aside / "manifest.json", sealed({"format": FORMAT, "step": step, **facts}))
     _sync_folder(aside)
     before = final.with_name(f"{final.name}.old.tmp")

@@ -112,12 +112,7 @@ def checksum(manifest: dict[str, Any]) -> int:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest and check its checksum and every field's type.
-
-    Raises:
-        Damaged: it differs from what was written.
-        UsageError: another format.
-    """
+    """Read the manifest and check its checksum and every field's type."""
     file = path / "manifest.json"
     with open_regular(file) as opened:
         size = os.fstat(opened.fileno()).st_size
@@ -144,7 +139,12 @@ _EXTRA: dict[str, Callable[[Any], bool]] = {  # checks of the values with which 
     "skipped": lambda got: _is_count(got),
     "chunks": lambda got: isinstance(got, list) and all(map(_is_count, got)) and sorted(got) == [*range(len(got))],
     "cut": lambda got: got in ("entries", "leaves"),
-    "experiment": lambda got: isinstance(got, dict),
+    "experiment": lambda got: isinstance(got, dict) and _is_positive(got.get("effective batch", 1)),
+    "exchange": lambda got: (
+        isinstance(got, dict) and got.keys() >= {"asked", "bucket_bytes"} and isinstance(got.get("strategy"), str)
+    ),
+    "scaled_for": lambda got: _is_positive(got),
+    "group_size": lambda got: _is_count(got),
     "monitor": lambda got: isinstance(got, str),
     "tally": lambda got: isinstance(got, list) and all(type(n) is float and abs(n) < COUNT for n in got),
 }
@@ -176,6 +176,10 @@ def _is_count(got: Any) -> bool:
     return type(got) is int and 0 <= got < COUNT
 
 
+def _is_positive(got: Any) -> bool:
+    return _is_count(got) and got > 0
+
+
 def _is_row(row: Any) -> bool:
     """Return True for a well-formed leaf entry of the index."""
     typed = isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in _ROW.items())
@@ -183,11 +187,7 @@ def _is_row(row: Any) -> bool:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file to read; refuse links and devices.
-
-    Raises:
-        Damaged: it is not a regular file, or there is none.
-    """
+    """Open a regular file to read; refuse links and devices."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxmpi.checkpoint.held_folder import HeldFolder, locked
-from jaxmpi.checkpoint.manifests import AGAIN, candidates, found, newest, step_of
+from jaxmpi.checkpoint.manifests import AGAIN, candidates, found, newest
 from jaxmpi.config import experiment_file, flags
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from jaxmpi.comm.topology import Workers
 
 CONFIG = "config.json"  # a run's configuration
-# Names that a run writes to as files.
-FILES = ("record.jsonl", "record.tmp", CONFIG, "config.tmp", "trace.json", "trace.tmp", "lock")
 
 # ---------------------------------------------------------------- which directory
 
@@ -81,12 +79,7 @@ def resumed(experiment: Experiment, name: str) -> Path:
 
 @contextlib.contextmanager
 def agreed_run_dir(experiment: Experiment, name: str, processes: "Processes") -> Iterator[HeldFolder]:
-    """Hold rank 0's run directory on all ranks, locked against other jobs.
-
-    Raises:
-        UsageError: it holds a run already and the run is not to be resumed, or the reverse; another job has it; or a
-            rank does not see it.
-    """
+    """Hold rank 0's run directory on all ranks, locked against other jobs."""
     with contextlib.ExitStack() as held:
         home = claim(experiment, name, held) if processes.rank == 0 else None
         folder = Path(processes.bcast_object(str(home.path) if home else ""))
@@ -114,7 +107,6 @@ def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> Held
             f"run directory {str(folder)!r}",
             "a run writes nothing through those: remove it (--run-dir itself may be a link to a larger disk)",
         )
-        _check_kinds(folder)
         home = held.enter_context(locked(folder))
         if experiment.resume:
             refuse_lost(folder)
@@ -127,11 +119,7 @@ def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> Held
 
 @contextlib.contextmanager
 def usable() -> Iterator[None]:
-    """Turn an OSError into a `UsageError` that names the way out.
-
-    Raises:
-        UsageError: in place of OSError.
-    """
+    """Turn an OSError into a `UsageError` that names the way out."""
     try:
         yield
     except OSError as error:
@@ -142,11 +130,7 @@ def usable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def still_usable() -> Iterator[None]:
-    """Turn errors of the run directory during training into `TrainingError`.
-
-    Raises:
-        TrainingError: in place of OSError and UsageError.
-    """
+    """Turn errors of the run directory during training into `TrainingError`."""
     try:
         yield
     except (OSError, UsageError) as error:
@@ -154,15 +138,6 @@ def still_usable() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- what it holds
-
-
-def _check_kinds(folder: Path) -> None:
-    """Refuse folders in place of a run's files, or the reverse."""
-    checkpoints, way_out = folder / "checkpoints", "remove it, or name another run directory with --run-dir"
-    for path in (folder / name for name in FILES):
-        check(not path.is_dir(), f"{str(path)!r}: got a folder; expected a file or nothing: {way_out}")
-    is_fit = checkpoints.is_dir() or not checkpoints.exists()
-    check(is_fit, f"{str(checkpoints)!r}: got a file; expected a folder or nothing: {way_out}")
 
 
 def begin_record(folder: Path) -> None:
@@ -191,36 +166,19 @@ def _set_aside(folder: Path) -> None:
 
 
 def refuse_lost(folder: Path) -> None:
-    """Refuse to resume at step 0, where its record would be cut, a run that had saved checkpoints.
-
-    Raises:
-        UsageError: the record has a line of a checkpoint, and there is none.
-    """
-    steps = _saved_steps(folder / "record.jsonl")
-    if steps and not candidates(folder / "checkpoints"):
-        raise UsageError(
-            f"--resume: the record of {str(folder)!r} has checkpoints up to step {max(steps)}, and "
-            f"{str(folder / 'checkpoints')!r} has none: {AGAIN}"
-        )
-
-
-def lost(folder: Path) -> list[Path]:
-    """Checkpoints that the record lists, newer than all in the folder."""
-    there = [step_of(path) for path in candidates(folder / "checkpoints")]
-    steps = {step for step in _saved_steps(folder / "record.jsonl") if step > max(there, default=0)}
-    return [folder / "checkpoints" / f"step_{step:08d}" for step in sorted(steps)]
-
-
-def _saved_steps(record: Path) -> list[int]:
-    """Steps of the checkpoints in a record."""
+    """Refuse to resume at step 0, where its record would be cut, a run that had saved checkpoints."""
     steps = []
-    for line in record.read_bytes().splitlines():
+    for line in (folder / "record.jsonl").read_bytes().splitlines():
         if b'"checkpoint"' in line:
             with contextlib.suppress(*MALFORMED):  # a torn line
                 row = json.loads(line)
                 if isinstance(row, dict) and row.get("kind") == "checkpoint" and type(row.get("step")) is int:
                     steps.append(row["step"])
-    return steps
+    if steps and not candidates(folder / "checkpoints"):
+        raise UsageError(
+            f"--resume: the record of {str(folder)!r} has checkpoints up to step {max(steps)}, and "
+            f"{str(folder / 'checkpoints')!r} has none: {AGAIN}"
+        )
 
 
 # ---------------------------------------------------------------- what a resumed run keeps
@@ -254,23 +212,18 @@ def stored(experiment: Experiment, name: str) -> StoredSettings | None:
     if manifest is None:
         return begun(experiment, run_dir)
     extra = manifest["extra"]
-    exchange, run, size = extra.get("exchange"), extra.get("experiment"), extra.get("group_size", 0)
-    sound = (
-        isinstance(exchange, dict)
-        and {"asked", "strategy", "bucket_bytes"} == set(exchange) - {"overlap"}
-        and isinstance(exchange["strategy"], str)
-        and isinstance(run, dict)
-        and all(type(n) is int and n > 0 for n in (extra.get("scaled_for"), run.get("effective batch")))
-        and (type(size) is int and size >= 0)
-    )
-    check(sound, f"{folder}: the newest checkpoint: got {extra!r:.200}; expected what a run writes: damaged")
-    _refuse_other_shape(run, experiment)
+    is_run = extra.keys() >= {"exchange", "scaled_for"} and "effective batch" in extra.get("experiment", {})
+    check(is_run, f"{folder}: the newest checkpoint is not of a run of the trainer; name the directory of one")
+    run = extra["experiment"]
+    # Another rule or optimizer has a state of other leaves.
+    shaping = {name: run[name] for name in SHAPING if name in run}
+    refuse_other_run(shaping, flatten_json(flags.to_json(experiment)))
     return StoredSettings(
         workers=manifest["workers"],
         scaled_for=extra["scaled_for"],
         effective_batch=run["effective batch"],
-        exchange=exchange,
-        group_size=size,
+        exchange=extra["exchange"],
+        group_size=extra.get("group_size", 0),
     )
 
 
@@ -393,12 +346,6 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
     names = [name for name, value in saved.items() if now.get(name) != value]
     lines = [f"{name}: got {now.get(name)}, expected {saved[name]} (the checkpoint's)" for name in names]
     check(not lines, "\n  ".join(["a run goes on as the same run only:", *lines, NEW_RUN]))
-
-
-def _refuse_other_shape(run: dict[str, Any], experiment: Experiment) -> None:
-    """Refuse another rule or optimizer than the run's, whose state has other leaves."""
-    shaping = {name: run[name] for name in SHAPING if name in run}
-    refuse_other_run(shaping, flatten_json(flags.to_json(experiment)))
 
 
 def settings(experiment: Experiment) -> dict[str, Any]:

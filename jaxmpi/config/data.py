@@ -16,11 +16,9 @@ from typing import Any, Literal, NamedTuple
 from jaxmpi.config import durations
 from jaxmpi.config.validate import (
     InPython,
-    check_ranges,
-    check_words,
+    check_fields,
     incompatible,
     refuse_incompatible,
-    use_python_numbers,
 )
 from jaxmpi.core.errors import UsageError
 
@@ -42,6 +40,7 @@ class Data:
     name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
     train_split: str = "train"  # folder under `dir` or tfds split
     validation_split: str = "validation"  # the same, for evaluation
+    holdout: float = 0.0  # share of the training examples, of each class, to validate on in place of a validation split
     # tables: names of the input and of the label, or any other number of names for a task; empty: image label
     columns: tuple[str, ...] = ()
     resize: int = 0  # px: shorter side after decoding, aspect kept; 0 keeps the size; not for crops by `crop_area`
@@ -80,12 +79,11 @@ class Data:
     augment: InPython[Callable[[Any, dict[str, Any]], dict[str, Any]] | None] = None
 
     def __post_init__(self) -> None:
-        use_python_numbers(self)
-        check_words(self, "data.")
-        check_ranges(
+        check_fields(
             self,
             "data.",
             max_skipped="[0, 1], a share",
+            holdout="[0, 1), such as 0.2",
             resize=">= 0 px",
             crop=">= 0 px",
             channels=">= 1",

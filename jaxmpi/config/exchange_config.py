@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxmpi.config.validate import check_words, incompatible, refuse_incompatible, use_python_numbers
+from jaxmpi.config.validate import check_fields, incompatible, refuse_incompatible
 from jaxmpi.core.errors import UsageError
 
 
@@ -40,7 +40,6 @@ class ExchangeConfig:
     gather_wire: str = "32"
 
     def __post_init__(self) -> None:
-        use_python_numbers(self)
+        check_fields(self, "exchange.")
         check_bucket_bytes(self.bucket_bytes)
-        check_words(self, "exchange.")
         refuse_incompatible(REFUSALS, self, "exchange.")

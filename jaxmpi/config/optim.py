@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from jaxmpi.config.validate import InPython, check_ranges, check_words, use_python_numbers
+from jaxmpi.config.validate import InPython, check_fields
 from jaxmpi.core.errors import UsageError
 
 
@@ -32,14 +32,12 @@ class Optim:
     shard_by: InPython[str] = ""
 
     def __post_init__(self) -> None:
-        use_python_numbers(self)
         if not isinstance(self.name, str):
             raise UsageError(
                 f"optim.name: got a {type(self.name).__name__}; expected a name, such as adamw; an optimizer of Optax "
                 'has a field of its own: Optim("mine", transform=...)'
             )
-        check_words(self, "optim.")
-        check_ranges(
+        check_fields(
             self,
             "optim.",
             lr="(0, inf)",
@@ -82,7 +80,6 @@ class Schedule:
     rate: InPython[Callable[[Any], Any] | None] = None  # (step) -> lr, such as an Optax schedule, in place of all this
 
     def __post_init__(self) -> None:
-        use_python_numbers(self)
         given = [f.name for f in fields(self) if f.name != "rate" and getattr(self, f.name) != f.default]
         if self.rate is not None and given:
             raise UsageError(f"got schedule.rate and schedule.{', '.join(given)}; give one of them")
@@ -91,7 +88,7 @@ class Schedule:
                 f"schedule.rate: got a {type(self.rate).__name__}; expected a function of the step that gives the "
                 "rate, such as an Optax schedule; a constant rate is optim.lr"
             )
-        check_ranges(self, "schedule.", factor="> 0", warmup_lr=">= 0", power="> 0", warmup_from="[0, 1], a share")
+        check_fields(self, "schedule.", factor="> 0", warmup_lr=">= 0", power="> 0", warmup_from="[0, 1], a share")
         if self.warmup_lr and self.warmup_from:
             raise UsageError(
                 f"got schedule.warmup_lr {self.warmup_lr} and schedule.warmup_from {self.warmup_from}; give one of them"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxmpi.config.validate import check_ranges, use_python_numbers
+from jaxmpi.config.validate import check_fields
 
 FAR = "beyond 1 a worker would end on the far side of the center, at 0 they would never meet"
 
@@ -27,8 +27,7 @@ class RuleConfig:
     noise_scale: bool = True  # gradients: record variance between workers and noise scale, if there are several
 
     def __post_init__(self) -> None:
-        use_python_numbers(self)
-        check_ranges(
+        check_fields(
             self,
             "rule.",
             alpha=f"(0, 1]: {FAR}",

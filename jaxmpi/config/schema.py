@@ -21,11 +21,9 @@ from jaxmpi.config.validate import (
     PAIR,
     InPython,
     Repeatable,
-    check_ranges,
-    check_words,
+    check_fields,
     incompatible,
     refuse_incompatible,
-    use_python_numbers,
 )
 from jaxmpi.core.errors import UsageError
 
@@ -112,7 +110,6 @@ class Experiment:
     comm: Literal["mpi", "xla"] = "mpi"
 
     def __post_init__(self) -> None:
-        use_python_numbers(self)
         for name, (part, way_out) in PARTS.items():
             got = getattr(self, name)
             kind = f"{type(got).__module__.partition('.')[0]}.{type(got).__name__}"
@@ -120,7 +117,7 @@ class Experiment:
                 raise UsageError(f"{name}: got a {kind}; expected jaxmpi.config.{part.__name__}: {way_out}")
         if self.run_dir.startswith("-"):
             raise UsageError(f"run_dir: got {self.run_dir!r}; expected a path: write ./{self.run_dir}")
-        check_ranges(
+        check_fields(
             self,
             local_batch=">= 0",
             effective_batch=">= 0",
@@ -133,7 +130,6 @@ class Experiment:
             devices=">= 1",
             stall_timeout_s=">= 0",
         )
-        check_words(self)
         if not isinstance(self.sinks, (tuple, list)):
             raise UsageError(f"sinks: got {self.sinks!r}; expected a tuple, as ('csv',)")
         for sink in self.sinks:

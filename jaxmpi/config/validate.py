@@ -27,25 +27,25 @@ def literal_words(hint: Any) -> tuple[str, ...]:
     return get_args(hint) if get_origin(hint) is Literal else ()
 
 
-def check_words(part: Any, prefix: str = "") -> None:
-    """Raise `UsageError` unless every `Literal` field has one of its words.
-
-    Args:
-        prefix: of the fields' names, such as `data.`.
-    """
-    for name, words in literals(type(part)).items():
-        lookup(dict.fromkeys(words), getattr(part, name), prefix + name)
-
-
 RANGE = re.compile(r"([\[(])(\S+), (\S+)([])])|(>=?) (\d+)")
 
 
-def check_ranges(part: Any, prefix: str = "", **ranges: str) -> None:
-    """Raise `UsageError` unless these fields are None or in their ranges, such as `>= 1` or `[0, 1): why`.
+def check_fields(part: Any, prefix: str = "", **ranges: str) -> None:
+    """Check a dataclass's fields, with Python's numbers in place of NumPy's and JAX's, which JSON cannot have.
 
     Args:
         prefix: of the fields' names, such as `data.`.
+        ranges: of numbers, such as `>= 1` or `[0, 1): why`; None is in each.
+
+    Raises:
+        UsageError: a `Literal` field has none of its words, or a number is out of its range.
     """
+    for each in fields(part):
+        value = getattr(part, each.name)
+        is_plain = type(value) is tuple  # not a model, which has names
+        object.__setattr__(part, each.name, tuple(map(_python_number, value)) if is_plain else _python_number(value))
+    for name, words in literals(type(part)).items():
+        lookup(dict.fromkeys(words), getattr(part, name), prefix + name)
     for name, text in ranges.items():
         value = getattr(part, name)
         if value is not None and not is_in(value, text):
@@ -61,16 +61,6 @@ def is_in(value: float, text: str) -> bool:
         return value > int(least) or (sign == ">=" and value == int(least))
     is_above = value > float(low) or (left == "[" and value == float(low))
     return is_above and (value < float(high) or (right == "]" and value == float(high)))
-
-
-def use_python_numbers(part: Any) -> None:
-    """Replace numbers of NumPy or JAX in a dataclass's fields by Python's, which JSON and integer methods need."""
-    for each in fields(part):
-        value = getattr(part, each.name)
-        if type(value) is tuple:  # not a model, which has names
-            object.__setattr__(part, each.name, tuple(map(_python_number, value)))
-        else:
-            object.__setattr__(part, each.name, _python_number(value))
 
 
 def _python_number(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Typed random keys as arrays of numbers, which can travel, and back."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -11,25 +12,13 @@ from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@jax.tree_util.register_dataclass
+@dataclass(eq=False)
 class KeyData:
     """Typed keys as u32[..., words]; the tree's structure names their generator."""
 
-    def __init__(self, data: Any, implementation: Any) -> None:
-        self.data, self.implementation = data, implementation
-
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any]], Any]:
-        """The numbers as the one leaf, with its name in paths."""
-        return ((jax.tree_util.GetAttrKey("key_data"), self.data),), self.implementation
-
-    def tree_flatten(self) -> tuple[tuple[Any], Any]:
-        """The numbers as the one leaf."""
-        return (self.data,), self.implementation
-
-    @classmethod
-    def tree_unflatten(cls, implementation: Any, data: tuple[Any]) -> "KeyData":
-        """The node around a leaf of any kind."""
-        return cls(*data, implementation)
+    key_data: Any
+    implementation: Any = field(metadata={"static": True})
 
 
 def is_key_data(node: Any) -> bool:
@@ -63,7 +52,7 @@ def unpacked(tree: PyTree) -> PyTree:
     def one(node: Any) -> Any:
         if not is_key_data(node):
             return node
-        return jax.random.wrap_key_data(jnp.asarray(node.data), impl=node.implementation)
+        return jax.random.wrap_key_data(jnp.asarray(node.key_data), impl=node.implementation)
 
     return jax.tree.map(one, tree, is_leaf=is_key_data)
 

@@ -26,18 +26,10 @@ from jaxmpi.functions.worker import Command, Input, Leaf, Leaves, ProgramKey, Wo
 
 
 def perform(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> Any:
-    """Prepare a command and carry it out with all workers, those of this process included.
-
-    Raises:
-        UsageError, WorkerFailed: as `WorkerGroup.run_and_report`; another command is under way. The workers are as
-            before.
-    """
+    """Prepare a command and carry it out with all workers, those of this process included."""
     # A nested command would wait for ever.
     if not group.busy.acquire(blocking=False):
-        raise UsageError(
-            f"{what}: called while another call is under way, from inside of a function or from another thread; "
-            "calls go one after another"
-        )
+        raise UsageError(f"{what}: called while another call is under way; calls go one after another")
     try:
         with profiling.call(what, group.worker.rank == 0):
             group.check_usable()
@@ -116,10 +108,7 @@ def call(group: WorkerGroup, command: Command) -> tuple[tuple[Any, ...], Leaves]
 def _reduce_leaves(
     group: WorkerGroup, leaves: Sequence[Leaf], counts: list[int], strategy: str
 ) -> dict[int, dict[int, Any]]:
-    """Reduce what the workers have laid out; results by leaf and by rank, for this process's workers.
-
-    On processes that wait, those that are gathered for the leading one alone are missing.
-    """
+    """Results by leaf and rank; processes that wait lack those that are gathered for the leading one alone."""
     across = [i for i, leaf in enumerate(leaves) if leaf.place in ("result", "into")]
     results: dict[int, dict[int, Any]] = {}
     for op in ("mean", "sum"):

@@ -34,7 +34,7 @@ from jaxmpi.functions.groups import WorkerGroup
 from jaxmpi.functions.reductions import Output, Outputs, Scatter, check_reducible, from_word, mean, scatter
 from jaxmpi.functions.rows import check_choices, check_lengths, choices_by_worker, digest_rows, shard_bounds
 from jaxmpi.functions.shared_array import is_shared
-from jaxmpi.functions.variable import Variable, check_numbers
+from jaxmpi.functions.variable import Variable, check_numbers, rows_of
 from jaxmpi.functions.worker import Command, Input, Leaf, WorkerProgram
 
 Marker = Any  # scatter, scatter(variable), broadcast, or a variable
@@ -51,7 +51,7 @@ class Form(NamedTuple):
 
     structure: Any  # tree structure of all arguments, in a tuple
     keywords: tuple[str, ...]  # names of the last arguments, which are passed by name
-    outputs: tuple[int, ...]  # numbers of the outputs that are computed
+    computed: tuple[int, ...]  # numbers of the outputs that are computed, then of all updates
 
     def call(self, function: Callable, flat: Sequence[Any]) -> PyTree:
         """The user's function of its leaves."""
@@ -104,19 +104,17 @@ class Function:
         self.markers: list[Marker] = [*every]
         for marker in self.markers:
             if marker is not broadcast and not isinstance(marker, (Scatter, Variable)):
-                raise UsageError(
-                    f"inputs: got {marker!r}; expected jaxmpi.functions.scatter, broadcast, a variable or "
-                    "scatter(variable)"
-                )
+                raise UsageError(f"inputs: got {marker!r}; expected scatter, broadcast, a variable, scatter(variable)")
         self.takes_any = is_one_word and takes_argument(inputs)  # one word for any number of arguments
         self.signature = _call_signature(f, self.markers, self.keywords)
         self.outputs = Outputs(outputs)
         is_pair = isinstance(updates, (tuple, list)) and len(updates) == 2 and isinstance(updates[1], (Output, str))
         is_one_update = is_pair or not isinstance(updates, (tuple, list))
         self.updates = [_parse_update(update) for update in ([updates] if is_one_update else updates)]
+        self.reductions = [*self.outputs.flat, *self.updates]
         # The function returns its one output or update in no tuple.
         self.is_bare = (is_one_update and not self.outputs.trees) or (self.outputs.is_single and not self.updates)
-        self.targets = [x.into for x in (*self.outputs.flat, *self.updates) if x.into is not None]
+        self.targets = [x.into for x in self.reductions if x.into is not None]
         if len({id(variable) for variable in self.targets}) < len(self.targets):
             raise UsageError(f"{self.name}: one variable is to take two results; expected a variable for each")
         self.strategy = strategy
@@ -161,7 +159,7 @@ class Function:
             outputs, None stands for one that is kept in a variable.
 
         Communicates: arguments that this process has and others need, but no broadcast argument that has not changed;
-        48 bytes a worker; then each output as it is reduced.
+        a short report of each worker; then each output as it is reduced.
 
         Raises:
             UsageError: arguments, rows or outputs that cannot be. WorkerFailed (a TrainingError): a worker failed; its
@@ -216,7 +214,8 @@ class Function:
             if variable.group is not group:
                 raise UsageError(f"{self.name}: a variable that takes a result {CLOSED}")
         inputs, structure, keywords = self._inputs(group, args, named)
-        form = Form(structure, keywords, computed)
+        updates = range(len(self.outputs.flat), len(self.reductions))
+        form = Form(structure, keywords, (*computed, *updates))
         if form not in self.forms:
             self.forms.append(form)
         lengths = {x.name: len(x.value) for x in inputs if x.kind == "rows"}
@@ -301,19 +300,13 @@ class Function:
             raise UsageError(f"{name}: got {tree!r:.80}; scatter needs arrays, rows of examples")
         for (path, leaf), is_key in zip(leaves, key_leaves(jax.tree.structure(tree)), strict=True):
             where = f"{name}{f' leaf {path!r}' if path else ''}"
-            value = leaf if is_shared(leaf) else check_numbers(where, leaf)
-            if marker is broadcast and is_shared(leaf) and group.is_serial and group.is_on_one_host:
-                inputs.append(Input("whole", where, value))
-            elif marker is broadcast:
-                value = in_jax_dtype(where, value.array if is_shared(leaf) else value)
-                inputs.append(Input("broadcast", where, value, number=len(inputs)))
+            if marker is not broadcast:
+                inputs.append(rows_of(group, where, leaf, is_key))
+            elif is_shared(leaf) and group.is_serial and group.is_on_one_host:
+                inputs.append(Input("whole", where, leaf))
             else:
-                if is_key:
-                    check_rows(value.shape, where)
-                if not value.ndim:
-                    raise UsageError(f"{where}: got a number; scatter needs an array with a first axis of examples")
-                group.check_sees(leaf)
-                inputs.append(Input("rows", where, value))
+                value = in_jax_dtype(where, leaf.array if is_shared(leaf) else check_numbers(where, leaf))
+                inputs.append(Input("broadcast", where, value, number=len(inputs)))
 
     # ------------------------------------------------------------ programs
 
@@ -329,11 +322,17 @@ class Function:
 
     def _trace(self, form: int, shapes: tuple) -> WorkerProgram:
         me = weakref.proxy(self)  # a weak reference: dropping the function lets go at once of what workers hold of it
-        jitted = self.jitted.setdefault(form, jax.jit(lambda *flat: me._choose(form, me._all_outputs(form, flat))))
+        computed = self.forms[form].computed
+
+        def compute(*flat: jax.Array) -> list[PyTree]:
+            parts = me._all_outputs(form, flat)
+            return [parts[i] for i in computed]
+
+        jitted = self.jitted.setdefault(form, jax.jit(compute))
         parts = jitted.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).out_info
         leaves, agreed = [], {}
-        for (leaf, name), part in zip(self._destinations(form), parts, strict=True):
-            where = f"{self.name}: output {name}"
+        for number, part in zip(computed, parts, strict=True):
+            leaf, where = self._destination(number)
             are_keys = key_leaves(jax.tree.structure(part))
             for index, (aval, is_key) in enumerate(zip(jax.tree.leaves(part), are_keys, strict=True)):
                 leaves.append(leaf._replace(index=index))
@@ -349,26 +348,17 @@ class Function:
             lambda *flat: jax.tree.leaves(jitted(*flat)), tuple(leaves), json.dumps(agreed), structures
         )
 
-    def _destinations(self, form: int) -> list[tuple[Leaf, str]]:
-        """Destination of each part that a program returns, and name for messages."""
-        found = []
-        for i in self.forms[form].outputs:
-            output, name = self.outputs.flat[i], self.outputs.names[i]
-            if output.into is not None:
-                number = output.into.number
-                found.append((Leaf(output.op, "into", number, name=f"into {number}"), name))
-            else:
-                place = "local" if output.stays else "result"
-                found.append((Leaf(output.op, place, i, name=f"{place} {name}"), name))
-        for i, update in enumerate(self.updates):
-            number = update.into.number
-            leaf = Leaf(update.op, "update", number, name=f"update {number}")
-            found.append((leaf, str(len(self.outputs.trees) + i)))
-        return found
-
-    def _choose(self, form: int, parts: Sequence[PyTree]) -> list[PyTree]:
-        """The computed ones of all outputs, and all updates."""
-        return [*(parts[i] for i in self.forms[form].outputs), *parts[len(self.outputs.flat) :]]
+    def _destination(self, number: int) -> tuple[Leaf, str]:
+        """What becomes of an output or update, and its name for messages."""
+        reduction, first_update = self.reductions[number], len(self.outputs.flat)
+        is_update = number >= first_update
+        name = str(len(self.outputs.trees) + number - first_update) if is_update else self.outputs.names[number]
+        where = f"{self.name}: output {name}"
+        if reduction.into is not None:
+            place, target = "update" if is_update else "into", reduction.into.number
+            return Leaf(reduction.op, place, target, name=f"{place} {target}"), where
+        place = "local" if reduction.stays else "result"
+        return Leaf(reduction.op, place, number, name=f"{place} {name}"), where
 
     def _all_outputs(self, form: int, flat: Sequence[jax.Array]) -> list[PyTree]:
         """Call the user's function; return all outputs, then all updates."""
@@ -378,10 +368,8 @@ class Function:
         parts = (result,) if self.is_bare else result
         if not isinstance(parts, (tuple, list)) or len(parts) != first + len(self.updates):
             got = f"a tuple of {len(parts)}" if isinstance(parts, (tuple, list)) else type(result).__name__
-            raise UsageError(
-                f"{self.name} returned {got}; expected a tuple of {first + len(self.updates)}: {first} outputs, then "
-                f"{len(self.updates)} updates"
-            )
+            expected = f"a tuple of {first + len(self.updates)}: {first} outputs, then {len(self.updates)} updates"
+            raise UsageError(f"{self.name} returned {got}; expected {expected}")
         parts = packed(list(parts))
         for update, part in zip(self.updates, parts[first:], strict=True):
             if (got := jax.tree.structure(part)) != update.into.structure:
@@ -393,9 +381,8 @@ class Function:
         if self.group is None or self.group.size == 1 or self.group.is_the_world:
             return nullcontext()
         return refusing_world(
-            f"{self.name}: exchange inside a function is over its workers only where every rank runs the script; these "
-            f"{self.group.size} are devices of one process, or wait for this script's commands. Return what is to be "
-            "exchanged, with mean or sum as its output, and go on in a second function or in the script"
+            f"{self.name}: exchange inside a function is over its workers only where every rank runs the script; "
+            "return what is to be exchanged, with mean or sum as its output"
         )
 
     def serialize_program(self, form: int, shapes: tuple) -> tuple[str, tuple[Leaf, ...], str, bytes, Any]:
@@ -406,7 +393,8 @@ class Function:
         if not body:
             parts = jax.eval_shape(lambda *flat: self._all_outputs(form, flat), *avals)
             numbers = jax.tree.unflatten(jax.tree.structure(parts), range(len(jax.tree.leaves(parts))))
-            pickled = self._pickled, self.forms[form], jax.tree.leaves(self._choose(form, numbers))
+            chosen = jax.tree.leaves([numbers[i] for i in self.forms[form].computed])
+            pickled = self._pickled, self.forms[form], chosen
         return self.name, program.leaves, program.agreed, body, pickled
 
     @functools.cached_property
@@ -461,8 +449,7 @@ def _parse_update(update: Any) -> Output:
     is_op = isinstance(op, Output) and bool(op.op) and not op.stays and op.into is None
     if not isinstance(variable, Variable) or not is_op:
         raise UsageError(
-            f"updates: got {update!r}; expected a jaxmpi.variable, or a pair of it and mean, sum, add, prod, min, max "
-            "or gather"
+            f"updates: got {update!r}; expected a jaxmpi.variable, or a pair of it and mean, sum, add, ..."
         )
     return Output(op.op, stays=True, into=variable)
 

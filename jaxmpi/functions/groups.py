@@ -48,18 +48,23 @@ AXIS = "workers"
 
 
 class WorkerGroup:
-    """Workers that compute together; some or all of them in this process."""
+    """Workers that compute together: devices of this process, whose sums are one program.
 
-    size: int
-    workers: list[Worker]  # of this process
+    Groups of several processes have one worker in each, and other `gather_reports`, `sum_leaves` and `gather_arrays`.
+    """
+
     is_the_world = False  # True if its workers are the job's ranks, each of which runs the script
     leads = True  # True if results are wanted in this process
     is_serial = False  # True if one process leads and the others wait for its commands
     is_on_one_host = True
-    default_strategy = "asa32"
     way_out = "the ranks of a job cannot meet again: end it"  # if they are out of step
 
-    def __init__(self) -> None:
+    def __init__(self, devices: list[Any]) -> None:
+        """Take this process's devices, by rank."""
+        self.size = len(devices)
+        self.workers = [Worker(rank, device) for rank, device in enumerate(devices)]  # of this process
+        self.mesh = Mesh(np.array(devices), (AXIS,))
+        self.default_strategy = "shm" if devices[0].platform == "cpu" else "ar"
         self.variable_count = 0  # variables so far, which are numbered alike in all processes
         self.functions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # that are in Python here
         self.is_used = False  # True once functions have been bound to it
@@ -68,19 +73,24 @@ class WorkerGroup:
         self.is_exchanging = False  # past the reports of a call: what fails now leaves workers at different places
         self.busy = threading.Lock()
 
-    # ------------------------------------------------------------ what differs between kinds of groups
-
     def gather_reports(self, mine: list[CallReport]) -> list[CallReport]:
         """Every worker's report, by rank."""
-        raise NotImplementedError
+        return mine
 
     def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
-        """`exchange` of every worker's list of floats, none of them empty."""
-        raise NotImplementedError
+        """`exchange` of every worker's list of floats, none of them empty: under shard_map, rank r on device r."""
+        sharding = NamedSharding(self.mesh, P(AXIS))
+        stacked = [
+            jax.make_array_from_single_device_arrays((self.size, *parts[0].shape), sharding, [x[None] for x in parts])
+            for parts in zip(*mine.values(), strict=True)
+        ]
+        totals = _exchange_over_devices(self.mesh, self.size, op, strategy)(stacked)  # pyright: ignore[reportArgumentType]
+        shards = [{shard.index[0].start or 0: shard.data[0] for shard in x.addressable_shards} for x in totals]
+        return {rank: [shard[rank] for shard in shards] for rank in mine}
 
     def gather_arrays(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
         """Every worker's arrays of any lengths, by rank, on the leading process or on all."""
-        raise NotImplementedError
+        return [mine[rank] for rank in range(self.size)]
 
     def send(self, command: Command) -> None:
         """Send a command to the workers that wait, if any do."""
@@ -88,8 +98,6 @@ class WorkerGroup:
 
     def end(self) -> None:
         """End the workers that wait."""
-
-    # ------------------------------------------------------------ what is the same
 
     @property
     def worker(self) -> Worker:
@@ -118,14 +126,6 @@ class WorkerGroup:
         """Refuse a group that has been closed or broken."""
         if self.unusable:
             raise UsageError(self.unusable)
-
-    def check_sees(self, array: Any) -> None:
-        """Refuse shared memory that waiting workers on other hosts cannot see."""
-        if shared_array.is_shared(array) and self.is_serial and not self.is_on_one_host:
-            raise UsageError(
-                "a shared array is seen on one host, and this script leads workers on several; let every rank run the "
-                "script (no jaxmpi.fork), or give a plain array"
-            )
 
     def program(self, worker: Worker, key: ProgramKey) -> WorkerProgram:
         """The program for arguments of some structure, shapes and dtypes; MissingPrograms: a master has it."""
@@ -179,38 +179,6 @@ class WorkerGroup:
             self.unusable = f"the workers are no longer in step: {str(error) or type(error).__name__:.500}{way_out}"
 
 
-# ---------------------------------------------------------------- devices of one process
-
-
-class DeviceGroup(WorkerGroup):
-    """One worker a local device; sums are one program."""
-
-    def __init__(self, devices: list[Any]) -> None:
-        """Take the devices, by rank."""
-        super().__init__()
-        self.size = len(devices)
-        self.workers = [Worker(rank, device) for rank, device in enumerate(devices)]
-        self.mesh = Mesh(np.array(devices), (AXIS,))
-        self.default_strategy = "shm" if devices[0].platform == "cpu" else "ar"
-
-    def gather_reports(self, mine: list[CallReport]) -> list[CallReport]:
-        return mine
-
-    def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
-        """`exchange` under shard_map, rank r on device r."""
-        sharding = NamedSharding(self.mesh, P(AXIS))
-        stacked = [
-            jax.make_array_from_single_device_arrays((self.size, *parts[0].shape), sharding, [x[None] for x in parts])
-            for parts in zip(*mine.values(), strict=True)
-        ]
-        totals = _exchange_over_devices(self.mesh, self.size, op, strategy)(stacked)  # pyright: ignore[reportArgumentType]
-        shards = [{shard.index[0].start or 0: shard.data[0] for shard in x.addressable_shards} for x in totals]
-        return {rank: [shard[rank] for shard in shards] for rank in mine}
-
-    def gather_arrays(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
-        return [mine[rank] for rank in range(self.size)]
-
-
 @functools.cache
 def _exchange_over_devices(mesh: Mesh, size: int, op: Op, strategy: str) -> Callable[[Leaves], Leaves]:
     """`exchange` of arrays that carry a first axis of workers."""
@@ -228,18 +196,17 @@ def _exchange_over_devices(mesh: Mesh, size: int, op: Op, strategy: str) -> Call
 class ProcessGroup(WorkerGroup):
     """One worker a process; messages carry commands and reports."""
 
-    def __init__(self, transport: MpiTransport | SocketTransport, strategy: str, is_serial: bool) -> None:
-        """Take the transport, the strategy that sums by default, and whether rank 0 leads."""
-        super().__init__()
+    def __init__(self, transport: MpiTransport | SocketTransport, is_serial: bool) -> None:
+        """Take the transport, and whether rank 0 leads."""
+        super().__init__([jax.local_devices()[0]])
         self.transport, self.size, self.is_serial = transport, transport.size, is_serial
-        self.workers = [Worker(transport.rank, jax.local_devices()[0])]
+        self.worker.rank = transport.rank
         self.leads, self.is_the_world = not is_serial or transport.rank == 0, not is_serial
-        self.default_strategy = strategy
 
     def gather_reports(self, mine: list[CallReport]) -> list[CallReport]:
         """Every worker's report; OutOfStep, whatever fails."""
         try:
-            return self.transport.reports(mine[0])
+            return self.transport.gather(mine[0], True) or []
         except OutOfStep:
             raise
         except Exception as error:
@@ -280,10 +247,11 @@ class RankGroup(ProcessGroup):
 
     transport: MpiTransport
 
-    def __init__(self, transport: MpiTransport, comm: MpiComm, strategy: str, is_serial: bool) -> None:
+    def __init__(self, transport: MpiTransport, comm: MpiComm, is_serial: bool) -> None:
         """Take the transport of commands, and the communicator of exchanges."""
-        super().__init__(transport, strategy, is_serial)
+        super().__init__(transport, is_serial)
         self.comm, self.is_on_one_host = comm, len(set(comm.hosts)) == 1
+        self.default_strategy = "shm" if self.is_on_one_host and jax.default_backend() == "cpu" else "asa32"
 
     def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
         """`exchange` outside jit; f32 through shared memory needs no program."""
@@ -319,7 +287,7 @@ class ForkedGroup(ProcessGroup):
 
     def __init__(self, transport: SocketTransport, number: int) -> None:
         """Map the memory of this fork; the master and all workers call this together."""
-        super().__init__(transport, "shm", is_serial=True)
+        super().__init__(transport, is_serial=True)
         transport.host_barrier()
         instead = f'take devices of one process: JAX_NUM_CPU_DEVICES={transport.size} and fork(kind="devices")'
         self.sums = SharedSum(transport, f"sum of fork {number}", effect=ForkEffect(number), instead=instead)

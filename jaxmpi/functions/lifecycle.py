@@ -1,15 +1,13 @@
 """Start and end of the workers: ranks, forked processes, or devices.
 
-The same script should run on one device, several, forked processes, or ranks of a launcher. `fork` takes what there is:
-ranks under a launcher, else devices, else a process a core. Ranks other than 0 then wait in `serve` for rank 0's
-commands and never return to the script. Without `fork` all ranks run the script and make each call together. A forked
-worker is a fresh Python process (`forked_main`) with a socket to the master. It never runs the user's script: functions
-come to it as programs (docs/decisions/0017).
+`fork` takes what there is: ranks under a launcher, else devices, else a process a core. Ranks other than 0 then wait in
+`serve` for rank 0's commands and never return to the script. Without `fork` all ranks run the script and make each call
+together. A forked worker is a fresh Python process (`forked_main`) with a socket to the master, which never runs the
+user's script: functions come to it as programs (docs/decisions/0017).
 """
 
 import atexit
 import contextlib
-import functools
 import itertools
 import os
 import signal
@@ -27,7 +25,7 @@ from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.functions.commands import execute
-from jaxmpi.functions.groups import DeviceGroup, ForkedGroup, ProcessGroup, RankGroup, WorkerGroup
+from jaxmpi.functions.groups import ForkedGroup, ProcessGroup, RankGroup, WorkerGroup
 from jaxmpi.functions.transport import MpiTransport, OutOfStep, SocketTransport, WorkerDied
 from jaxmpi.functions.worker import Command
 from jaxmpi.runtime import compile_cache, failures, process
@@ -36,7 +34,7 @@ from jaxmpi.runtime.failures import call_before_finalize
 START_TIMEOUT_S = 120.0  # for a forked worker to import JAX and call back
 KINDS = ("auto", "devices", "processes")
 _group: WorkerGroup | None = None
-_led: RankGroup | None = None  # ranks that rank 0 leads, from the first fork to the end of the job
+_led: MpiTransport | None = None  # to ranks that rank 0 leads, from the first fork to the end of the job
 _lost_reason = ""  # why they no longer listen
 _is_worker = False  # True if this process waits for a master's commands
 _forks = itertools.count()
@@ -48,7 +46,7 @@ def current_group() -> WorkerGroup:
     if _is_worker:
         raise UsageError("this process is a worker already, and runs what its master sends; only the master goes on")
     if _group is None:
-        _group = group_of_ranks(is_serial=False) if process.launched_workers() > 1 else DeviceGroup(jax.local_devices())
+        _group = group_of_ranks(is_serial=False) if process.launched_workers() > 1 else WorkerGroup(jax.local_devices())
     return _group
 
 
@@ -92,7 +90,7 @@ def make_group(n: int | None, kind: str) -> WorkerGroup:
     if (ranks := process.launched_workers()) > 1:
         if n not in (None, ranks):
             raise UsageError(f"fork: got {n} workers; the launcher started {ranks} ranks: fork()")
-        group = group_led_by_rank_0()
+        group = group_of_ranks(is_serial=True)
         if group.transport.rank != 0:
             serve(group)
             sys.exit(0)
@@ -108,7 +106,7 @@ def make_group(n: int | None, kind: str) -> WorkerGroup:
         return start_forked_group(n)
     if n > len(every := jax.local_devices()):
         raise UsageError(f"fork: got {n} workers; this process has {len(every)} devices")
-    return DeviceGroup(every[:n])
+    return WorkerGroup(every[:n])
 
 
 def close() -> None:
@@ -129,48 +127,32 @@ def close() -> None:
             execute(closing, Command("close", "close", {}))
 
 
-def forget_in_child() -> None:
-    """Forget the workers after `os.fork`: they belong to the parent process."""
-    global _group
-    if _group is not None:
-        _group.unusable = "this process was made by os.fork, and the workers are its parent's; call functions there"
-    _group = None
-
-
-os.register_at_fork(after_in_child=forget_in_child)
-
-
 # ---------------------------------------------------------------- ranks of MPI
 
 
 def group_of_ranks(is_serial: bool) -> RankGroup:
-    """All ranks of the job; all call it together."""
+    """All ranks of the job, which call it together; rank 0 leads, again at a second fork, or each runs the script."""
+    global _led
     comm, control = world(), processes()
     assert isinstance(comm, MpiComm)
     assert isinstance(control, MpiProcesses)
-    is_shared = len(set(comm.hosts)) == 1 and jax.default_backend() == "cpu"
-    return RankGroup(MpiTransport(control, is_serial), comm, "shm" if is_shared else "asa32", is_serial)
-
-
-def group_led_by_rank_0() -> RankGroup:
-    """All ranks, led by rank 0; a second fork takes them again."""
-    global _led
-    if _led is None:
-        _led = group_of_ranks(is_serial=True)
-        if _led.transport.rank == 0:
-            call_before_finalize(functools.partial(end_ranks, _led))
-        return _led
     if _lost_reason:
         raise UsageError(f"fork: {_lost_reason}; start the job anew")
-    return RankGroup(_led.transport, _led.comm, _led.default_strategy, is_serial=True)
+    if not is_serial:
+        return RankGroup(MpiTransport(control, is_led=False), comm, is_serial)
+    if _led is None:
+        _led = MpiTransport(control, is_led=True)
+        if _led.rank == 0:
+            call_before_finalize(end_ranks)
+    return RankGroup(_led, comm, is_serial)
 
 
-def end_ranks(led: RankGroup) -> None:
+def end_ranks() -> None:
     """End waiting ranks, or the job if they are out of step."""
     close()
     if _lost_reason:
         failures.end_job(1)
-    RankGroup(led.transport, led.comm, led.default_strategy, is_serial=True).send(Command("end", "end", {}))
+    group_of_ranks(is_serial=True).send(Command("end", "end", {}))
 
 
 # ---------------------------------------------------------------- processes on this host
@@ -206,10 +188,7 @@ def start_forked_group(n: int) -> WorkerGroup:
 
 
 def start_worker(setup: dict[str, Any], ours: Connection, theirs: Connection) -> subprocess.Popen:
-    """Start a worker, a fresh process with one end of a socket.
-
-    The socket carries import path, arguments and JAX settings, for which a command line may be too short.
-    """
+    """Start a worker; the socket carries import path, arguments and JAX settings, too long for a command line."""
     setup |= {"path": sys.path, "argv": sys.argv, "x64": bool(jax.config.jax_enable_x64)}  # pyright: ignore[reportAttributeAccessIssue]
     env = {name: value for name, value in os.environ.items() if name not in process.VARIABLES}
     code = f"from jaxmpi.functions.lifecycle import forked_main; forked_main({theirs.fileno()})"

@@ -4,14 +4,14 @@ A step is two functions over workers. The first computes gradients and takes the
 updates its own copy without an exchange. Params and optimizer state are variables, so they stay on the workers, equal
 bit for bit. The mean is weighted by examples: unequal shares give the gradient over all examples. Fused into one
 vector, the gradients are one reduction instead of one a leaf; so params must be float32. The loss is reduced with them
-for transformations that take it, such as reduce_on_plateau. A line search is refused, since the update has no examples
-to evaluate the loss on.
+for transformations that take it, such as reduce_on_plateau. A line search cannot be made, since the update has no
+examples to evaluate the loss on: Optax asks for value_fn.
 """
 
 import contextlib
 import inspect
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,8 @@ class Optimizer:
         loss: (params, *inputs) -> the mean loss of some examples, f32[]. With `model_state` (params, model_state,
             *inputs) -> (loss, model_state); with `aux` it returns (loss, aux); with both (loss, (model_state, aux)).
         params: tree of f32; every worker begins with it and all stay equal, bit for bit.
-        tx: any Optax transformation; it is given value and grad, the loss and its gradient over all examples. One
-            that evaluates the loss anew (value_fn), as a line search does, is refused.
+        tx: any Optax transformation; it is given value and grad, the loss and its gradient over all examples, but no
+            value_fn, which a line search needs.
         inputs, strategy: as of `jaxmpi.function`.
         model_state: tree that every worker begins with and that the loss moves, such as running batch statistics.
         model_state_outputs: one reduction, or a tree of them, for what workers make of it: `mean` over examples keeps
@@ -65,12 +65,11 @@ class Optimizer:
         model_state_outputs: PyTree = mean,
         aux: PyTree = None,
     ) -> None:
-        if not isinstance(inputs, (tuple, list)):
+        if not isinstance(inputs, (tuple, list)) or not isinstance(tx, optax.GradientTransformation):
             raise UsageError(
-                f"optimizer: inputs: got {inputs!r}; expected a tuple, one for every input of the loss after its params"
+                f"optimizer: got tx {tx!r:.80} and inputs {inputs!r:.80}; expected an Optax transformation, a tuple "
+                "of one for every input of the loss after its params"
             )
-        if not isinstance(tx, optax.GradientTransformation):
-            raise UsageError(f"optimizer: tx: got {tx!r:.80}; expected an Optax transformation, such as optax.sgd(0.1)")
         numeric_leaves(params)  # refuse what is no tree of arrays before anything is placed
         like = [jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(params)]
         if odd := sorted({str(x.dtype) for x in like if x.dtype != np.float32}):
@@ -114,7 +113,7 @@ class Optimizer:
 
         def update(flat: jax.Array, value: jax.Array, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
             grads = jax.tree.unflatten(structure, split(flat, like))
-            extra = {"value": value, "grad": grads, "value_fn": refuse_line_search}
+            extra = {"value": value, "grad": grads}  # no value_fn: the examples are gone
             updates, state = extended.update(grads, state, params, **extra)
             return optax.apply_updates(params, updates), state
 
@@ -155,18 +154,8 @@ class Optimizer:
 def unpack_pair(result: Any, expected: str) -> tuple[Any, Any]:
     """The two parts of what a loss returned."""
     if not isinstance(result, (tuple, list)) or len(result) != 2:
-        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
-        raise UsageError(f"optimizer: got {got} from the loss; expected {expected}, as model_state and aux say")
+        raise UsageError(f"optimizer: got {type(result).__name__} from the loss; expected {expected}")
     return result[0], result[1]
-
-
-def refuse_line_search(*_: Any, **__: Any) -> NoReturn:
-    """Refuse the evaluations of a line search, while it is traced."""
-    raise UsageError(
-        "optimizer: tx evaluates the loss anew (value_fn), as line searches do, and a step has the examples no more; "
-        "leave the search out, as in optax.lbfgs(0.1, linesearch=None), or drive one from the script through "
-        "jaxmpi.function"
-    )
 
 
 optimizer = Optimizer

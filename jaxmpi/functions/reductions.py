@@ -70,19 +70,17 @@ class ReductionSpec(NamedTuple):
     """How two partial results become one."""
 
     kinds: str  # letters of the dtypes that it takes, as of `kind_letter`
-    function: str  # of jnp and of NumPy, of two arrays; empty: placed one after another
-    way_out: str
+    function: str = ""  # of jnp and of NumPy, of two arrays; empty: placed one after another
 
 
-NUMBERS = "iufc"
 OPS: dict[str, ReductionSpec] = {
-    "mean": ReductionSpec("fc", "add", "use sum and divide by the number of examples, or cast it"),
-    "sum": ReductionSpec(NUMBERS, "add", "cast it to a number"),
-    "add": ReductionSpec(NUMBERS, "add", "cast it to a number"),
-    "prod": ReductionSpec(NUMBERS, "multiply", "cast it to a number"),
-    "min": ReductionSpec("biuf", "minimum", "take its absolute value or its parts"),
-    "max": ReductionSpec("biuf", "maximum", "take its absolute value or its parts"),
-    "gather": ReductionSpec("biufc", "", "return an array with an axis of examples"),
+    "mean": ReductionSpec("fc", "add"),
+    "sum": ReductionSpec("iufc", "add"),
+    "add": ReductionSpec("iufc", "add"),
+    "prod": ReductionSpec("iufc", "multiply"),
+    "min": ReductionSpec("biuf", "minimum"),
+    "max": ReductionSpec("biuf", "maximum"),
+    "gather": ReductionSpec("biufc"),
 }
 
 
@@ -95,13 +93,12 @@ def reduction_name(op: "str | Output") -> str:
 
 def check_reducible(op: str, dtype: Any, shape: Sequence[int], where: str) -> None:
     """Refuse an output that cannot be reduced as asked."""
-    if not op:
-        return
-    spec, got = OPS[op], f"{where}: got {jnp.dtype(dtype)}{list(shape)}"
-    if kind_letter(dtype) not in spec.kinds:
-        raise UsageError(f"{got}, which {op} cannot take exactly: {spec.way_out}")
+    got = f"{where}: got {jnp.dtype(dtype)}{list(shape)}"
+    if op and kind_letter(dtype) not in OPS[op].kinds:
+        way_out = "use sum and divide by the number of examples, or cast it" if op == "mean" else "cast it"
+        raise UsageError(f"{got}, which {op} cannot take exactly: {way_out}")
     if op == "gather" and not shape:
-        raise UsageError(f"{got}; gather needs a first axis: {spec.way_out}")
+        raise UsageError(f"{got}; gather needs a first axis: return an array with an axis of examples")
 
 
 def kind_letter(dtype: Any) -> str:
@@ -207,8 +204,7 @@ class Outputs:
             raise UsageError("output_subset: got a choice of outputs, but the only output is no dict; leave it out")
         is_list = isinstance(subset, (tuple, list)) and all(isinstance(key, (str, int)) for key in subset)
         if not is_list or len(set(subset)) < len(subset) or not set(subset) <= set(tree):
-            expected = f"expected some of {sorted(tree, key=str)} in a list, each once"
-            raise UsageError(f"output_subset: got {subset!r}; {expected}")
+            raise UsageError(f"output_subset: got {subset!r}; expected some of {sorted(tree, key=str)}, each once")
         chosen = {key: tree[key] for key in subset}
         return self._choose(chosen if self.is_single else tuple(chosen.values()))
 

@@ -52,34 +52,28 @@ class RowSelection(NamedTuple):
 
 
 def select_rows(batch: Any, length: int, what: str = "batch") -> RowSelection:
-    """The rows that `batch` names, out of `length`.
-
-    None names all, an int n the first n; a slice, indices or a mask name their own.
-
-    Raises:
-        UsageError: rows that are not there, or no such thing.
-    """
+    """The rows that `batch` names, out of `length`: None all, an int n the first n; a slice, indices or a mask."""
     if batch is None:
         return RowSelection(length)
     if isinstance(batch, slice):
         picked = range(length)[batch]
         return RowSelection(len(picked), picked.start, picked.step)
+    there = f"there are {length} examples"
     if isinstance(batch, (int, np.integer)) and not isinstance(batch, bool):
         if not 0 <= batch <= length:
-            raise UsageError(f"{what}: got {batch}; there are {length} examples")
+            raise UsageError(f"{what}: got {batch}; {there}")
         return RowSelection(int(batch))
     indices = np.asarray(batch)
     if indices.dtype == bool and indices.ndim:
         if indices.shape != (length,):
-            got = f"{what}: got a mask of shape {list(indices.shape)}"
-            raise UsageError(f"{got}; there are {length} examples, and it needs an entry for each")
+            raise UsageError(f"{what}: got a mask of shape {list(indices.shape)}; {there}")
         indices = np.flatnonzero(indices)
     if indices.ndim != 1 or (indices.dtype.kind not in "iu" and indices.size):
-        got = f"{what}: got {indices.dtype}{list(indices.shape)}"
-        raise UsageError(f"{got}; expected a whole number, a slice, a mask, or indices in one axis")
+        got = f"{indices.dtype}{list(indices.shape)}"
+        raise UsageError(f"{what}: got {got}; expected a whole number, a slice, a mask, or indices in one axis")
     low, high = (int(indices.min()), int(indices.max())) if indices.size else (0, -1)
     if low < -length or high >= length:
-        raise UsageError(f"{what}: got index {high if high >= length else low}; there are {length} examples")
+        raise UsageError(f"{what}: got index {high if high >= length else low}; {there}")
     indices = indices.astype(np.int64, copy=False)  # now that none is beyond it
     return RowSelection(indices.size, indices=np.where(indices < 0, indices + length, indices) if low < 0 else indices)
 
@@ -120,23 +114,14 @@ def digest_rows(rows: RowSelection | None, choices: list[Any]) -> dict[str, Any]
 
 
 def check_lengths(lengths: dict[str, int], workers: int, batch: Any) -> RowSelection:
-    """The rows that a batch names of scattered arrays, given by name with their lengths.
-
-    Raises:
-        UsageError: other lengths than the first's; fewer rows than workers.
-    """
+    """The rows that a batch names of scattered arrays, given by name with their lengths, which must be the same."""
     (first, length), *others = lengths.items()
     for name, other in others:
         if other != length:
-            raise UsageError(
-                f"scattered inputs have different lengths: {name} {other}, {first} {length}; their first axes must be "
-                "the same examples"
-            )
+            raise UsageError(f"scattered inputs have different lengths: {name} {other}, {first} {length}")
     rows = select_rows(batch, length)
     if rows.count < workers:
-        raise UsageError(
-            f"got {rows.count} examples for {workers} workers; every worker needs one: fork fewer, or give more"
-        )
+        raise UsageError(f"got {rows.count} examples for {workers} workers; every worker needs one")
     return rows
 
 

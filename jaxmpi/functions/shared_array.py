@@ -86,11 +86,6 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
         what = "freed" if self._is_free else f"{self.dtype}{list(self.shape)}"
         return f"jaxmpi.shared({what}, name={self.name!r})"
 
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes up to which it grows without asking the system for more."""
-        return len(self._memory) - PAGE
-
     # ------------------------------------------------------------ its size
 
     def resize(self, length: int) -> None:
@@ -152,10 +147,7 @@ def open_array(path: str) -> SharedArray:
     try:
         return SharedArray(os.open(path, os.O_RDWR), path)
     except OSError as error:
-        raise UsageError(
-            f"shared: {path} cannot be opened here ({error.strerror}): processes of one host, in containers of "
-            "their own? Give the array a name"
-        ) from error
+        raise UsageError(f"shared: {path} cannot be opened here ({error.strerror}); give the array a name") from error
 
 
 def map_once(path: str, shape: tuple[int, ...]) -> SharedArray:
@@ -275,9 +267,7 @@ def _extend_file(handle: int, size_bytes: int) -> None:
     try:
         reserve(handle, size_bytes)
     except OSError as error:
-        raise UsageError(
-            f"shared: no {size_bytes} bytes of shared memory ({error.strerror}); share less, or enlarge it"
-        ) from error
+        raise UsageError(f"shared: no {size_bytes} bytes of shared memory ({error.strerror}); enlarge it") from error
 
 
 # ---------------------------------------------------------------- numbers that it may hold

@@ -1,6 +1,6 @@
 """Messages between processes of workers, over MPI or a fork's sockets, and the watch for workers that are stopped.
 
-A transport carries commands from the master, reports of all, and arrays of any length. A message is a pickled value and
+A transport carries commands from the master, and gathers reports and arrays of all. A message is a pickled value and
 its arrays, which are sent separately and so are not copied; all processes are this user's. The master looks at its
 workers' processes: one that is stopped or gone is named, one that computes is not late.
 """
@@ -24,7 +24,6 @@ from jaxmpi.comm.control import LATE_S, MAX_BYTES, MpiProcesses
 from jaxmpi.comm.polling import POLL_S, wait
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError
-from jaxmpi.functions.reports import SHORT_BYTES, CallReport, pack_report, unpack_reports
 from jaxmpi.runtime import host_callbacks
 from jaxmpi.runtime.failures import call_before_finalize
 from jaxmpi.runtime.process import stat_of
@@ -165,13 +164,6 @@ class MpiTransport:
 
         return decode(receive(int(receive(8).view(np.int64)[0])), receive)
 
-    def reports(self, mine: CallReport) -> list[CallReport]:
-        """48 bytes a rank; texts are sent if they differ."""
-        row, rows = np.frombuffer(pack_report(mine), np.uint8), np.empty((self.size, SHORT_BYTES), np.uint8)
-        self._wait_for_all(self.comm.Iallgather(row, rows))
-        agreed = unpack_reports(rows.tobytes())
-        return agreed or [CallReport(*each) for each in self.control.allgather_object(mine)]
-
     def gather(self, mine: Any, everywhere: bool) -> list[Any] | None:
         """Every rank's picklable value on all ranks, or on rank 0 alone; None on the others.
 
@@ -197,17 +189,11 @@ class MpiTransport:
         return None if out is None else [_decode_vector(vector) for vector in out]
 
     def _wait_for_all(self, request: Any) -> None:
-        """Wait for what all ranks take part in.
-
-        Raises:
-            OutOfStep: a rank has not come to it within the time limit; it is named. If rank 0 leads all come, and
-                computing is not late.
-        """
+        """Wait for what all ranks take part in; name one that has not come within the time limit, if none leads."""
         if not _wait_politely(request, self.timeout_s):
             late = self.control.in_job(self.control.late())
             raise OutOfStep(
-                f"rank {late} did not come to this call within {TIMEOUT_S:.0f} s; all ranks must make "
-                "it (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
+                f"rank {late} did not come to this call within {TIMEOUT_S:.0f} s (JAXMPI_EXCHANGE_TIMEOUT_S sets it)"
             )
 
 
@@ -298,10 +284,7 @@ class SocketTransport:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         if rank in self.stopped:
             how += f", having {STOPPED}"
-        return WorkerDied(
-            f"{self.names[rank]} has ended: {how}. What the workers held is gone: jaxmpi.close(), then jaxmpi.fork() "
-            "again"
-        )
+        return WorkerDied(f"{self.names[rank]} has ended: {how}; jaxmpi.close(), then jaxmpi.fork() again")
 
     def check_alive(self) -> None:
         """Raise `WorkerDied` if a worker has gone."""
@@ -318,11 +301,6 @@ class SocketTransport:
         """The next value; the kernel wakes this process."""
         return decode(np.frombuffer(self._receive(rank), np.uint8), lambda size: self._receive(rank))
 
-    def reports(self, mine: CallReport) -> list[CallReport]:
-        """Exchange 48 bytes a worker through the master; texts if they differ."""
-        agreed = unpack_reports(b"".join(self._allgather(pack_report(mine))))
-        return agreed or [CallReport(*report) for report in self._allgather(tuple(mine))]
-
     def gather(self, mine: Any, everywhere: bool) -> list[Any] | None:
         """Every worker's picklable value on all workers, or on the master alone; None on the others."""
         if self.rank != 0:
@@ -334,13 +312,11 @@ class SocketTransport:
             self.send(rank, message)
         return rows
 
-    def _allgather(self, mine: Any) -> list[Any]:
-        return self.gather(mine, True) or []
-
     def host_barrier(self) -> None:
         """Wait for all processes."""
-        self._allgather(None)
+        self.gather(None, True)
 
     def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
         """The master's value, on all."""
-        return self._allgather(make() if self.rank == 0 else None)[0]
+        rows = self.gather(make() if self.rank == 0 else None, True)
+        return rows and rows[0]

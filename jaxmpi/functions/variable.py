@@ -70,7 +70,7 @@ class Variable:
     def lengths(self) -> list[int]:
         """The number of rows that each worker holds, by rank.
 
-        Communicates: 48 bytes a worker, no rows.
+        Communicates: short reports, no rows.
 
         Raises:
             UsageError: leaves of different lengths, or without rows.
@@ -113,13 +113,7 @@ class Variable:
             tree = self._check_structure("scatter", value)
             leaves = []
             for (path, leaf), is_key in zip(named_leaves(tree), key_leaves(self.structure), strict=True):
-                where = f"scatter: leaf {path!r}"
-                leaves.append(Input("rows", where, leaf if is_shared(leaf) else check_numbers(where, leaf)))
-                if is_key:
-                    check_rows(leaf.shape, where)
-                if not leaves[-1].value.ndim:
-                    raise UsageError("scatter: got an array without axes; expected rows")
-                self.group.check_sees(leaf)
+                leaves.append(rows_of(self.group, f"scatter: leaf {path!r}", leaf, is_key))
             rows = check_lengths({x.name: len(x.value) for x in leaves}, self.group.size, batch)
             shards = [rows.shard(a, b) for a, b in itertools.pairwise(shard_bounds(rows.count, self.group.size))]
             fields = {"number": self.number, "ranks": None, "agreed": [self.number, rows.count]}
@@ -211,13 +205,22 @@ def make_variable(group: WorkerGroup, tree: PyTree) -> Variable:
     return made
 
 
+def rows_of(group: WorkerGroup, where: str, leaf: Any, is_key: bool) -> Input:
+    """An array whose rows are divided over the workers, refused if it has none, or if workers cannot see it."""
+    value = leaf if is_shared(leaf) else check_numbers(where, leaf)
+    if is_key:
+        check_rows(value.shape, where)
+    if not value.ndim:
+        raise UsageError(f"{where}: got a number; scatter needs an array with a first axis of examples")
+    if is_shared(leaf) and group.is_serial and not group.is_on_one_host:
+        raise UsageError("a shared array is seen on one host, and this script leads workers on several")
+    return Input("rows", where, value)
+
+
 def check_numbers(what: str, leaf: Any) -> Any:
     """The leaf as an array, NumPy's or JAX's, refused if it holds no numbers that JAX takes."""
     if isinstance(leaf, Tracer):
-        raise UsageError(
-            f"{what}: got a traced value; call functions and variables outside of jax.jit, grad and vmap: use these "
-            "inside the function that jaxmpi.function wraps"
-        )
+        raise UsageError(f"{what}: got a traced value; call functions and variables outside of jit, grad and vmap")
     if isinstance(leaf, Variable):
         raise UsageError(f"{what}: got a jaxmpi.variable; name it in `inputs`, or take its .value")
     check_unmasked(what, leaf)

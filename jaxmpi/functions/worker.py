@@ -240,8 +240,5 @@ def _check_piece(leaf: Leaf, first: Any, x: jax.Array) -> None:
     check_reducible(leaf.op, x.dtype, x.shape, f"slices: {leaf.name}")
     start = leaf.op == "gather"
     if (first.dtype, first.shape[start:]) != (x.dtype, x.shape[start:]):
-        raise UsageError(
-            f"slices: {leaf.name}: got {first.dtype}{list(first.shape)} of one piece and {x.dtype}{list(x.shape)} of "
-            f"another; {leaf.op} expects the same of all: reduce over the examples of a piece in the function, use "
-            "gather, or slices=1"
-        )
+        got = f"{first.dtype}{list(first.shape)} of one piece and {x.dtype}{list(x.shape)} of another"
+        raise UsageError(f"slices: {leaf.name}: got {got}; {leaf.op} expects the same of all: use gather, or slices=1")

@@ -3,8 +3,8 @@
 A model whose shapes do not fit would fail while the whole step is traced, far from its cause. `check_model` passes
 `init`, `apply` and the loss through `jax.eval_shape`, which computes nothing and allocates nothing on a device. Each
 result is compared with what the trainer takes, and the error says model, function, got and expected. Training and
-evaluation are both tried, since outputs may differ: auxiliary logits exist in training alone. An error that the model
-raises passes through, with a note that says what was tried.
+evaluation are both tried, since outputs may differ: auxiliary logits exist in training alone. Errors of the model's own
+pass.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,7 @@ def check_model(model: Any, loss: Callable[..., Any] | None = None, compute_dtyp
         compute_dtype: of params and images while the model runs.
 
     Raises:
-        UsageError: what `init`, `apply` or `loss` gives, and what is expected. Other errors of theirs pass, with a note
-            that says what was tried.
+        UsageError: what `init`, `apply` or `loss` gives, and what is expected.
     """
     if not isinstance(model, Model):
         raise UsageError(
@@ -41,7 +40,7 @@ def check_model(model: Any, loss: Callable[..., Any] | None = None, compute_dtyp
             "linen_model, equinox_model and plain_model make one"
         )
     check_facts(model.name, model.input_shape, model.classes)
-    params, model_state = init_shapes(f"model {model.name}", model.name, model.init, model.example())
+    params, model_state = init_shapes(model.name, model.init, model.example())
     for train in (True, False):
         outputs = _output_shapes(model, params, model_state, train, compute_dtype)
         if loss is None or not train:
@@ -54,18 +53,7 @@ def check_model(model: Any, loss: Callable[..., Any] | None = None, compute_dtyp
 # ---------------------------------------------------------------- what tasks are tried by as well
 
 
-def try_shapes(what: str, function: Callable[..., Any], *args: Any) -> Any:
-    """`jax.eval_shape`, which adds what was tried to an error that is not the trainer's."""
-    try:
-        return jax.eval_shape(function, *args)
-    except UsageError:
-        raise
-    except Exception as error:
-        error.add_note(f"before training, jaxmpi was trying {what} on shapes")
-        raise
-
-
-def init_shapes(what: str, name: str, init: Callable[..., Any], example: Any) -> tuple[PyTree, PyTree]:
+def init_shapes(name: str, init: Callable[..., Any], example: Any) -> tuple[PyTree, PyTree]:
     """Shapes of params and model state; refuse leaves that cannot be trained or saved."""
 
     def checked(key: jax.Array, example: Any) -> tuple[PyTree, PyTree]:
@@ -78,7 +66,7 @@ def init_shapes(what: str, name: str, init: Callable[..., Any], example: Any) ->
             _check_leaf(f"{name}: init: {path}", path.startswith("params"), leaf)
         return made
 
-    return try_shapes(f"init of {what}", checked, jax.random.key(0), example)
+    return jax.eval_shape(checked, jax.random.key(0), example)
 
 
 def _check_leaf(where: str, is_param: bool, leaf: Any) -> None:
@@ -131,8 +119,7 @@ def _output_shapes(model: Model, params: PyTree, model_state: PyTree, train: boo
 
     image = model.example(EXAMPLES)
     image = image if model.takes_tokens else as_float_shapes(image, dtype)
-    what = f"model {model.name} in {mode(train)}"
-    result = try_shapes(what, apply, as_float_shapes(params, dtype), model_state, image, jax.random.key(0))
+    result = jax.eval_shape(apply, as_float_shapes(params, dtype), model_state, image, jax.random.key(0))
     outputs, updated = as_float_shapes(result, jnp.float32)
     check_state(f"{model.name}: apply in {mode(train)}", model_state, updated)
     return outputs
@@ -144,21 +131,18 @@ def _check_logits(model: Model, outputs: Any, train: bool) -> None:
     if format_value(outputs) == expected:
         return
     got = f"{model.name}: got {format_value(outputs)} in {mode(train)}, expected logits {expected}"
-    if not isinstance(outputs, (tuple, list)):
-        way_out = "the model's last layer and its `classes` must agree"
-        raise UsageError(f"{got} for a batch of {EXAMPLES}: {way_out}")
-    way_out = "give the experiment a `loss` that takes the tuple: (outputs, labels i32[batch]) -> f32[batch]"
-    raise UsageError(f"{got}: {way_out if train else 'leave all but the main logits out in evaluation'}")
+    way_out = "the model's last layer and its `classes` must agree"
+    if isinstance(outputs, (tuple, list)):
+        way_out = "give the experiment a `loss` that takes the tuple, and evaluate the main logits alone"
+    raise UsageError(f"{got} for a batch of {EXAMPLES}: {way_out}")
 
 
 def _check_loss(model: Model, loss: Callable[..., Any], outputs: Any, train: bool) -> None:
     """Refuse a loss that is neither f32[batch] nor shaped like the labels."""
     labels = jax.ShapeDtypeStruct((EXAMPLES, *model.label_shape), jnp.int32)
     what = f"the experiment's `loss` on {format_value(outputs)}, which {model.name} gives in {mode(train)}"
-    got = format_value(try_shapes(what, loss, outputs, labels))
-    one_each, one_a_token = f"float32[{EXAMPLES}]", f"float32{list(labels.shape)}"
-    if got not in (one_each, one_a_token):
-        or_token = f", or {one_a_token}, one a token" if one_each != one_a_token else ""
+    got, expected = format_value(jax.eval_shape(loss, outputs, labels)), f"float32[{EXAMPLES}]"
+    if got not in (expected, f"float32{list(labels.shape)}"):
         raise UsageError(
-            f"{what}: got {got}, expected {one_each}, one loss an example{or_token}: the trainer takes the mean"
+            f"{what}: got {got}, expected {expected}, one loss an example, or one a token: the trainer takes the mean"
         )

@@ -86,10 +86,8 @@ def check_image(name: str, shape: tuple[int, ...], input_shape: tuple[int, ...])
     """Raise `UsageError` unless `shape` is that of a batch of `input_shape`."""
     if tuple(shape[1:]) == tuple(input_shape):
         return
-    is_image = len(input_shape) == 3
-    what = "images of (height, width, channels)" if is_image else "examples of shape"
-    fields = "crop, resize or channels" if is_image else "window"
+    what = "images of (height, width, channels)" if len(input_shape) == 3 else "examples of shape"
     raise UsageError(
-        f"{name}: got {what} {tuple(shape[1:])}; expected {tuple(input_shape)}: change the data's {fields}, or the "
-        "model's size"
+        f"{name}: got {what} {tuple(shape[1:])}; expected {tuple(input_shape)}: change the data's crop, resize, "
+        "channels or window, or the model's size"
     )

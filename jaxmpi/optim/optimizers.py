@@ -154,7 +154,8 @@ def optimizer(config: Optim, lr: optax.Schedule, *, clips: bool = True) -> Trans
     """
     rate = [scale_biases(config.bias_lr_factor)] if config.bias_lr_factor != 1 else []
     clip = [clip_by_global_norm(config.clip_norm) if clips else optax.identity()] if config.clip_norm else []
-    mask = config.decay_mask or (None if config.decay_bias else not_bias)
+    kernels = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)  # noqa: E731
+    mask = config.decay_mask or (None if config.decay_bias else kernels)
     if config.transform is not None:
         return optax.chain(*clip, as_custom(config, lr), *rate)
     row = lookup(OPTIMIZERS, config.name, "optimizer")
@@ -197,11 +198,6 @@ def clip_by_global_norm(largest: float) -> Transform:
         return clipped(updates, optax.tree.norm(updates), largest), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def not_bias(params: PyTree) -> PyTree:
-    """True for tensors of more than one axis."""
-    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
 def scale_biases(factor: float) -> Transform:
@@ -297,20 +293,19 @@ def scale_by_rate_factor() -> Transform:
     return optax.GradientTransformation(lambda params: RateFactor(jnp.ones(())), update)
 
 
-def is_rate_factor(part: PyTree) -> bool:
-    """Return True for the state of `scale_by_rate_factor`."""
-    return isinstance(part, RateFactor)
-
-
 def scale_rate(state: PyTree, factor: float) -> PyTree:
     """A rule's or optimizer's state, its learning rate times a factor."""
-    scaled = lambda part: RateFactor(part.rate_factor * factor) if is_rate_factor(part) else part  # noqa: E731
-    return jax.tree.map(scaled, state, is_leaf=is_rate_factor)
+
+    def scaled(part: PyTree) -> PyTree:
+        return RateFactor(part.rate_factor * factor) if isinstance(part, RateFactor) else part
+
+    return jax.tree.map(scaled, state, is_leaf=lambda part: isinstance(part, RateFactor))
 
 
 def rate_factors(state: PyTree) -> list[jax.Array]:
     """Learning-rate factors of callbacks in a rule's or optimizer's state, if any."""
-    return [part.rate_factor for part in jax.tree.leaves(state, is_leaf=is_rate_factor) if is_rate_factor(part)]
+    parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, RateFactor))
+    return [part.rate_factor for part in parts if isinstance(part, RateFactor)]
 
 
 def set_step(state: PyTree, step: int) -> PyTree:

@@ -9,6 +9,7 @@ from jax import lax
 
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, cast_like, in_32_bits, named_leaves
+from jaxmpi.core.to_jax import check_not_float0
 
 
 class Accumulated(NamedTuple):
@@ -46,11 +47,7 @@ def accumulate_gradients(inner: optax.GradientTransformation, every: int) -> opt
     ) -> tuple[PyTree, Accumulated]:
         like = updates if params is None else params
         for name, leaf in named_leaves(updates):
-            check(
-                getattr(leaf, "dtype", None) != jax.dtypes.float0,
-                f"accumulate_gradients: {name or '(the tree itself)'} is float0, the gradient of an integer; expected "
-                "floats: leave that leaf out of the params",
-            )
+            check_not_float0(f"accumulate_gradients: {name or '(the tree itself)'}", leaf)
         total = jax.tree.map(lambda total, x: total + x.astype(total.dtype), state.total, updates)
 
         def due() -> tuple[PyTree, Accumulated]:

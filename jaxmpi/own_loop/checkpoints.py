@@ -8,9 +8,8 @@ only.
 """
 
 import json
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsInt
@@ -20,7 +19,6 @@ import numpy as np
 
 from jaxmpi.allreduce.sharded import ShardedState
 from jaxmpi.checkpoint.manager import Files, Retention, check_finite, files_of, save
-from jaxmpi.checkpoint.manifests import found, read_manifest
 from jaxmpi.checkpoint.restore import Slicing, restore
 from jaxmpi.comm.agreement import check_may_send, on_all_ranks
 from jaxmpi.comm.base import Comm
@@ -94,7 +92,7 @@ class Checkpoints:
 
         def prepare() -> list[list[Any]]:
             _check_json(extra)
-            sharded = ShardedStates.find(shared, own, control)
+            sharded = ShardedStates(shared, own, control)
             shards = [state.to_checkpoint(control.rank) for state in sharded.over_all]
             state = sharded.train_state(number, shared, own, shards)
             files = files_of({control.rank: state}, replicated=not shards)
@@ -105,7 +103,7 @@ class Checkpoints:
         of_parts = on_all_ranks(control, prepare)
         [(sharded, files)] = prepared
         sharded.check_counts(of_parts)
-        facts = {OF_USER: extra or {}, RANKS: [*control.numbers], **sharded.facts(of_parts)}
+        facts = {OF_USER: extra or {}, **sharded.facts(of_parts)}
         return save(
             self._folder,
             files,
@@ -126,28 +124,11 @@ class Checkpoints:
         if control.rank == 0:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                others = self._others(control)
             except OSError as error:
                 raise TrainingError(f"the checkpoint of step {step} cannot be written: {error}") from error
-            if others:
-                raise TrainingError(
-                    f"{self._folder}: has a checkpoint that ranks {others} of this job saved; expected those of ranks "
-                    f"{[*control.numbers]} alone: give each part of the ranks its folder"
-                )
         if self._check_finite:
             way_out = "; leave it out, or Checkpoints(folder, check_finite=False)"
             check_finite(files, step, self._folder, way_out)
-
-    def _others(self, control: Processes) -> list[int]:
-        """Other ranks of this job, if they saved the newest checkpoint."""
-        for path in found(self._folder)[-1:]:
-            try:
-                ranks = read_manifest(path)["extra"].get(RANKS, [])
-            except UsageError:  # damaged: it is passed over
-                return []
-            if (path / "manifest.json").stat().st_mtime > BEGAN_S and not set(ranks) & set(control.numbers):
-                return ranks
-        return []
 
     def restore(self, shared: PyTree, own: PyTree = ()) -> Restored | None:
         """Return the newest checkpoint that is whole on all ranks, or None.
@@ -175,7 +156,7 @@ class Checkpoints:
         prepared: list[tuple[ShardedStates, TrainState]] = []
 
         def prepare() -> list[list[Any]]:
-            sharded = ShardedStates.find(shared, own, control)
+            sharded = ShardedStates(shared, own, control)
             shards = [packed(state.shard) for state in sharded.over_all]
             prepared.append((sharded, sharded.train_state(0, shared, own, shards)))
             return sharded.of_parts
@@ -222,15 +203,13 @@ def _check_json(extra: Any) -> None:
         ) from error
 
 
-OF_USER, RANKS, CHUNKS, CUT, SHARDED = "of user", "ranks", "chunks", "cut", "sharded"  # in a manifest's extra values
-BEGAN_S = time.time()  # no checkpoint of this process is older
+OF_USER, CHUNKS, CUT, SHARDED = "of user", "chunks", "cut", "sharded"  # in a manifest's extra values
 
 
 def _is_sharded(x: Any) -> bool:
     return isinstance(x, ShardedState)
 
 
-@dataclass(frozen=True)
 class ShardedStates:
     """The states of `jaxmpi.sharded` in a rank's own tree, in order.
 
@@ -238,58 +217,30 @@ class ShardedStates:
     order, as a mesh has them: they stay with their rank, if it is there.
     """
 
-    control: Processes
-    paths: tuple[str, ...]
-    states: tuple[ShardedState, ...]
-
-    @classmethod
-    def find(cls, shared: PyTree, own: PyTree, control: Processes) -> "ShardedStates":
-        """Find them.
-
-        Raises:
-            UsageError: one is in the shared tree, of which rank 0's is written; or shards are in several orders.
-        """
+    def __init__(self, shared: PyTree, own: PyTree, control: Processes) -> None:
+        """Find them; refuse one in the shared tree, of which rank 0's is written, and shards in several orders."""
         if has_ranks_own(shared):
             raise UsageError("shared: got a state of jaxmpi.sharded, which is each rank's own; give it in own")
         named = jax.tree_util.tree_leaves_with_path(own, is_leaf=_is_sharded)
         found = [(path_name(path), state) for path, state in named if _is_sharded(state)]
-        made = cls(control, tuple(path for path, _ in found), tuple(state for _, state in found))
-        if len({state.indices for state in made.over_all if isinstance(state.sharding, ElementSharding)}) > 1:
+        self.control, self.states = control, [state for _, state in found]
+        # By state: path; then name, shape, dtype of each whole leaf.
+        self.leaves = [[path, [[name, list(s), dtype] for name, s, dtype in state.whole]] for path, state in found]
+        # By state: all ranks here have a shard of it, in order.
+        self.is_over_all = [state.ranks == tuple(control.numbers) for state in self.states]
+        self.over_all = [state for state, is_all in zip(self.states, self.is_over_all, strict=True) if is_all]
+        # By state: nothing if all ranks have a shard, else how this rank has it.
+        self.of_parts: list[list[Any]] = []
+        for state, is_all in zip(self.states, self.is_over_all, strict=True):
+            owners = state.sharding.owners if isinstance(state.sharding, TensorSharding) else ()
+            self.of_parts.append([] if is_all else [[*state.ranks], [*map(int, state.indices)], [*owners]])
+        # By rank: the index of its shard; whole tensors are found by their names, in any order.
+        by_element = {state.indices for state in self.over_all if isinstance(state.sharding, ElementSharding)}
+        if len(by_element) > 1:
             raise UsageError(
                 "own: got states of jaxmpi.sharded of several strategies; give them to several Checkpoints"
             )
-        return made
-
-    @property
-    def is_over_all(self) -> list[bool]:
-        """By state: all ranks here have a shard of it, in order."""
-        return [state.ranks == tuple(self.control.numbers) for state in self.states]
-
-    @property
-    def over_all(self) -> list[ShardedState]:
-        """States of which all ranks have a shard."""
-        return [state for state, is_over_all in zip(self.states, self.is_over_all, strict=True) if is_over_all]
-
-    @property
-    def leaves(self) -> list[list[Any]]:
-        """By state: path; then name, shape, dtype of each whole leaf."""
-        whole = [[[name, list(shape), dtype] for name, shape, dtype in state.whole] for state in self.states]
-        return [[path, leaves] for path, leaves in zip(self.paths, whole, strict=True)]
-
-    @property
-    def of_parts(self) -> list[list[Any]]:
-        """By state: nothing if all ranks have a shard, else how this rank has it."""
-        rows = []
-        for state, is_over_all in zip(self.states, self.is_over_all, strict=True):
-            owners = state.sharding.owners if isinstance(state.sharding, TensorSharding) else ()
-            rows.append([] if is_over_all else [[*state.ranks], [*map(int, state.indices)], [*owners]])
-        return rows
-
-    @property
-    def indices(self) -> tuple[int, ...]:
-        """By rank: the index of its shard; whole tensors are found by their names, in any order."""
-        by_element = (state.indices for state in self.over_all if isinstance(state.sharding, ElementSharding))
-        return tuple(map(int, next(by_element, range(self.control.size))))
+        self.indices = tuple(map(int, next(iter(by_element), range(control.size))))
 
     def check_counts(self, of_parts: list[list[Any]]) -> None:
         """Raise `UsageError` on all ranks alike if they have different numbers of states."""
@@ -326,11 +277,7 @@ class ShardedStates:
         return Slicing(whole, self.indices, shards)
 
     def check(self, folder: Path, extra: dict[str, Any], workers: int) -> None:
-        """Refuse a checkpoint whose states do not fit this run.
-
-        Raises:
-            UsageError: they are of other trees or optimizers; or of parts of the ranks, and other ones than here.
-        """
+        """Refuse a checkpoint whose states do not fit this run."""
         there = extra.get(SHARDED) or {} if OF_USER in extra else {}
         rows = there.get("leaves", []), self.leaves
         saved_by = f"{folder}: got states of jaxmpi.sharded, saved by {workers} ranks"

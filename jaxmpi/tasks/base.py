@@ -59,11 +59,8 @@ class Task:
             raise UsageError(f"a task's name: got {self.name!r}; expected text")
         for part in ("init", "loss", "metrics", "predict", "weight"):
             value = getattr(self, part)
-            is_left_out = value is None and part in ("predict", "weight")
-            if not is_left_out and not callable(value):
+            if not callable(value) and not (value is None and part in ("predict", "weight")):
                 raise UsageError(f"task {self.name}: {part}: got {value!r}; expected a function")
-        if not isinstance(self.maximize, tuple) or not all(isinstance(name, str) for name in self.maximize):
-            raise UsageError(f"task {self.name}: maximize: got {self.maximize!r}; expected a tuple of names of metrics")
 
     def mode_of(self, figure: str) -> str:
         """`max` or `min`: which value of a figure such as `eval_top1` is the best."""

@@ -7,10 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.tasks.base import Batch, Ratios, Task
-from jaxmpi.tasks.supervised import Supervised, example_count, per_example, weighted_mean, weighted_sum
-
-TOP = ("top1", "top5")
+from jaxmpi.tasks.base import Batch, Ratios
+from jaxmpi.tasks.supervised import example_count, per_example, weighted_mean, weighted_sum
 
 
 def cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
@@ -69,26 +67,6 @@ def overlaps(outputs: jax.Array, batch: Batch) -> Ratios:
         "accuracy": (weighted_sum(found == labels, counted), example_count(counted)),
         "iou": (pixels(is_true & is_found), pixels(is_true | is_found)),
     }
-
-
-def classification(made: Supervised) -> Task:
-    """One class an example."""
-    return made.task("classification", top_k, maximize=TOP)
-
-
-def language_model(made: Supervised) -> Task:
-    """One class a token; an example's loss is the mean over tokens."""
-    return made.task("language model", top_k, maximize=TOP)
-
-
-def token_classification(made: Supervised) -> Task:
-    """One class a token, all of one weight; negative labels are padding."""
-    return made.task("token classification", counted_top_k, tokens, TOP)
-
-
-def segmentation(made: Supervised) -> Task:
-    """One class a pixel; negative labels do not count, images weigh alike."""
-    return made.task("segmentation", overlaps, maximize=("accuracy", "iou"))
 
 
 def tokens(batch: Batch) -> Any:

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.tasks.base import Batch, Ratios, Task
-from jaxmpi.tasks.supervised import Supervised, per_example
+from jaxmpi.tasks.base import Batch, Ratios
+from jaxmpi.tasks.supervised import per_example
 
 
 def targets(outputs: jax.Array, labels: jax.Array) -> jax.Array:
@@ -50,13 +50,3 @@ def hits(outputs: jax.Array, batch: Batch) -> Ratios:
         "exact": ((found == true).all(-1).astype(jnp.float32), ones),
         "f1": (2 * both, 2 * both + either),
     }
-
-
-def regression(made: Supervised) -> Task:
-    """Numbers to come near to, by the mean squared error."""
-    return made.task("regression", errors)
-
-
-def multi_label(made: Supervised) -> Task:
-    """Any number of classes an example, each with a yes or no."""
-    return made.task("multi-label", hits, maximize=("accuracy", "exact", "f1"))

@@ -12,7 +12,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.model.contract import Model
 from jaxmpi.tasks import classes, numbers
-from jaxmpi.tasks.base import Task
+from jaxmpi.tasks.base import Batch, Ratios, Task
 from jaxmpi.tasks.supervised import Loss, Supervised
 
 
@@ -25,20 +25,43 @@ class TaskSpec(NamedTuple):
     summary: str
 
 
+def supervised(name: str, metrics: Callable[[Any, Batch], Ratios], **more: Any) -> Callable[[Supervised], Task]:
+    """What makes the task of a model; arguments as of `Supervised.task`."""
+    return lambda made: made.task(name, metrics, **more)
+
+
+TOP = ("top1", "top5")
 TASKS: dict[str, TaskSpec] = {
-    "classification": TaskSpec(classes.classification, classes.cross_entropy, "classes", "one class an example"),
-    "language-model": TaskSpec(classes.language_model, classes.cross_entropy, "classes", "one class a token"),
+    "classification": TaskSpec(
+        supervised("classification", classes.top_k, maximize=TOP),
+        classes.cross_entropy,
+        "classes",
+        "one class an example",
+    ),
+    "language-model": TaskSpec(  # an example's loss is the mean over tokens
+        supervised("language model", classes.top_k, maximize=TOP), classes.cross_entropy, "classes", "one class a token"
+    ),
     "token-classification": TaskSpec(
-        classes.token_classification,
+        supervised("token classification", classes.counted_top_k, weight=classes.tokens, maximize=TOP),
         classes.counted_cross_entropy,
         "classes or none",
         "one class a token, padding labelled -1; weighted by token",
     ),
     "segmentation": TaskSpec(
-        classes.segmentation, classes.counted_cross_entropy, "classes or none", "one class a pixel, -1: not counted"
+        supervised("segmentation", classes.overlaps, maximize=("accuracy", "iou")),
+        classes.counted_cross_entropy,
+        "classes or none",
+        "one class a pixel, -1: not counted",
     ),
-    "regression": TaskSpec(numbers.regression, numbers.squared_error, "numbers", "numbers, by squared error"),
-    "multi-label": TaskSpec(numbers.multi_label, numbers.binary_cross_entropy, "numbers", "0 or 1 for each class"),
+    "regression": TaskSpec(
+        supervised("regression", numbers.errors), numbers.squared_error, "numbers", "numbers, by squared error"
+    ),
+    "multi-label": TaskSpec(
+        supervised("multi-label", numbers.hits, maximize=("accuracy", "exact", "f1")),
+        numbers.binary_cross_entropy,
+        "numbers",
+        "0 or 1 for each class",
+    ),
 }
 
 

@@ -12,7 +12,7 @@ on the number of ranks is then made anew: plan, compiled functions, the place of
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from functools import partial
 
 import jax
@@ -92,9 +92,14 @@ class LockStep(Coordinator):
         if run.shrinking:
             run.shrinking.keep(step, state, self.sums)
         self._pending.append((step, metrics))
-        while len(self._pending) > (0 if due.log or due.compare or run.shrinking else 1):
-            with finish_step_on_error(state):
+        try:
+            while len(self._pending) > (0 if due.log or due.compare or run.shrinking else 1):
                 self.sums = self.sums + run.sums(*self._pending.pop(0))
+        except (AgreedError, decisions.RollBack):
+            # The step after the one that failed has been dispatched on all ranks. Code that catches the error may send
+            # messages, or call `train` again, which must not meet an exchange that still runs.
+            jax.block_until_ready(state)
+            raise
         return state, RunProgress(step, due)
 
     def pause(self, state: TrainState) -> None:
@@ -152,20 +157,6 @@ class LockStep(Coordinator):
         note_saved(self.run)
         if self.run.shrinking:
             self.run.shrinking.vote()
-
-
-@contextlib.contextmanager
-def finish_step_on_error(state: TrainState) -> Iterator[None]:
-    """Wait for the last step before raising an error of all ranks.
-
-    The step after the one that failed has been dispatched on all ranks. Code that catches the error may send messages,
-    read a checkpoint or call `train` again, which must not meet an exchange that still runs.
-    """
-    try:
-        yield
-    except (AgreedError, decisions.RollBack):
-        jax.block_until_ready(state)
-        raise
 
 
 def measure_first_step(run: Run, state: TrainState, batch: Batch) -> None:

@@ -39,9 +39,6 @@ def starting_states(plan: Plan, rule: Rule, folder: Path) -> tuple[States, Saved
     """State 0, or a resumed checkpoint's; asynchronous workers have a start each. All ranks call it."""
     experiment, workers, control = plan.experiment, plan.workers, plan.workers.processes
     states = initial_states(plan, rule)
-    if experiment.resume and control.rank == 0:
-        for path in run_directory.lost(folder):
-            warn(f"passed over: {path}: gone, though the record has it as saved")
     if rule.asynchronous:
         say = warn if control.rank == 0 else lambda text: None
         own, checkpoints = states[workers.mine[0]], folder / "checkpoints"

@@ -119,15 +119,6 @@ def test_what_is_no_folder_of_ours_stays_and_stops_no_checkpoint(tmp_path):
     assert (kept / "manifest.json").is_file()
 
 
-def test_a_step_saved_again_replaces_what_was_there(tmp_path):
-    save(tmp_path)
-    changed = {
-        w: state(w)._replace(model_state={"mean": np.ones(4, np.float16), "count": np.array([9])}) for w in range(3)
-    }
-    save(tmp_path, changed)
-    assert bits(restore(tmp_path).states[1]) == bits(changed[1])
-
-
 def test_what_was_cut_off_while_it_was_written_is_passed_over(tmp_path):
     save(tmp_path, step=5)
     save(tmp_path, step=6).rename(tmp_path / "step_00000006.tmp")
@@ -281,14 +272,6 @@ def test_hostile_manifests_are_refused(tmp_path, change, message):
     change(manifest)
     file.write_text(manifests.sealed(manifest))  # a stranger knows how to make a checksum
     with pytest.raises(UsageError, match=message):
-        restore(tmp_path, say=str)
-
-
-@pytest.mark.parametrize("text", [b"", b"[]", b"\xff\xfe", b"[" * 10**6, b'{"format": 2}', b'{"format": 2}' * 9])
-def test_what_is_no_manifest(tmp_path, text, monkeypatch):
-    (save(tmp_path) / "manifest.json").write_bytes(text)
-    monkeypatch.setattr(manifests, "MANIFEST_BYTES", max(100, 10**6 * (len(text) == 10**6)))
-    with pytest.raises(UsageError, match=r"step_00000007.*damaged"):
         restore(tmp_path, say=str)
 
 

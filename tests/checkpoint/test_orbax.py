@@ -161,18 +161,6 @@ def test_an_export_that_cannot_be_written_ends_and_leaves_nothing(place, run_dir
         assert place != "full" or not os.listdir(home)
 
 
-def test_what_cannot_be_exported(run_dir, tmp_path):
-    with pytest.raises(UsageError, match="run: step: got 4; there are 3, 9"):
-        cli.run(["export", str(run_dir), str(tmp_path / "out"), "--step", "4"])
-    with pytest.raises(UsageError, match="no checkpoint"):
-        cli.run(["export", str(tmp_path), str(tmp_path / "out")])
-    with pytest.raises(UsageError, match="no folder"):
-        export.params_from_orbax(tmp_path / "nothing", PARAMS, {})
-    (run_dir / "checkpoints" / "step_00000009" / "common.bin").write_bytes(b"x")
-    with pytest.raises(UsageError, match="damaged"):
-        cli.run(["export", str(run_dir), str(tmp_path / "out")])
-
-
 ROWS = {
     "many": lambda row: [row, *({**row, "path": f"params/{i}"} for i in range(100))],
     "twice": lambda row: [row, row],

@@ -1,30 +1,18 @@
 import contextlib
-import errno
-import fcntl
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 
 from jaxmpi.checkpoint import run_directory
-from jaxmpi.checkpoint.held_folder import HeldFolder
-from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.files import write_whole
-from jaxmpi.data import ArraySource
-from jaxmpi.models.cnn import digits_cnn_tiny
-from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.sinks.base import read_state, write_state
-from jaxmpi.trainer import lock_step, main
-from launching import PATH, Ended, mpirun_line, run, small_disk, train_here
+from launching import PATH, Ended, mpirun_line, run, train_here
 
 HOLD = """
 import sys
@@ -89,22 +77,6 @@ def test_a_run_directory_that_holds_a_run_is_named(tmp_path):
         claim(run_dir=str(tmp_path))
 
 
-def test_a_disk_that_is_full_before_the_run_is_said_with_the_file(tmp_path):
-    with small_disk(tmp_path / "disk") as disk:
-        (disk / "fill").write_bytes(b"x" * shutil.disk_usage(disk).free)
-        with pytest.raises(UsageError, match=r"No space left on device: '.*/disk/run/lock'; name another"):
-            claim(run_dir=str(disk / "run"))
-
-
-@pytest.mark.parametrize("name", [*run_directory.FILES, "checkpoints"])
-def test_a_run_directory_that_holds_another_kind_of_thing_is_refused(tmp_path, name):
-    """A folder named config.tmp ended a run with a traceback, after its record had been cut."""
-    (tmp_path / name).mkdir() if name != "checkpoints" else (tmp_path / name).touch()
-    with pytest.raises(UsageError, match=f"{name}': got a (file|folder); expected a .* or nothing: remove it"):
-        claim(run_dir=str(tmp_path))
-    assert [*os.listdir(tmp_path)] == [name]
-
-
 def said_in_a_sentence(ended: Ended) -> None:
     assert ended.code == 2, ended.out
     assert "Traceback" not in ended.out
@@ -120,16 +92,6 @@ def test_a_place_where_no_run_directory_can_be_is_said_in_a_sentence(tmp_path):
         said_in_a_sentence(train_here(*line, place))
     tool = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "--restarts", "1"]  # by the supervisor
     said_in_a_sentence(run([*tool, *line, str(tmp_path / "file")], timeout_s=60))
-
-
-def test_the_digest_of_an_array_sees_labels_and_images():
-    images, labels = np.zeros((40, 4, 4), np.uint8), [0] * 40
-    changed, other = images.copy(), [*labels[:-1], 1]
-    changed[7, 0, 0] = 1
-    digests = {ArraySource(i, j).digest() for i, j in ((images, labels), (changed, labels), (images, other))}
-    assert len(digests) == 3
-    assert ArraySource(images.copy(), labels).digest() in digests
-    ArraySource(np.zeros((0, 4, 4), np.uint8), []).digest()
 
 
 @pytest.mark.parametrize(
@@ -150,15 +112,6 @@ def test_nothing_is_written_through_what_a_stranger_has_laid_in_a_run_directory(
         with pytest.raises(UsageError, match="run"):
             claim(resume=resume, run_dir=str(folder))
     assert outside.is_dir() or kind == "pipe" or outside.read_text() == "precious"
-
-
-def test_a_record_and_a_lock_that_are_no_text(tmp_path):
-    (tmp_path / "record.jsonl").write_bytes(b"\xff\xfe")
-    run_directory.begin_record(tmp_path)
-    with run_directory.locked(tmp_path):
-        (tmp_path / "lock").write_bytes(b"\xff\x1b]0;")
-        with pytest.raises(UsageError, match=r"is in use by .*xff.x1b\]0;"), run_directory.locked(tmp_path):
-            pass
 
 
 # ---------------------------------------------------------------- a directory that goes away while a run is in it
@@ -244,73 +197,6 @@ def test_a_run_whose_checkpoints_are_lost_is_not_begun_again_by_resume(tmp_path)
     assert (tmp_path / "record.1.jsonl").read_text() == SAVED
     with pytest.raises(UsageError, match="got resume and from_start"):
         Experiment(resume=True, from_start=True)
-
-
-def test_newer_checkpoints_than_those_that_are_there_are_lost(tmp_path):
-    """Older ones have gone by `--keep-checkpoints`."""
-    steps = [2, 4, 6, 8]
-    (tmp_path / "record.jsonl").write_text("".join(f'{{"kind": "checkpoint", "step": {k}}}\n' for k in steps))
-    (tmp_path / "checkpoints" / "step_00000004").mkdir(parents=True)
-    assert [path.name for path in run_directory.lost(tmp_path)] == ["step_00000006", "step_00000008"]
-    (tmp_path / "checkpoints" / "step_00000008").mkdir()
-    assert run_directory.lost(tmp_path) == []
-
-
-def left_alone(folder: Path) -> Any:
-    """The run of a rank that is the first of those that are left, as `take_over_record` sees it."""
-    shrinking, feed = SimpleNamespace(recorder=None), SimpleNamespace(model=None, example=dict)
-    return SimpleNamespace(
-        shrinking=shrinking,
-        folder=folder,
-        recorder=Recorder(None),
-        plan=SimpleNamespace(experiment=Experiment(), feed=feed),
-        home=HeldFolder(folder),
-        hosts=["host"],
-    )
-
-
-def test_a_rank_that_gets_the_run_directory_keeps_its_lock_where_folders_have_none(tmp_path, monkeypatch):
-    (tmp_path / "record.jsonl").write_text("")
-    monkeypatch.setattr(HeldFolder, "try_lock", lambda home: False)  # as on NFS
-    run = left_alone(tmp_path)
-    with contextlib.ExitStack() as ends:
-        assert lock_step.take_over_record(run, 0, ends) is run.shrinking.recorder
-        assert run.home.fate() == ""
-        (tmp_path / "lock").unlink()
-        assert run.home.fate() == "has lost its file `lock`, so another job may be in it"
-
-
-def no_lock(file: object, operation: int) -> None:
-    raise OSError(errno.ESTALE, "Stale file handle")
-
-
-@pytest.mark.parametrize("way", ["held by another job", "no locks to be had", "gone"])
-def test_a_run_directory_that_is_not_handed_over_ends_a_run_that_nobody_misused(tmp_path, monkeypatch, way):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    run, held = left_alone(folder), contextlib.ExitStack()
-    if way == "held by another job":
-        held.enter_context(run_directory.locked(folder))
-    elif way == "gone":
-        folder.rmdir()
-    else:
-        monkeypatch.setattr(fcntl, "flock", no_lock)
-    with held, pytest.raises(TrainingError, match="the run directory cannot be used any more: "):
-        lock_step.take_over_record(run, 0, held)
-
-
-@pytest.mark.e2e
-def test_a_rollback_in_a_run_directory_without_its_record_ends_the_run(tmp_path, no_launcher):
-    def remove(row: dict) -> None:
-        if row["kind"] == "train" and row["step"] == 4:
-            (tmp_path / "record.jsonl").unlink()
-
-    data = Data("digits", channels=1, mean=(0.305,), std=(0.376,))
-    rest = {"effective_batch": 60, "train_for": "9st", "checkpoint_every": "2st", "log_every": 1, "sinks": (remove,)}
-    back = {"on_nonfinite": "rollback", "inject": ("nan:rank=0,step=6",), "run_dir": str(tmp_path)}
-    with pytest.raises(TrainingError, match=r"cannot be used any more: .*record\.jsonl"):
-        main.train(Experiment(digits_cnn_tiny(), data=data, **rest, **back), "digits")
-    assert not (tmp_path / "record.jsonl").exists()  # none is begun anew, as if nothing had been before
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -25,7 +25,3 @@ def test_under_mpirun_too(name):
     ended = mpirun(3, str(FOLDER / f"{name}.py"), timeout_s=200, env=CPU)
     assert ended.code == 0, ended.out[-3000:]
     assert ended.out.count("3 workers") == 1
-
-
-def test_every_example_is_run():
-    assert {file.stem for file in FOLDER.glob("*.py")} == {*NAMES, "sgd_before"}

@@ -261,32 +261,6 @@ def test_a_stopped_rank_of_mpirun_is_named_and_ends_the_job(tmp_path):
     assert not left_over(str(tmp_path))
 
 
-CHILD = """
-if __name__ == "__main__":
-    shared = jm.shared(np.ones(3, np.float32), name=f"child-{os.getpid()}")
-    for n in (1, 2):  # before there are workers, and with them
-        pid = os.fork()
-        if pid == 0:
-            if n == 2:
-                try: f(x)
-                except jaxmpi.UsageError as error: print(error, flush=True)
-            shared.free()
-            sys.exit(0)
-        print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), os.path.exists(shared.path), flush=True)
-        if n == 1:
-            jm.fork(2)
-            f, x = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), np.arange(4, dtype=np.float32)
-        print("sum", float(f(x)), flush=True)
-"""
-
-
-@pytest.mark.e2e
-def test_a_child_made_by_os_fork_takes_nothing_from_its_parent(tmp_path):
-    out = lead(tmp_path, CHILD)
-    assert (out.count("child 0 True"), out.count("sum 6.0")) == (2, 2), out
-    assert "the workers are its parent's" in out
-
-
 def left_over(path: str) -> list[str]:
     """Processes that still run a script of this folder, or wait for one."""
     found = []
@@ -321,22 +295,6 @@ if __name__ == "__main__":
     jm.function(dies, jm.scatter, jm.max)(np.ones(4, np.float32))
 """
     assert "rank 1" in lead(tmp_path, script, ranks=2, code=None, timeout_s=60)
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_past_its_report_ends_the_job(tmp_path):
-    calls = """
-    jm.fork()
-    x = np.arange(4, dtype=np.float32)
-    big = jm.function(lambda x: jnp.zeros(1 << 25) + x.sum(), jm.scatter, jm.local)(x)
-    jm.function(starves, jm.scatter, jm.max)(x)
-    print("got", big.get(1), flush=True)
-"""
-    script = FAULTS[: FAULTS.index("if __name__ ==")] + f'if __name__ == "__main__":{calls}'
-    out = lead(tmp_path, script, ranks=2, env=NO_RESERVE, code=None, timeout_s=60)
-    assert "rank 1/2" in out
-    assert "MemoryError" in out
-    assert "got" not in out
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import ArraySource
 from jaxmpi.data.feed import open_feed
 from jaxmpi.model.adapters.equinox import equinox_model
 from jaxmpi.model.adapters.functions import plain_model
@@ -75,21 +74,8 @@ class LinenDeterministic(nn.Module):
         return LinenNet()(x, not deterministic)
 
 
-class LinenSwitchless(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(10)(x.reshape(x.shape[0], -1))
-
-
 def linen(module: nn.Module) -> Model:
     return linen_model(module, name="net", input_shape=(8, 8, 1), classes=10)
-
-
-def test_linen_params_and_state_are_plain_arrays():
-    params, model_state = linen(LinenNet()).init(KEY, IMAGE[:1])
-    assert set(params) == {"BatchNorm_0", "Dense_0"}
-    assert set(model_state) == {"batch_stats", "counters"}
-    assert all(type(leaf) is type(jnp.zeros(1)) for leaf in jax.tree.leaves((params, model_state)))
 
 
 @pytest.mark.parametrize("module", [LinenNet(), LinenTraining(), LinenDeterministic()])
@@ -97,14 +83,6 @@ def test_linen_modules_are_told_whether_they_train(module):
     model = linen(module)
     check_model(model)
     assert_trains_and_evaluates(model)
-
-
-def test_linen_module_that_is_told_nothing():
-    model = linen(LinenSwitchless())
-    params, model_state = model.init(KEY, IMAGE[:1])
-    assert model_state == {}
-    trained, evaluated = (model.apply(params, model_state, IMAGE, KEY, train)[0] for train in (True, False))
-    np.testing.assert_array_equal(trained, evaluated)
 
 
 def assert_trains_and_evaluates(model: Model) -> None:
@@ -174,10 +152,6 @@ def nnx_net(net: Any) -> Model:
     return nnx_model(net, name="net", input_shape=(8, 8, 1), classes=10)
 
 
-def test_building_an_nnx_model_calls_nothing():
-    nnx_net(lambda rngs: pytest.fail("built"))
-
-
 def test_nnx_params_and_state_are_plain_arrays_and_give_the_modules_numbers():
     model = nnx_net(NnxNet)
     params, model_state = model.init(KEY, IMAGE[:1])
@@ -233,44 +207,11 @@ def equinox(make: Any, **kwargs: Any) -> Model:
     return equinox_model(make, name="net", input_shape=(8, 8, 1), classes=10, **kwargs)
 
 
-def test_equinox_params_and_state_are_plain_arrays():
-    params, model_state = equinox(EquinoxNet).init(KEY, IMAGE[:1])
-    assert set(params) == {"norm/weight", "norm/bias", "logits/weight", "logits/bias"}
-    averages = {"norm/batch_counter", "norm/batch_state_index/0", "norm/batch_state_index/1"}
-    assert set(model_state) == averages | {"order"}
-    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves((params, model_state)))
-
-
 @pytest.mark.parametrize("mode", ["batch", "ema"])
 def test_equinox_batch_norm_and_dropout(mode, as_users_have_it):
     model = equinox(lambda key: EquinoxNet(key, mode))
     check_model(model)
     assert_trains_and_evaluates(model)
-
-
-def test_equinox_module_as_it_is_keeps_its_arrays():
-    module = eqx.nn.MLP(64, 10, 8, 1, key=KEY)
-    flat = eqx.nn.Sequential([eqx.nn.Lambda(jnp.ravel), module])
-    model = equinox(flat)
-    params, model_state = model.init(jax.random.key(7), IMAGE[:1])
-    np.testing.assert_array_equal(params["layers/1/layers/0/weight"], module.layers[0].weight)
-    got = model.apply(params, model_state, IMAGE, KEY, True)[0]
-    np.testing.assert_allclose(got, jax.vmap(flat)(IMAGE), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(("channels_first", "shape"), [(True, (2, 6, 8)), (False, (6, 8, 2))])
-def test_equinox_axes(channels_first, shape):
-    class Shape(eqx.Module):
-        scale: jax.Array
-
-        def __call__(self, x):
-            return self.scale * jnp.array(x.shape, jnp.float32)
-
-    model = equinox_model(
-        Shape(jnp.ones(())), name="net", input_shape=(6, 8, 2), classes=3, channels_first=channels_first
-    )
-    outputs, _ = model.apply(*model.init(KEY, jnp.zeros((1, 6, 8, 2))), jnp.zeros((5, 6, 8, 2)), KEY, True)
-    np.testing.assert_array_equal(outputs, [shape] * 5)
 
 
 def test_equinox_examples_have_keys_of_their_own():
@@ -435,18 +376,6 @@ def test_data_that_do_not_fit_the_model(case, tmp_path, as_users_have_it, no_lau
         train_here(experiment, "net")
 
 
-def test_the_highest_classes_may_be_missing_in_one_split(tmp_path, as_users_have_it, no_launcher):
-    labels = np.arange(40) % 10
-    images = np.zeros((40, 8, 8, 1), np.uint8)
-    held_out = ArraySource(images[labels < 9], labels[labels < 9])
-    data = Data("array", channels=1, train=ArraySource(images, labels), validation=held_out)
-    experiment = Experiment(adapted(KINDS[0]), data=data, local_batch=8, train_for="1st", run_dir=str(tmp_path / "run"))
-    assert train_here(experiment, "net")["eval_count"] == 36
-    few = dataclasses.replace(experiment, model=adapted(KINDS[0], outputs=7, classes=7))
-    with pytest.raises(UsageError, match="array has 10 classes, model net has 7"):
-        train_here(few, "net")
-
-
 def test_a_model_of_the_zoo_follows_the_classes_of_the_training_data(tmp_path, as_users_have_it, no_launcher, capsys):
     for split, name, i in itertools.product(("train", "validation"), ("cat", "cow", "dog"), range(4)):
         folder = tmp_path / split / name
@@ -490,11 +419,6 @@ def test_a_tuple_needs_a_loss_that_takes_it(kind):
     got = "net: got a tuple of 2: (float32[2, 10], float32[2, 10]) in training, expected logits float32[2, 10]"
     with pytest.raises(UsageError, match=re.escape(got) + ".*give the experiment a `loss` that takes the tuple"):
         check_model(model)
-    with pytest.raises(AttributeError) as raised:
-        check_model(model, lambda outputs, labels: outputs.mean(-1))
-    assert "`loss` on a tuple of 2: (float32[2, 10], float32[2, 10]), which net gives in training" in str(
-        raised.value.__notes__
-    )
 
 
 LOSSES = {
@@ -508,70 +432,6 @@ def test_loss_of_the_wrong_shape(case):
     loss, message = LOSSES[case]
     with pytest.raises(UsageError, match=r"the experiment's `loss`.*" + re.escape(message)):
         check_model(adapted("plain"), loss)
-
-
-class Bare(nnx.Module):
-    """Takes its streams by name only."""
-
-    def __init__(self, *, rngs):
-        self.logits = nnx.Linear(64, 10, rngs=rngs)
-
-
-class Forgetful(EquinoxNet):
-    """Gives no state."""
-
-    def __call__(self, x, state, *, key):
-        return super().__call__(x, state, key=key)[0]
-
-
-STRIPPED = eqx.nn.make_with_state(EquinoxNet)(KEY)[0]
-
-
-UNINITIALISED = {
-    "nnx, an instance": (nnx_model, Bare(rngs=nnx.Rngs(0))),
-    "nnx, rngs by name": (nnx_model, Bare),
-    "nnx, another maker": (nnx_model, lambda rngs: 1),
-    "linen, a class": (linen_model, LinenNet),
-    "equinox, a class": (equinox_model, eqx.nn.MLP),
-    "equinox, a pair": (equinox_model, eqx.nn.make_with_state(EquinoxNet)),
-    "equinox, stripped": (equinox_model, STRIPPED),
-    "equinox, one result": (equinox_model, Forgetful),
-    "plain, no init": (plain_model, None, logits),
-    "plain, init": (plain_model, lambda: W, logits),
-    "plain, apply": (plain_model, lambda key: W, lambda p, x, rng: x),
-    "plain, no pair": (plain_model, lambda key: W, counting),
-    "plain, one result": (plain_model, lambda key: (W, {}), lambda params, state, image: logits(params, image)),
-}
-
-
-@pytest.mark.parametrize("case", UNINITIALISED)
-def test_a_model_that_is_not_initialised(case):
-    adapter, *args = UNINITIALISED[case]
-    with pytest.raises(UsageError, match="net: "):
-        check_model(adapter(*args, name="net", input_shape=(8, 8, 1), classes=10))
-
-
-NO_FACTS = {
-    "classes of text": ({"classes": "10"}, "net: classes: got '10'; expected a whole number >= 1"),
-    "a shape that is one number": ({"input_shape": 8}, "net: input_shape: got 8; expected (height, width, channels)"),
-    "no channels": ({"input_shape": (8, 8, 0)}, "net: input_shape (8, 8, 0): got 0; expected a whole number >= 1"),
-    "no name": ({"name": None}, "a model's name: got None; expected text"),
-}
-
-
-@pytest.mark.parametrize("case", NO_FACTS)
-def test_what_a_model_says_of_itself(case):
-    facts, message = NO_FACTS[case]
-    facts = {"name": "net", "input_shape": (8, 8, 1), "classes": 10} | facts
-    net = lambda rngs: Bare(rngs=rngs)  # noqa: E731
-    pair = (lambda key: W, logits)
-    made: Any = ((nnx_model, (net,)), (linen_model, (LinenNet(),)), (equinox_model, (EquinoxNet,)), (plain_model, pair))
-    for adapter, args in made:
-        with pytest.raises(UsageError, match=re.escape(message)):
-            adapter(*args, **facts)
-    by_hand = with_init((W, {}))._replace(**facts)
-    with pytest.raises(UsageError, match=re.escape(message)):
-        check_model(by_hand)
 
 
 def with_init(made: Any) -> Model:
@@ -622,12 +482,6 @@ def test_a_model_that_breaks_the_contract(case):
         check_model(model)
 
 
-def test_a_models_own_error_says_what_was_tried():
-    with pytest.raises(ZeroDivisionError) as raised:
-        check_model(with_apply(lambda out, state: 1 / 0))
-    assert "before training, jaxmpi was trying model net in training on shapes" in raised.value.__notes__
-
-
 # ---------------------------------------------------------------- unusual models
 
 
@@ -641,33 +495,11 @@ class Masked(nnx.Module):
         return self.dense(x.reshape(len(x), -1) * self.mask[None])
 
 
-def test_an_nnx_module_may_have_arrays_of_numpy_that_are_no_variables():
-    model = nnx_model(lambda rngs: Masked(np.ones, rngs), name="masked", input_shape=(8, 8, 1), classes=10)
-    check_model(model)
-    params, state = model.init(KEY, IMAGE[:1])
-    outputs, _ = model.apply(params, state, IMAGE, KEY, True)
-    assert (np.asarray(outputs) == np.asarray(Masked(np.ones, nnx.Rngs(KEY))(IMAGE))).all()
-
-
 def test_an_array_of_jax_that_is_no_variable_is_named():
     model = nnx_model(lambda rngs: Masked(jnp.ones, rngs), name="masked", input_shape=(8, 8, 1), classes=10)
     for begin in (lambda: check_model(model), lambda: model.init(KEY, IMAGE[:1])):  # on shapes, and for real
         with pytest.raises(UsageError, match="masked: mask: a JAX array that is no variable; make it nnx"):
             begin()
-
-
-def test_plain_pairs_of_other_libraries():
-    net = nn.Dense(10)
-    linen = plain_model(
-        lambda *args: net.init(*args), lambda p, x: net.apply(p, x), name="net", input_shape=(64,), classes=10
-    )
-    check_model(linen)
-    for init, apply, message in (
-        (lambda key, input_shape: {}, lambda p, x: x, r"init takes \['input_shape'\]: wrap it"),
-        (lambda key: {}, lambda p, rng, x: x, r"apply takes \['rng'\] second: wrap it"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            plain_model(init, apply, name="net", input_shape=(64,), classes=10)
 
 
 INNER_JIT = """

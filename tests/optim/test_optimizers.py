@@ -87,11 +87,6 @@ def test_geometric_warmup_multiplies_by_the_fifth_root_of_k_after_each_of_five_e
     assert (got[5:] == got[-1]).all()
 
 
-def test_geometric_warmup_from_a_share():
-    got = rates(Schedule(warmup="2ep", warmup_shape="geometric", warmup_from=0.25), [0, 10, 20])
-    np.testing.assert_allclose(got, [PEAK / 4, PEAK / 2, PEAK], rtol=RELATIVE)
-
-
 def test_warmup_and_decay_multiply():
     config = Schedule(warmup="20st", warmup_from=0.5, decay="step", boundaries=("5st",), factor=0.5)
     np.testing.assert_allclose(rates(config, [0, 10, 20]), [0.2, 0.4 * 0.75 * 0.5, 0.2], rtol=RELATIVE)
@@ -332,16 +327,6 @@ def test_biases_run_a_multiple_of_the_rate():
         np.testing.assert_allclose(part(twice) - part(PARAMS), 2 * (part(once) - part(PARAMS)), rtol=4 * 2.0**-22)
 
 
-def test_an_optimizer_in_the_place_of_its_name_is_told_its_place():
-    with pytest.raises(UsageError, match=r"^optim\.name: got a \w+; .*: Optim\(\"mine\", transform=\.\.\.\)$"):
-        Optim(optax.adamw(0.1))  # pyright: ignore[reportArgumentType] # what is tried
-
-
-def test_refusals():
-    with pytest.raises(UsageError, match="unknown optimizer 'adan'; did you mean 'adam'"):
-        optimizer(Optim(name="adan"), optax.constant_schedule(1.0))
-
-
 @pytest.mark.parametrize(
     ("workers", "start", "peak"), [(1, 0.025, 0.025), (4, 0.1, 0.1), (8, 0.1, 0.2), (64, 0.1, 1.6)]
 )
@@ -363,11 +348,6 @@ def test_an_optax_schedule_is_taken_as_it_is_times_the_factor_of_the_workers():
     np.testing.assert_array_equal(ours, 8 * plain_ones)
     with pytest.raises(UsageError, match=r"got schedule\.rate and schedule\.decay, warmup; give one of them"):
         Schedule("cosine", warmup="1ep", rate=theirs)
-
-
-def test_a_number_in_place_of_a_schedule_is_named():
-    with pytest.raises(UsageError, match=r"got a float; .* a constant rate is optim.lr"):
-        Schedule(rate=0.1)  # pyright: ignore[reportArgumentType] # what is tried
 
 
 # ---------------------------------------------------------------- in a run
@@ -406,10 +386,3 @@ def test_a_run_with_an_optimizer_and_a_schedule_of_optax_resumes_bit_for_bit(tmp
     resumed, said = in_a_run(tmp_path / "b", "optax.adamw", HALVES, "--resume")
     assert "resumed at step 4" in said
     assert [row["loss"] for row in resumed] == [row["loss"] for row in whole]
-
-
-def test_a_run_with_an_optimizer_that_knows_its_rates_names_none(tmp_path):
-    rows, said = in_a_run(tmp_path, "optax.sgd(0.1, 0.9)", "None")
-    assert "learning rates are those of optimizer mine" in said
-    assert not any("lr" in row for row in rows)
-    assert rows[-1]["loss"] < rows[0]["loss"]

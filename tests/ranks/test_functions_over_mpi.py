@@ -55,29 +55,12 @@ def test_ranks_that_choose_other_rows():
     assert np.asarray(rows(x, batch=slice(0, 2 * SIZE))).tolist() == x[: 2 * SIZE].tolist()
 
 
-def test_ranks_that_choose_other_outputs(tmp_path):
-    """A difference is named; the next call works, and rank 0 alone writes it down."""
-    f = jm.function(lambda x: (x.sum(), x.max()), jm.scatter, (jm.sum, jm.max))
-    x = np.ones(2 * SIZE, np.float32)
-    with pytest.raises(jaxmpi.UsageError, match="differs between workers"):
-        f(x, output_subset=[RANK == 1])
-    with jm.profile(tmp_path / "calls.jsonl") as profile:
-        assert float(f(x, output_subset=[0])[0]) == 2 * SIZE
-    assert [row["calls"] for row in profile.rows] == [1]
-    assert (tmp_path / "calls.jsonl").exists() == (RANK == 0)
-
-
 def test_a_shared_array_that_cannot_be_made():
     """Only the first rank of a host tries to; all learn of it."""
     for make, message in ((lambda: np.array([object()]), "array of object"), (lambda: 1 / 0, "division by zero")):
         with pytest.raises((jaxmpi.UsageError, jaxmpi.TrainingError), match=message):
             jm.shared(make)
     assert jm.shared(f32([1, 2]))[:].tolist() == [1, 2]
-
-
-def test_fork_after_functions():
-    with pytest.raises(jaxmpi.UsageError, match="already"):
-        jm.fork()
 
 
 @pytest.mark.parametrize("strategy", ["ring16", "shm"])

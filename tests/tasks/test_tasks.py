@@ -11,11 +11,11 @@ import pytest
 
 import jaxmpi
 from jaxmpi import Task
-from jaxmpi.config import Data, Experiment, Optim
+from jaxmpi.config import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Loader, Sampler
 from jaxmpi.data.example import nested
-from jaxmpi.data.sources.arrays import ArraySource, FieldSource
+from jaxmpi.data.sources.arrays import FieldSource
 from jaxmpi.model import plain_model
 from jaxmpi.tasks import classes, numbers
 from jaxmpi.tasks.registry import TASKS
@@ -142,20 +142,6 @@ def test_a_batch_has_the_fields_of_its_examples(kind):
     np.testing.assert_array_equal(second["second"], want["pair"][1]["second"])
 
 
-@pytest.mark.parametrize(
-    "values",
-    [np.array([[1.0], [-1e300]]), np.array([[1], [2**40]])],
-    ids=["infinite", "wrapped"],
-)
-@pytest.mark.parametrize("fields", ["of any names", "image and label"])
-def test_numbers_that_a_batch_would_change_are_refused_by_field(values, fields):
-    named = {"image": values, "label": np.zeros(2, np.int64)} if fields == "image and label" else {"image": values}
-    source = ArraySource(**{f"{name}s": x for name, x in named.items()}) if len(named) == 2 else FieldSource(named)
-    with pytest.raises(UsageError, match=": image"):
-        with Loader(source, Sampler(2, 2, 0, 1, 0, shuffle=False), Data("array", loader="threads"), False) as batches:
-            next(iter(batches))
-
-
 # ---------------------------------------------------------------- N workers against one
 
 
@@ -261,56 +247,11 @@ def test_the_best_checkpoint_is_that_of_the_monitored_figure(task, asked, tmp_pa
     assert kept == ["step_00000001", "step_00000004"]
 
 
-def test_scores_of_another_monitor_are_not_compared(tmp_path):
-    each = {"eval_every": "1st", "checkpoint_every": "1st", "keep_checkpoints": 9}
-    experiment = lines(tmp_path, FARTHEST, train_for="2st", **each)
-    main.train(experiment, "lines")
-    main.train(dataclasses.replace(experiment, train_for="4st", monitor="eval_far", resume=True), "lines")
-    assert jaxmpi.load(experiment.run_dir, best=True).step == 3  # the first that was judged by `eval_far`
-
-
 def test_training_stops_early_by_the_direction_of_the_metric(tmp_path):
     stop = jaxmpi.EarlyStop("eval_far", patience=2)
     main.train(lines(tmp_path, FARTHEST, eval_every="1st", callbacks=(stop,)), "lines")
     rows = [json.loads(line) for line in next(tmp_path.glob("*/record.jsonl")).read_text().splitlines()]
     assert [row["step"] for row in rows if row["kind"] == "stopped"] == [3]
-
-
-@pytest.mark.parametrize(
-    ("model", "figure", "mode"),
-    [("classification", "eval_top1", "max"), ("classification", "eval_loss", "min"), ("regression", "eval_mae", "min")],
-)
-def test_a_figure_of_normalised_images_is_monitored(model, figure, mode, tmp_path):
-    image = np.random.default_rng(0).integers(0, 256, (16, 4, 4, 1), np.uint8)
-    label = np.arange(16, dtype=np.int32) % 2 if model == "classification" else image.mean((1, 2)).astype(np.float32)
-    init = lambda key: {"w": jnp.zeros((16, 2 if model == "classification" else 1))}  # noqa: E731
-    experiment = Experiment(
-        task=model,
-        model=plain_model(
-            init,
-            lambda p, x: x.reshape(len(x), -1) @ p["w"],
-            name="m",
-            input_shape=(4, 4, 1),
-            classes=2 if model == "classification" else 1,
-        ),
-        data=Data(
-            "array",
-            channels=1,
-            mean=(0.3,),
-            std=(0.4,),
-            train={"image": image, "label": label},
-            validation={"image": image, "label": label},
-            loader="threads",
-        ),
-        optim=Optim("sgd", lr=0.01),
-        effective_batch=8,
-        train_for="1st",
-        monitor=figure,
-        run_dir=str(tmp_path / "run"),
-        quiet=True,
-    )
-    main.train(experiment, "m")
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["experiment"]["monitor_mode"] == mode
 
 
 # ---------------------------------------------------------------- bad parts, named before the first step
@@ -363,10 +304,6 @@ SETTINGS = {
     "crop": ({"data": Data("array", train=line(9), validation=line(9), crop=2)}, r"data\.crop: got .*a dict of other"),
     "lengths": ({"data": Data("array", train={"x": np.zeros((4, 3)), "y": np.zeros(3)}, validation=line(9))}, "'y': 3"),
     "no fields": ({"data": Data("array", train={}, validation=line(9))}, r"data\.train: got"),
-    "held out": (
-        {"data": Data("array", train=line(50), validation={"x": line(9)["x"], "tokens": np.ones(9, int)})},
-        r"task line in evaluation: got validation examples of tokens, x; expected y too, as in training",
-    ),
     "field": ({"data": Data("array", train={"weight": np.zeros(4)}, validation=line(9))}, "got a field 'weight'"),
 }
 
@@ -375,16 +312,6 @@ SETTINGS = {
 def test_settings_that_do_not_fit_are_named(fields, match, tmp_path):
     with pytest.raises(UsageError, match=match):
         main.train(lines(tmp_path, **fields), "lines")
-
-
-def test_rows_of_other_fields_than_the_first_are_named(tmp_path):
-    rows = [{"x": np.zeros(3, np.float32), "y": np.float32(0), "tokens": 1} for _ in range(8)]
-    rows[5] = {**rows[5], "x": np.zeros(4, np.float32)}
-    with pytest.raises(UsageError, match=r"\[5\]: got x float32\[4\]"):
-        main.train(lines(tmp_path, data=Data("array", train=rows, validation=line(9), loader="threads")), "lines")
-    rows[5] = {"x": rows[0]["x"]}
-    with pytest.raises(UsageError, match=r"\[5\]: got the fields"):
-        main.train(lines(tmp_path, data=Data("array", train=rows, validation=line(9), loader="threads")), "lines")
 
 
 def test_labels_of_a_regression_are_as_many_as_outputs(tmp_path):

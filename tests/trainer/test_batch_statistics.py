@@ -29,6 +29,7 @@ from jaxmpi.data import Sampler
 from jaxmpi.model.adapters.nnx import nnx_model
 from jaxmpi.models.norm import BatchNorm
 from jaxmpi.tasks import classes
+from jaxmpi.tasks.registry import TASKS
 from jaxmpi.tasks.supervised import Supervised
 from jaxmpi.trainer import step
 from launching import train, train_here
@@ -165,7 +166,7 @@ def test_of_a_mixed_model_only_layers_that_ask_are_synchronised():
     model = nnx_model(Mixed, name="mixed", input_shape=(6, 6, 2), classes=2)
     params, state = model.init(jax.random.key(0), jnp.zeros((1, 6, 6, 2)))
     mean = functools.partial(exchange, strategy="asa32", comm=AxisComm("workers", 2))
-    task = classes.classification(Supervised(model, classes.cross_entropy, Data("array", channels=2)))
+    task = TASKS["classification"].build(Supervised(model, classes.cross_entropy, Data("array", channels=2)))
     forward = step.Forward(task, batch_mean=mean)
 
     def state_after(image: jax.Array) -> Any:

@@ -21,6 +21,7 @@ from jaxmpi.data import ArraySource, Augment, Loader, Sampler
 from jaxmpi.model.contract import Model
 from jaxmpi.rules import base, registry
 from jaxmpi.tasks import classes
+from jaxmpi.tasks.registry import TASKS
 from jaxmpi.tasks.supervised import Supervised, normalise
 from jaxmpi.trainer import step
 from tolerances import U
@@ -56,7 +57,7 @@ def forward(apply, loss=classes.cross_entropy, **kwargs) -> step.Forward:
     model = Model("test", lambda key, image: ({}, {}), apply, kwargs.pop("shape", (3,)), 2, **kwargs.pop("facts", {}))
     dtypes = [kwargs[name] for name in ("compute_dtype",) if name in kwargs]
     made = Supervised(model, loss, kwargs.pop("data", Data()), *dtypes)
-    return step.Forward(classes.classification(made), **kwargs)
+    return step.Forward(TASKS["classification"].build(made), **kwargs)
 
 
 def evaluated(made: step.Forward, params, batch) -> dict[str, float]:

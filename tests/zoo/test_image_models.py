@@ -1,21 +1,17 @@
 """The zoo: exact counts and shapes, the layers against plain references, and that the tiny ones learn."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jaxmpi.models.__main__ as report
 from jaxmpi.models import MODELS
 from jaxmpi.models.googlenet import (
     AUX_WEIGHT,
-    STARTS,
-    GoogLeNet,
     googlenet_loss,
     googlenet_tiny,
 )
@@ -33,26 +29,6 @@ def noise(shape, seed=0):
 def pulled(f, x, g):
     y, pull = jax.vjp(f, x)
     return y, pull(g)[0]
-
-
-def test_googlenet_published_and_he_start():
-    published = _stds("published")
-    assert published["kernel stem7"] == pytest.approx(0.1, rel=0.05)
-    assert published["kernel reduce5"] == pytest.approx(0.2, rel=0.05)
-    assert published["bias stem7"] == pytest.approx(0.2)
-    he = _stds("he")
-    assert he["kernel reduce5"] == pytest.approx(math.sqrt(2 / 192), rel=0.05)
-    assert (published["kernel logits"], he["kernel logits"]) == pytest.approx((0.01, 0.01), rel=0.05)
-    assert _stds("he_all")["kernel logits"] == pytest.approx(math.sqrt(2 / 1024), rel=0.05)
-    assert he["bias stem7"] == 0
-
-
-def _stds(start):
-    module = GoogLeNet(10, 3, STARTS[start], nnx.Rngs(0))
-    layers = {"stem7": module.stem7, "reduce5": module.blocks["3a"].reduce5}
-    layers["logits"] = module.logits
-    out = {f"kernel {name}": float(layer.kernel[...].std()) for name, layer in layers.items()}
-    return out | {f"bias {name}": float(layer.bias[...].mean()) for name, layer in layers.items()}
 
 
 def test_googlenet_loss_weighs_the_auxiliary_heads():

@@ -87,18 +87,6 @@ def test_ibm(name, workers, local_batch):
     assert rates(experiment, workers, [0, 2.5, 5, 29.9, 30, 60]) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["resnet50", "googlenetbn"])
-def test_ibm_s_own_way_is_one_word(name):
-    """Packed data in memory, summed over colours; all else is the recipe's."""
-    plain, whole = recipe(name), recipe(f"dimd/{name}")
-    assert (whole.data.source, whole.data.memory, whole.exchange.strategy) == ("packed", "partition", "color4")
-    data = dataclasses.replace(whole.data, source=plain.data.source, memory=plain.data.memory)
-    assert (data, whole.optim, whole.schedule, whole.rule) == (plain.data, plain.optim, plain.schedule, plain.rule)
-    assert whole.model.name == plain.model.name
-    assert (without := whole.fallback)
-    assert (without.data.source, without.data.memory, without.exchange.strategy) == ("digits", "partition", "color4")
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_experiment_runs_on_embedded_data(file: Path):
     experiment = experiment_file.load(file)

@@ -5,11 +5,10 @@ from collections.abc import Iterable
 import pytest
 
 from jaxmpi.model.adapters.nnx import nnx_model
-from jaxmpi.models import MODELS
-from jaxmpi.models.alexnet import STARTS, AlexNet, alexnet
-from jaxmpi.models.googlenet import BLOCKS, TINY_BLOCKS, GoogLeNet, googlenet, googlenet_loss
+from jaxmpi.models.alexnet import STARTS, AlexNet
+from jaxmpi.models.googlenet import BLOCKS, TINY_BLOCKS, GoogLeNet, googlenet_loss
 from jaxmpi.models.googlenet import STARTS as GOOGLENET_STARTS
-from jaxmpi.models.vgg import DEPTHS, Vgg, vgg16, vgg19
+from jaxmpi.models.vgg import DEPTHS, Vgg
 from twins import check_twin, no_dropout, torch, torch_zoo, weights
 
 nn = torch.nn
@@ -40,12 +39,6 @@ def test_alexnet():
     check_twin(model, twin, pairs_in_order(twin, ALEXNET))
 
 
-@pytest.mark.slow
-def test_alexnet_at_full_size():
-    twin = torch_zoo.alexnet()
-    check_twin(alexnet(), twin, pairs_in_order(twin, ALEXNET), batch=1, precisions=WIDE)
-
-
 # ---------------------------------------------------------------- VGG
 
 
@@ -64,22 +57,6 @@ def test_vgg(name):
     )
     twin = torch_zoo.vgg(depths, 10, 32)
     check_twin(model, twin, pairs_in_order(twin, vgg_paths(depths)), batch=1, precisions=WIDE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "make"), [("vgg16", vgg16), ("vgg19", vgg19)])
-def test_vgg_at_full_size(name, make):
-    twin = torch_zoo.vgg(DEPTHS[name])
-    check_twin(make(), twin, pairs_in_order(twin, vgg_paths(DEPTHS[name])), batch=1, precisions=WIDE)
-
-
-TINY = {"alexnet_tiny": ALEXNET, "vgg16_tiny": vgg_paths(DEPTHS["vgg16"])}
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_images_too_small_for_the_last_pool(name):
-    twin = torch_zoo.TWINS[name]()
-    check_twin(MODELS[name](), twin, pairs_in_order(twin, TINY[name]), batch=4, precisions=WIDE)
 
 
 # ---------------------------------------------------------------- GoogLeNet
@@ -112,9 +89,3 @@ def test_googlenet_and_its_auxiliary_heads_in_training(size, pool, blocks, preci
             module.p = 0.0
     options = {"loss": googlenet_loss, "twin_loss": torch_zoo.with_heads, "precisions": (precision,)}
     check_twin(model, twin, pairs_in_order(twin, googlenet_paths(blocks)), train=True, **options)
-
-
-@pytest.mark.slow
-def test_googlenet_at_full_size():
-    twin = torch_zoo.GoogLeNet()
-    check_twin(googlenet(), twin, pairs_in_order(twin, googlenet_paths(BLOCKS)), batch=1, precisions=WIDE)

@@ -5,7 +5,7 @@ import pytest
 from jaxmpi.model.adapters.nnx import nnx_model
 from jaxmpi.models import MODELS
 from jaxmpi.models.googlenet import googlenet_loss
-from jaxmpi.models.googlenetbn import GoogLeNetBN, googlenetbn
+from jaxmpi.models.googlenetbn import GoogLeNetBN
 from jaxmpi.models.resnet import BASIC, BOTTLENECKS, ResNet
 from twins import BatchNorm2d, batch_norm, check_twin, torch, torch_zoo, weights
 
@@ -49,14 +49,6 @@ def test_tiny_resnet(name):
     check_twin(MODELS[name](), twin, pairs_of(twin), train=True, batch=4, precisions=WIDE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet101", "resnet152"])
-def test_full_resnet(name, train):
-    twin = torch_zoo.TWINS[name](norm=BatchNorm2d)
-    check_twin(MODELS[name](), twin, pairs_of(twin), train=train, precisions=WIDE)
-
-
 # ---------------------------------------------------------------- GoogLeNetBN
 
 
@@ -73,18 +65,3 @@ def test_small_googlenetbn(train):
     losses = {"loss": googlenet_loss, "twin_loss": torch_zoo.with_heads}
     precisions = ("float64", "float32") if train else ("float64",)
     check_twin(model, twin, pairs_of(twin), train=train, batch=4, precisions=precisions, **losses)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
-def test_full_googlenetbn(train):
-    twin = torch_zoo.GoogLeNetBN(norm=BatchNorm2d)
-    check_twin(
-        googlenetbn(),
-        twin,
-        pairs_of(twin),
-        train=train,
-        loss=googlenet_loss,
-        twin_loss=torch_zoo.with_heads,
-        precisions=WIDE,
-    )

@@ -65,10 +65,13 @@ class FolderSource(TableSource):
 def imagefolder(config: Data, split: str) -> Source:
     """JPEG and PNG files in DIR/<split>/<class>/.
 
-    Classes are the class folders of the training split, sorted by name; those of this split if there is no other.
+    Classes are the class folders of the training split, sorted by name; those of this split if there is no other. With
+    `data.holdout` folders of classes may lie right below DIR.
     """
     base = data_root(config, LAYOUT)
     root, train = os.path.join(base, split_name(config, split)), os.path.join(base, config.train_split)
+    if config.holdout and not os.path.isdir(train) and os.path.isdir(base):
+        root = train = base  # classes right below it
     if not os.path.isdir(root):
         there = ", ".join(_list_folders(base)[:8]) if os.path.isdir(base) else "it does not exist"
         raise UsageError(

@@ -10,6 +10,7 @@ from jaxmpi.data.sources.arrow import huggingface, parquet
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.batch_files import batchfiles
 from jaxmpi.data.sources.grain_datasets import grain
+from jaxmpi.data.sources.holdout import hold_out
 from jaxmpi.data.sources.image_folder import imagefolder
 from jaxmpi.data.sources.mixture import mixture
 from jaxmpi.data.sources.numpy_files import numpy_files
@@ -25,10 +26,10 @@ def open_source(config: Data, split: str) -> Source:
     """The source that `data.source` names, of the split "train" or "validation"; refuse what is not there."""
     if split not in SPLITS:
         raise UsageError(f"split: got {split!r}; expected one of {', '.join(SPLITS)}")
-    source = lookup(SOURCES, config.source, "data source")(config, split)
+    source = lookup(SOURCES, config.source, "data source")(config, "train" if config.holdout else split)
     if getattr(source, "is_compressed", False) and config.channels not in MODES:
         raise UsageError(f"data.channels: got {config.channels}; expected {', '.join(map(str, MODES))}")
-    return source
+    return hold_out(source, config.holdout, split) if config.holdout else source
 
 
 SOURCES: dict[str, Callable[[Data, str], Source]] = {

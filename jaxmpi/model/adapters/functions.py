@@ -46,11 +46,6 @@ def plain_model(
     parameters = inspect.signature(init).parameters.values()
     has_more = any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters)
     count = 2 if has_more or not takes_parameter(init, 1) else 1  # arguments with a default keep it
-    if shapes := [parameter.name for parameter in parameters if "shape" in parameter.name]:
-        raise UsageError(f"{name}: init takes {shapes}: wrap it, as lambda key, image: init(key, image.shape)[1]")
-    if arguments[1:2] and arguments[1] in ("rng", "rngs", "key"):
-        way_out = "wrap it, as lambda params, image, key: apply(params, key, image)"
-        raise UsageError(f"{name}: apply takes {arguments[1:2]} second: {way_out}")
     if not takes_parameter(init, count):
         raise UsageError(f"{name}: got init{inspect.signature(init)}; expected {inits}")
 

@@ -1,0 +1,67 @@
+"""A share of the training examples, held out for validation: `data.holdout`, for data without a split of its own."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxmpi.core.errors import UsageError
+from jaxmpi.data.sampler import random_bits
+from jaxmpi.data.sources.base import Source, sha256, where
+
+
+class Subset:
+    """Some examples of a source, in their order."""
+
+    def __init__(self, source: Any, indices: np.ndarray) -> None:
+        self.source, self.indices = source, indices
+        self.name, self.classes = source.name, source.classes
+        self.is_counted = getattr(source, "is_counted", False)
+        self.notes = getattr(source, "notes", ())
+        self.in_process = getattr(source, "in_process", False)
+        self.bytes_each, self.tokens_each = getattr(source, "bytes_each", 0), getattr(source, "tokens_each", 0)
+        labels = getattr(source, "labels", None)
+        self.labels = None if labels is None else np.asarray(labels)[indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.source[int(self.indices[index])]
+
+    def where(self, index: int) -> str:
+        """The file of the example, or its place in the source."""
+        return where(self.source, int(self.indices[index]))
+
+    def digest(self) -> str:
+        """The source's, and which examples."""
+        return sha256([getattr(self.source, "digest", str)()], [self.indices])
+
+    @property
+    def encoded(self) -> Any:
+        """(bytes, label) by index if the source's images are compressed, else None."""
+        encoded = getattr(self.source, "encoded", None)
+        return encoded and (lambda index: encoded(int(self.indices[index])))
+
+
+def hold_out(source: Source, share: float, split: str) -> Source:
+    """The examples that are left for training, or those that are held out.
+
+    In a random order of each class, one class behind the other, example j is held out if floor((j + 1) share) >
+    floor(j share): of n examples floor(n share), of each class its share to within one. That depends on the number of
+    examples and their labels alone, so it is the same on any number of workers and in every run.
+
+    Raises:
+        UsageError: a stream or a mixture, whose examples have no fixed numbers, or too few examples for both parts.
+    """
+    if getattr(source, "endless", False):
+        raise UsageError(f"data.holdout: got {share} with {source.name}, whose examples change by epoch")
+    n, labels = len(source), getattr(source, "labels", None)
+    order = np.argsort(random_bits(n, seed=0, epoch=0, stream=8), kind="stable")
+    if labels is not None and np.ndim(labels) == 1 and np.asarray(labels).dtype.kind in "iu":
+        order = order[np.argsort(np.asarray(labels)[order], kind="stable")]
+    counts = np.floor(np.arange(n + 1) * share)
+    held = np.zeros(n, bool)
+    held[order] = counts[1:] > counts[:-1]
+    if not 0 < held.sum() < n:
+        raise UsageError(f"data.holdout: got {share} of {n} examples, which leaves one part empty")
+    return Subset(source, np.flatnonzero(held if split == "validation" else ~held))
