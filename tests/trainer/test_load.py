@@ -190,7 +190,7 @@ def test_a_name_that_is_both_a_leaf_and_a_node_is_refused(names, tmp_path):
 
 def test_names_that_orbax_would_take_for_one_are_refused(tmp_path):
     tree = {"params": {"v.w": np.ones(1, np.float32), "v": {"w": np.zeros(1, np.float32)}}}
-    with pytest.raises(UsageError, match=r"params/v/w and params/v\.w|params/v\.w and params/v/w"):
+    with pytest.raises(UsageError, match="one name"):
         export.to_orbax(tree, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
