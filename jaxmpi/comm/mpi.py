@@ -122,11 +122,10 @@ _sum_numbers = [-1]  # numbers of communicators that sum in shared memory
 class MpiComm(RankComm):
     """MPI ranks; an error of MPI ends the job."""
 
-    serial = 0  # of the newest that was made for one of mpi4py's, higher than all earlier ones of its ranks
-
     def __init__(self, processes: MpiProcesses) -> None:
         super().__init__(processes)
         self.is_freed = False
+        self.serial = 0  # for a communicator of mpi4py's: with its ranks, a name on all of these
         # For messages between two ranks, of mpi4py and of programs: they match by rank and tag, in each sender's order.
         self.headers, self.arrays = processes.clone(), processes.clone()
         made.append(self)
@@ -355,6 +354,7 @@ def communicator(comm: Any) -> "MpiComm | SoloComm":
     return known
 
 
+_serials = [0]
 _dropped: dict[tuple[int, ...], MpiComm] = {}  # of communicators that the user has freed, by serial and ranks
 
 
@@ -375,12 +375,11 @@ def _free_dropped(new: MpiComm) -> None:
     A rank may be at `MPI_Comm_free` before others, and to free ours needs all. So it is done when ranks next come
     together, for another communicator's first use.
     """
-    control = new.processes
-    present = sorted(key for key in _dropped if set(key[1:]) <= set(control.numbers))
-    rows = control.allgather_object([MpiComm.serial, present])
-    new.serial = MpiComm.serial = 1 + max(last for last, _ in rows)
+    present = [key for key in _dropped if set(key[1:]) <= set(new.processes.numbers)]
+    rows = new.processes.allgather_object([_serials[-1], present])
+    new.serial = _serials[-1] = 1 + max(last for last, _ in rows)
     counts = collections.Counter(tuple(key) for _, keys in rows for key in keys)
-    for key in present:  # in one order on all ranks
+    for key in sorted(present):  # in one order on all ranks
         if counts[key] == len(key) - 1:
             _dropped.pop(key).free()
 

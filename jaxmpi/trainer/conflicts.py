@@ -160,11 +160,6 @@ AT_START = (
 def check_compatible(experiment: Experiment) -> None:
     """Refuse incompatible options, as far as the options alone show it."""
     refuse_incompatible(AT_START, experiment)
-    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-        raise UsageError(
-            "JAX_DISABLE_JIT: the trainer compiles its step ahead, so it cannot run without jit; unset it, and look "
-            "into the step by jax.debug.print or jax.debug.breakpoint"
-        )
     if shrinks(experiment) and (backend := jax.default_backend()) != "cpu":
         raise UsageError(
             f"backend: got {backend} with --on-rank-loss shrink; it has been tried on CPUs only: --on-rank-loss end"

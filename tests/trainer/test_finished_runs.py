@@ -241,8 +241,11 @@ def test_a_file_that_a_strangers_run_names_is_not_executed(change, command, begu
 
 MALFORMED = {
     "deep": "[" * 100_000,
+    "deep-experiment": '{"command": [], "experiment": ' + '{"a": ' * 300 + "1" + "}" * 301,
+    "digits": '{"command": ' + "1" * 5000 + "}",
     "no-list": '{"command": 3, "experiment": {}}',
     "no-object": "[]",
+    "bytes": "\udcff",
 }
 
 

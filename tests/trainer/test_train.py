@@ -169,17 +169,17 @@ BAD = {
 }
 
 
+def test_a_run_without_jit_is_refused_with_the_way_out(tmp_path, no_launcher):
+    with jax.disable_jit(), pytest.raises(UsageError, match=r"JAX_DISABLE_JIT: .* unset it"):
+        fit(Experiment(digits_cnn_tiny(), data=DATA, run_dir=str(tmp_path)), "digits")
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_named(case):
     args, message = BAD[case]
     ended = train_here(*args)
     assert ended.code == failures.MISUSED
     assert message in re.sub(r"[\s│]+", " ", ended.out), ended.out
-
-
-def test_a_run_without_jit_is_refused_with_the_way_out(tmp_path, no_launcher):
-    with jax.disable_jit(), pytest.raises(UsageError, match=r"JAX_DISABLE_JIT: .* unset it"):
-        fit(Experiment(digits_cnn_tiny(), data=DATA, run_dir=str(tmp_path)), "digits")
 
 
 @pytest.mark.e2e
