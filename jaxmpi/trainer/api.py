@@ -123,8 +123,8 @@ class Trainer:
             file: to write, by rank 0; and `file.json`, what goes in and out.
             step: of the checkpoint; default: the newest.
             best: the best checkpoint by `monitor`.
-            platforms: to lower for; default: those of cpu, cuda and tpu for which the model can be lowered.
-            batch: examples of a call; default: any number, if the model can be traced so.
+            platforms: to lower for; default: cpu, cuda and tpu.
+            batch: examples of a call; default: any number.
         """
         check_program_file(Path(file), platforms)
         run = open_finished(self.experiment, self.run_dir, step=step, best=best)

@@ -45,7 +45,7 @@ from jaxmpi.optim.optimizers import OPTIMIZERS
 from jaxmpi.optim.schedules import DECAYS, WARMUPS
 from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.rules import registry
-from jaxmpi.rules.asynchronous.start import AsyncStart
+from jaxmpi.rules.asynchronous.worker import AsyncStart
 from jaxmpi.runtime import failures, fault_injection, job_folder, process, progress, provenance
 from jaxmpi.tasks.check import check_task, metric_names
 from jaxmpi.tasks.registry import find_spec

@@ -67,12 +67,6 @@ def test_all_ranks_come_to_the_lowest_worker_and_its_leaf(bad, expected):
     assert votes[0].count() is None
 
 
-def test_an_update_that_only_the_sum_made_infinite_has_no_culprit():
-    vote = StepConsensus(SoloProcesses(), Silent(), ["a"])
-    vote.cast(3, None, 0, False)
-    assert str(vote.count()) == "the sum of all gradients of worker 0 is not finite at step 3"
-
-
 def test_a_signal_is_a_vote_of_all():
     before = signal.getsignal(signal.SIGUSR1)
     notice = signals.PreemptionNotice()
@@ -167,12 +161,6 @@ def test_the_budget_of_skipped_data():
 # ---------------------------------------------------------------- saver
 
 
-def test_two_checkpoints_must_fit(tmp_path):
-    manager.check_disk(tmp_path, 50, 100)
-    with pytest.raises(UsageError, match=r"are free, two checkpoints take 100 MB"):
-        manager.check_disk(tmp_path, 50_000_000, 99_000_000)
-
-
 def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(tmp_path):
     state = create({"w": np.ones(3, np.float32)}, {}, {}, seed=0, worker=0)
     folder = tmp_path / "checkpoints"
@@ -232,21 +220,12 @@ def test_a_terminal_that_goes_is_one_request_to_leave_and_nohup_none(before, exp
 # ---------------------------------------------------------------- faults as they are spelled
 
 
-def test_every_fault_is_parsed():
-    for kind in fault_injection.KINDS:
-        fault = fault_injection.parse(f"{kind}:rank=1,step=3", 4)
-        assert (fault.rank, fault.step, fault.times) == (1, 3, 1)
-    assert fault_injection.parse("slow:rank=all,seconds=0.5,times=0", 4).rank == -1
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("kil", "unknown fault 'kil'; did you mean 'kill'"),
         ("kill:ranks=1", "unknown key 'ranks'; did you mean 'rank'"),
         ("kill:rank=4", "rank: got 4; expected all, or"),
-        ("kill:at=night", r"unknown place of a fault \(at\) 'night'"),
-        ("kill:step=" + "9" * 5000, "step: got '9{60,}.*expected"),
         ("slow:seconds=nan", "seconds: got 'nan'; expected"),
         ("exit:hard=no", "hard: got 'no'; expected"),
     ],
@@ -275,7 +254,6 @@ def test_a_fault_beyond_the_last_step_is_refused_and_one_that_did_not_happen_is_
         fault_injection.parse("nan:step=301", 4, last_step=300)
     assert fault_injection.parse("nan:step=300", 4, last_step=300).step == 300
     monkeypatch.setattr(fault_injection, "_faults", [])
-    assert fault_injection.missed() == []
     orders = (["slow:step=2,seconds=0", "slow:step=4,seconds=0", "slow:step=1,seconds=0,times=0"], 2, [0], tmp_path)
     fault_injection.request(*orders)
     for step in range(1, 4):
