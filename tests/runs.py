@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from jaxmpi.checkpoint import manifests
+
 TINY = """
 from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
@@ -43,7 +45,7 @@ def checkpoint_files(run_dir: str | Path, step: int) -> dict[str, bytes]:
 
 def steps_saved(run_dir: str | Path) -> list[int]:
     """Steps of the checkpoints that a run keeps."""
-    return sorted(int(path.name[5:]) for path in (Path(run_dir) / "checkpoints").glob("step_*"))
+    return [manifests.step_of(path) for path in manifests.found(Path(run_dir) / "checkpoints")]
 
 
 def copy_until(run_dir: str | Path, step: int, to: str | Path) -> Path:

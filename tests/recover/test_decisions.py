@@ -263,15 +263,6 @@ def test_a_fault_beyond_the_last_step_is_refused_and_one_that_did_not_happen_is_
     assert fault_injection.missed() == ["slow:step=4,seconds=0", "slow:step=1,seconds=0,times=0"]
 
 
-def test_one_bit_flips(tmp_path, monkeypatch):
-    monkeypatch.setattr(fault_injection, "_faults", [])
-    fault_injection.request(["bitflip:leaf=b,bit=31"], 1, [0], tmp_path)
-    state = create({"a": jnp.ones(2), "b": jnp.ones((2, 2))}, {}, {}, seed=0, worker=0)
-    changed, _ = fault_injection.inject_at("step", 1, (state, {}))
-    assert changed.params["b"].tolist() == [[-1, 1], [1, 1]]
-    assert changed.params["a"].tolist() == [1, 1]
-
-
 # ---------------------------------------------------------------- another number of workers
 
 

@@ -1,14 +1,11 @@
 """Local SGD and DiLoCo, mostly on small multiples of powers of two, of which f32 rounds nothing."""
 
 import functools
-import json
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from jaxmpi.allreduce.api import exchange
@@ -17,9 +14,6 @@ from jaxmpi.config.optim import Optim
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.optim.optimizers import optimizer
 from jaxmpi.rules import base, registry
-from jaxmpi.rules.synchronous import LocalState
-from launching import train as run
-from runs import TINY, checkpoint_files, column
 from tolerances import leaf_bound
 
 K, N = 4, 5
@@ -103,36 +97,6 @@ def test_diloco_with_one_step_of_sgd_is_nesterov_on_the_mean_of_gradients():
     np.testing.assert_array_equal(one, trained(RuleConfig("gradients"), nesterov, spring, 3))
 
 
-def test_diloco_with_a_plain_outer_step_is_local_sgd():
-    diloco = RuleConfig("diloco", local_steps=2, outer_lr=1.0, outer_momentum=0.0)
-    one = trained(diloco, MOMENTUM, spring, 3)
-    np.testing.assert_array_equal(one, trained(RuleConfig("local_sgd", local_steps=2), MOMENTUM, spring, 3))
-
-
-@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
-def test_without_a_meeting_every_worker_is_plain_adam_bit_for_bit(name, standard_promotion):
-    """The same program on one row, or on K: `vmap` over workers that do not talk in either."""
-    optim = Optim("adam", lr=0.01)
-    rule = built(RuleConfig(name, local_steps=100), optim, AxisComm("w", K))
-    tx = optimizer(optim, lambda step: jnp.float32(optim.lr))
-    params = {"w": jnp.tile(jnp.asarray(START, jnp.float32), (K, 1))}
-    state, plain, plain_state = jax.vmap(rule.init)(params), params, jax.vmap(tx.init)(params)
-
-    def alone(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    step, step_alone = jax.jit(jax.vmap(rule.update, axis_name="w")), jax.jit(jax.vmap(alone))
-    for t in range(6):
-        grads = {"w": constant(None, t)}
-        params, state = step(grads, state, params)
-        plain, plain_state = step_alone(grads, plain_state, plain)
-    np.testing.assert_array_equal(params["w"], plain["w"])
-    assert isinstance(state, LocalState)
-    jax.tree.map(np.testing.assert_array_equal, state.inner, plain_state)
-    assert len({row.tobytes() for row in np.asarray(params["w"])}) == K
-
-
 # ---------------------------------------------------------------- meeting
 
 
@@ -198,42 +162,3 @@ def test_the_distance_of_workers_is_that_of_the_last_meeting(name):
         # N squares, their sum, a root, a mean of K: each rounds once, relatively.
         np.testing.assert_allclose(np.asarray(rule.distance(state)), expected, rtol=(N + K + 4) * 2.0**-24)
     assert expected.min() > 0.1
-
-
-# ---------------------------------------------------------------- whole runs
-
-
-def started(folder: Path, name: str, *args: str, ranks: int = 2) -> Path:
-    (folder / "tiny.py").write_text(TINY)
-    diloco = ("--rule.name", "diloco", "--rule.local-steps", "8", "--optim.name", "adam", "--optim.lr", "0.01")
-    line = (str(folder / "tiny.py"), "--run-dir", str(folder / name), *diloco, "--exchange.strategy", "ring16")
-    ended = run(ranks, *line, "--eval-every", "10st", *args)
-    assert ended.code == 0, ended.out
-    return folder / name
-
-
-@pytest.mark.slow
-def test_resume_between_two_meetings_is_bit_exact(tmp_path):
-    whole = started(tmp_path, "whole")
-    started(tmp_path, "parts", "--train-for", "10st")
-    parts = started(tmp_path, "parts", "--resume")
-    assert checkpoint_files(parts, 20) == checkpoint_files(whole, 20)
-    own = [checkpoint_files(whole, 20)[f"worker_{i:05d}.bin"] for i in range(2)]
-    assert own[0] != own[1]  # each has its own params and moments, two steps after the second meeting
-    assert len(checkpoint_files(whole, 20)["common.bin"]) == 4  # the step
-    losses = [column(folder, "eval", "eval_loss") for folder in (whole, parts)]
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.slow
-def test_every_form_of_the_step_is_the_same_algorithm(tmp_path):
-    """Losses of 20 steps of Adam at 0.01, which moves a param by 0.2 at most, from 2.3 down: rounding stays small."""
-    args = ("--exchange.strategy", "asa32", "--optim.name", "momentum", "--eval-every", "20st")
-    forms = {"split": (2, ()), "devices": (1, ("--devices", "2"))}
-    folders = [started(tmp_path, name, *args, *more, ranks=ranks) for name, (ranks, more) in forms.items()]
-    split, *others = (column(folder, "train", "loss") for folder in folders)
-    for other in others:
-        np.testing.assert_allclose(other, split, atol=2.0**-24 * 60 * 2.3 * 20)
-    evaluated = [column(folder, "eval", "eval_loss")[-1] for folder in folders]
-    np.testing.assert_allclose(evaluated, evaluated[0], atol=2.0**-24 * 60 * 2.3 * 20)
-    assert len({json.loads((folder / "config.json").read_text())["form"] for folder in folders}) == len(forms)

@@ -253,17 +253,21 @@ def test_one_worker_is_the_plain_optimizer_bit_for_bit(name, optimizer_name):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "ranks", "message"),
     [
-        (RuleConfig(local_steps=10), "rule.local_steps: got 10.* use local_sgd or"),
-        (RuleConfig("subgd", noise_scale=False), "rule.noise_scale: got False"),
-        (RuleConfig("gosgd", staleness=3), "rule.staleness: got 3"),
-        (RuleConfig("easgd_sync", alpha=0.1, momentum=0.9), "rule.momentum: got 0.9"),
+        (RuleConfig(local_steps=10), 4, r"rule\.local_steps: got 10.* use local_sgd or"),
+        (RuleConfig("subgd", noise_scale=False), 4, r"rule\.noise_scale: got False"),
+        (RuleConfig("gosgd", staleness=3), 4, r"rule\.staleness: got 3"),
+        (RuleConfig("gosgd", servers=1), 3, r"rule\.servers: got 1"),
+        (RuleConfig("easgd_sync", alpha=0.1, momentum=0.9), 4, r"rule\.momentum: got 0.9"),
+        (RuleConfig("easgd_sync"), 4, "expected at most 1/4 = 0.25"),
+        (RuleConfig("easgd"), 1, "got one rank"),
+        (RuleConfig("easgd", servers=3), 3, "rule.servers: got 3 of 3 ranks; expected at most 2"),
     ],
 )
-def test_settings_that_a_rule_does_not_go_by_are_refused(config, message):
+def test_settings_and_ranks_that_do_not_fit_a_rule_are_refused(config, ranks, message):
     with pytest.raises(UsageError, match=message):
-        registry.check_ranks(config, 4)
+        registry.check_ranks(config, ranks)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.runtime import failures
 from jaxmpi.trainer.main import train as fit
 from launching import PATH, Ended, mpirun_line, run, train, train_here
+from line_task import line, lines
 from runs import TINY, checkpoint, checkpoint_files, column, copy_until, record, steps_saved
 
 DIGITS = "experiments/digits.py"
@@ -51,6 +52,16 @@ def test_ranks_learn_and_record(tmp_path):
     assert facts["transport"] == {"cpu": "MPI, from host memory", "gpu": "MPI, through the host"}[facts["backend"]]
     assert facts["versions"]["jax"] != "not installed"
     assert re.fullmatch(r"[0-9a-f]{40}\+?", facts["commit"])
+
+
+def test_the_gradient_norm_of_a_line_is_the_root_mean_square_over_its_steps(tmp_path, no_launcher):
+    """The rate is so low that every step has the gradient of the start, on all data."""
+    asked = {"optim": Optim("sgd", lr=1e-30), "effective_batch": 50, "train_for": "4st", "log_every": 4}
+    experiment = lines(tmp_path, **asked)
+    fit(experiment, "lines")
+    data = line(50)
+    expected = np.linalg.norm(2 / 50 * data["x"].T @ data["y"])
+    assert column(experiment.run_dir, "train", "gradient_norm") == pytest.approx([expected] * 2, rel=1e-5)
 
 
 def losses(run_dir: str | Path) -> np.ndarray:
@@ -326,6 +337,7 @@ RESUMED = {  # ranks, options; those with statistics are of a model with batch n
     "statistics of two": (2, "--exchange.strategy asa16"),
     "statistics over devices": (1, "--devices 2"),
     "awagd, momentum averaged, shm": (2, "--rule.name awagd --rule.average-momentum --exchange.strategy shm"),
+    "diloco, between meetings": (2, "--rule.name diloco --rule.local-steps 8 --optim.name adam"),
     "compressed": (2, "--exchange.strategy lowrank2/ring16"),
     "compressed, over devices": (1, "--devices 3 --exchange.strategy topk5"),
     "subgd, micro-batches": (2, "--rule.name subgd --compute-dtype bfloat16 --micro-batch 5 --exchange.strategy asa16"),
