@@ -1,7 +1,7 @@
 """Cost of collectives in jit beside mpi4jax and mpi4py, and their overlap.
 
     python scripts/bench_collectives.py calls [--operations allreduce sendrecv allgather messages ...] [--ranks 2 4 8]
-        [--rounds 20] [--png calls.png]
+        [--rounds 20]
     python scripts/bench_collectives.py overlap [--ms 500] [--rate 200mbit]
 
 `calls`: medians of the ratio to mpi4jax's call, of rounds in which all three take turns. All ranks begin a round
@@ -13,13 +13,10 @@ wait; on one host, or between two emulated ones. Run it on a quiet machine.
 
 import argparse
 import itertools
-from pathlib import Path
 from typing import Any
 
 import harness
 import numpy as np
-
-from jaxmpi.observe import plots
 
 SIZES = [8 << 3 * i for i in range(8)] + [64 << 20]  # bytes: 8 B to 16 MB, 64 MB
 LIBRARIES = "jaxmpi", "mpi4jax", "mpi4py"
@@ -202,20 +199,7 @@ def show_calls(options: argparse.Namespace) -> dict[str, Any]:
             rows.append([size, *micro, harness.interval(ratio, 2)])
         print(f"\n{operation}, {ranks} ranks, us a call\n")
         print(harness.table(("bytes", "jaxmpi", "mpi4jax", "mpi4py", "jaxmpi / mpi4jax (goal 1.0)"), rows), flush=True)
-    if options.png:
-        x, y = plots.Quantity("array", "B"), plots.Quantity("a call", "s")
-        panels = [
-            plots.Lines(f"{operation} inside jit, {ranks} ranks", x, y, {name: line(by, name) for name in LIBRARIES})
-            for operation, of in found.items()
-            for ranks, by in of.items()
-        ]
-        plots.save(panels, options.png)
     return found
-
-
-def line(by: dict[str, dict[str, list[float]]], name: str) -> list[plots.Point]:
-    """Median seconds of a library by bytes."""
-    return [(float(size), float(np.median(times[name]))) for size, times in by.items()]
 
 
 def show_overlap(options: argparse.Namespace) -> dict[str, Any]:
@@ -237,7 +221,6 @@ def main() -> None:
     parser.add_argument("what", choices=("calls", "overlap"))
     parser.add_argument("--operations", choices=OPERATIONS, nargs="+", default=["allreduce"], help="of calls")
     parser.add_argument("--ms", type=float, default=500, help="of compute and of exchange, of overlap")
-    parser.add_argument("--png", type=Path, help="where plots of calls go")
     options = parser.parse_args()
     harness.save(options.json, (show_calls if options.what == "calls" else show_overlap)(options))
 

@@ -1,18 +1,15 @@
 """Images per second and core of loaders, and their delay of steps.
 
-    python scripts/bench_data.py [--part peers formats steps] [--rounds 3] [--images 512] [--cores 0 1]
+    python scripts/bench_data.py [--part peers formats] [--rounds 3] [--images 512] [--cores 0 1]
 
 JPEG files of 500 x 375 px, quality 90, are cut from scikit-learn's two photographs. All contenders read the same files
 and give u8[64, 224, 224, 3] batches of random-resized crops, mirrored half of the time. Each is a job of its own, with
 one loader, pinned with all its processes to one core. Jobs take turns; the median of the rounds counts.
 
 peers    bare: simplejpeg's decode of whole files, nothing else. Others: as their documentation has it, decoding with
-         Pillow or OpenCV as the name says. The last line is the time to normalise such a batch in a step, which no
-         contender does.
+         Pillow or OpenCV as the name says.
 formats  the same photographs as a folder of JPEG files, and packed with the shorter side 256 px. The packed ones are
          also loaded into memory. The centres of 256 x 256 px are in batch files and in an array in memory.
-steps    a consumer that sleeps for its step, on one core, and loaders on the other: share of waiting, and step /
-         max(load, compute).
 """
 
 import argparse
@@ -33,7 +30,6 @@ import numpy as np
 BATCH, PX, WIDTH, HEIGHT, QUALITY = 64, 224, 500, 375, 90
 LABELS = "china", "flower"  # names of the photographs
 AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
-WARM = 8  # steps until prefetched batches are used up
 SHORTER = 256  # px, of the images in batch files and in memory
 
 
@@ -245,58 +241,10 @@ def images_per_s(name: str, folder: str, cores: list[int], seconds: float) -> fl
 
 def rounds(names: list[str], folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Images/s: medians of jobs that take turns."""
-    runs = {name: partial(job, images_per_s, name, folder=folder, options=options) for name in names}
+    job = partial(harness.on_ranks, images_per_s, timeout_s=300)
+    runs = {name: partial(job, name, str(folder), options.cores, options.seconds) for name in names}
     found = harness.take_turns(runs, options.rounds, clock=harness.result)
     return {name: statistics.median(values) for name, values in found.items()}
-
-
-def job(function: Callable[..., Any], *arguments: Any, folder: Path, options: argparse.Namespace) -> Any:
-    """Call a function in a process of its own; return its result."""
-    return harness.on_ranks(function, *arguments, str(folder), options.cores, options.seconds, timeout_s=300)
-
-
-# ---------------------------------------------------------------- steps
-
-
-def steps(folder: str, cores: list[int], seconds: float) -> list[dict[str, float]]:
-    """Share of waiting and step / max(load, compute), by compute / load.
-
-    The consumer sleeps for its step, on the first core; the loaders work on the last.
-    """
-    os.sched_setaffinity(0, {cores[-1]})
-    loader = jaxmpi_loader("imagefolder", Path(folder), "processes")
-    next(loader)  # its processes have started on that core, and stay there
-    os.sched_setaffinity(0, {cores[0]})
-    load_s = BATCH / measure((len(batch.image) for batch in loader), seconds)
-    found = []
-    for ratio in (0.5, 0.9, 1.1, 1.5, 2.0):
-        compute_s, bound_s = ratio * load_s, max(ratio, 1.0) * load_s
-        number = max(int(2 * seconds / bound_s), 8)
-        begin, waited_s = 0.0, 0.0
-        for i in range(number + WARM):
-            if i == WARM:
-                begin, waited_s = time.perf_counter(), loader.wait_s
-            batch = next(loader)
-            time.sleep(compute_s)
-            del batch
-        step_s, wait_s = (time.perf_counter() - begin) / number, (loader.wait_s - waited_s) / number
-        found.append({"compute / load": ratio, "wait share": wait_s / step_s, "step / bound": step_s / bound_s})
-    loader.close()
-    return found
-
-
-def normalise_ms(folder: str, cores: list[int], seconds: float) -> float:
-    """Milliseconds to normalise a u8 batch, in a jit on the CPU."""
-    import jax
-
-    from jaxmpi.config.data import Data
-    from jaxmpi.tasks.supervised import normalise
-
-    os.sched_setaffinity(0, {cores[0]})
-    data = Data(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-    batch, function = np.zeros((BATCH, PX, PX, 3), np.uint8), jax.jit(lambda x: normalise(x, data))
-    times = harness.take_turns({"jit": lambda: function(batch).block_until_ready()}, 20)
-    return statistics.median(times["jit"]) * 1e3
 
 
 # ---------------------------------------------------------------- tables
@@ -312,7 +260,6 @@ def show_peers(folder: Path, options: argparse.Namespace) -> dict[str, float]:
         for name, rate in sorted(found.items(), key=lambda item: -item[1])
     ]
     print(harness.table(("peers", "images/s", "of bare", "of the best other"), rows))
-    print(f"normalising {BATCH} images in a step: {job(normalise_ms, folder=folder, options=options):.1f} ms")
     return found
 
 
@@ -324,15 +271,7 @@ def show_formats(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def show_steps(folder: Path, options: argparse.Namespace) -> list[dict[str, float]]:
-    """Print the share of waiting."""
-    runs = [job(steps, folder=folder, options=options) for _ in range(options.rounds)]
-    found = [{key: statistics.median(run[key] for run in each) for key in each[0]} for each in zip(*runs, strict=True)]
-    print(harness.table(list(found[0]), [[f"{value:.4f}" for value in row.values()] for row in found]))
-    return found
-
-
-PARTS = {"peers": show_peers, "formats": show_formats, "steps": show_steps}
+PARTS = {"peers": show_peers, "formats": show_formats}
 
 
 def main() -> None:

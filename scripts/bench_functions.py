@@ -1,17 +1,15 @@
 """Cost of data-parallel functions beyond their parts, and scaling of ResNet-50.
 
     python scripts/bench_functions.py calls     # a call beside the bare function and the exchange; bytes it moves
-    python scripts/bench_functions.py shuffle   # rows by index beside one worker's own np.take
     python scripts/bench_functions.py resnet    # Figs. 2 and 3 and Table 1 of Stooke and Abbeel 2017, in shape
 
 Two workers, a core each; options: [--rounds 200] [--size 32] [--batch 8] [--steps 20] [--workers 1 2] [--only weak].
-A script leads forked processes in `resnet`, as in the paper; all ranks of mpirun run it in `shuffle`; `calls` has both.
+A script leads forked processes in `resnet`, as in the paper; in `calls` all ranks of mpirun run it, too.
 Where the time goes and how many bytes are sent is what `jaxmpi.functions.profile` says.
 """
 
 import argparse
 import os
-import resource
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +23,6 @@ import optax
 import jaxmpi
 from jaxmpi import functions as jm
 from jaxmpi.allreduce.buckets import fuse, split
-from jaxmpi.bench.results import median_interval
 from jaxmpi.models.resnet import resnet50
 from jaxmpi.runtime import process
 
@@ -96,50 +93,6 @@ def show_calls(options: argparse.Namespace) -> Result:
         f"{led['bytes_share']} are its examples"
     )
     return {"ranks": ranks, "led": led}
-
-
-# ---------------------------------------------------------------- rows by index
-
-
-def shuffle(rounds: int) -> Result:
-    """Time rows from shared memory beside np.take, on all ranks at once."""
-    process.prepare()
-    control, rows = harness.control(), 20_000
-    data = jm.shared(lambda: np.random.default_rng(0).standard_normal((60_000, 512), np.float32))
-    order = np.random.default_rng(1).permutation(len(data))[:rows]
-    mine = order[control.rank * rows // control.size : (control.rank + 1) * rows // control.size]
-    f = jm.function(lambda x: jnp.sum(x[:, 0]), jm.scatter, jm.sum)
-    f(data, batch=order)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-    def fetch() -> float:
-        control.barrier()
-        return profiled(lambda: f(data, batch=order))["shuffle_s"]
-
-    def take() -> float:
-        return harness.together(lambda: np.take(data.array, mine, axis=0))
-
-    found = [[fetch(), take(), take(), fetch()] for _ in range(rounds + 3)][3:]  # slow drifts cancel
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    seconds = np.array(found)  # f64[rounds, 4]
-    mine_s = [*median_interval(seconds[:, ::3].sum(1) / seconds[:, 1:3].sum(1)), 1e3 * np.median(seconds[:, 1:3])]
-    return {
-        "workers": control.allgather_array(np.array(mine_s)).tolist(),
-        "memory_grown_mb": grown / 1024,
-        "data_mb": data.nbytes / 2**20,
-        "share_mb": mine.size * 512 * 4 / 2**20,
-    }
-
-
-def show_shuffle(options: argparse.Namespace) -> Result:
-    """Print the times of rows by index."""
-    row = job(shuffle, options.rounds, ranks=2)
-    print(f"medians of {options.rounds} rounds, and between what they lie with 95 %")
-    for rank, (rows, low, high, take_ms) in enumerate(row["workers"]):
-        ratio = f"rows by index {rows:.3f} ({low:.3f} to {high:.3f}) of it, goal 1.10"
-        print(f"worker {rank}: its own take {take_ms:.2f} ms; {ratio}")
-    print(f"memory grew by {row['memory_grown_mb']:.0f} MB; share {row['share_mb']:.0f}, data {row['data_mb']:.0f}")
-    return row
 
 
 # ---------------------------------------------------------------- ResNet-50
@@ -235,7 +188,7 @@ def show_resnet(options: argparse.Namespace) -> Result:
     return rows
 
 
-SHOWS = {"calls": show_calls, "shuffle": show_shuffle, "resnet": show_resnet}
+SHOWS = {"calls": show_calls, "resnet": show_resnet}
 
 
 def main() -> None:

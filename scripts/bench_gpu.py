@@ -7,14 +7,10 @@
 jaxmpi is the trainer's own step with one worker. PyTorch is the twin of tests/torch_zoo.py with the same layers,
 channels_last, under torch.compile. It has fused SGD, batches in pinned memory and TF32 allowed, as XLA allows it. Both
 sides have the same batches and SGD with momentum; params are float32, forward and backward run in the dtype of the row.
-Each side is a process, and they take turns, part by part, round by round. Batches are made beforehand: the loader is in
-no figure. FILE.json holds all, FILE.md the tables; both are written after every row. If there is no GPU, the exit code
-is 77. With --dry all runs on the CPU at tiny size, which checks this script and measures nothing.
-
-- step: images in host memory to new params; loss read one step late. Its images a second are compared.
-- to device: the copy of a batch, alone, until it is there.
-- forward, forward+backward: in training, from a batch on the device; alone, so forward keeps nothing for backward.
-- update: the optimizer alone.
+Each side is a process, and they take turns, round by round. Batches are made beforehand: the loader is in no figure.
+FILE.json holds all, FILE.md the table; both are written after every row. If there is no GPU, the exit code is 77. With
+--dry all runs on the CPU at tiny size, which checks this script and measures nothing. A step takes images in host
+memory to new params, and its loss is read one step late.
 
 With --only-exchange, ranks that share the GPU run the trainer's step in every form of FORMS, by turns.
 """
@@ -50,14 +46,12 @@ from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.train_state import Batch
 from jaxmpi.models import MODELS
 from jaxmpi.runtime import failures, process, provenance
-from jaxmpi.trainer import build, step
 from jaxmpi.trainer.plan import make_plan
 
 TWINNED = [name for name, make in MODELS.items() if not (name.startswith("digits") or make().takes_tokens)]
 MOMENTUM = 0.9  # of optimizer momentum by default
 NO_GPU = 77  # exit code that test suites take for "skipped"
 DTYPES = ("float32", "bfloat16")
-PARTS = ("step", "to device", "forward", "forward+backward", "update")
 SETTLE = 2  # rounds not counted: in the first, programs are compiled
 BATCHES = 4  # in host memory, taken in turn
 WHOLE = [name for name in TWINNED if not name.endswith("_tiny")]
@@ -83,33 +77,12 @@ def host_batches(config: Experiment, workers: Workers = ALONE) -> list[Batch]:
 
 
 class Jaxmpi:
-    """The trainer's step and its parts."""
+    """The trainer's step."""
 
     def __init__(self, config: Experiment, dry: bool, torch_mode: str, workers: Workers = ALONE) -> None:
         plan, functions, self.state = harness.build_training(config, workers)
         self.config, self.train_step = plan.experiment, functions.train_step
-        batches = host_batches(config, workers)
-        self.batches, batch = itertools.cycle(batches), jax.device_put(batches[0])
-        local_gradients = step.local_gradients(build.forward_of(plan), plan.micro_batch)
-
-        def loss_alone(*args: Any) -> tuple[Any, jax.Array]:
-            _, model_state, metrics = local_gradients(*args)
-            return model_state, metrics.loss  # XLA leaves out what only gradients need, as their norm
-
-        forward, gradients, update = map(jax.jit, (loss_alone, local_gradients, functions.rule.update))
-        arguments = lambda: (  # noqa: E731
-            self.state.params, self.state.model_state, batch, self.state.key, self.state.step,
-        )  # fmt: skip
-        self.parts: dict[str, Run] = {
-            "step": self.steps,
-            "to device": lambda n: [jax.block_until_ready(jax.device_put(next(self.batches))) for _ in range(n)],
-            "forward": repeated(lambda: forward(*arguments()), jax.block_until_ready),
-            "forward+backward": repeated(lambda: gradients(*arguments()), jax.block_until_ready),
-            # With params as gradients: the values do not matter.
-            "update": repeated(
-                lambda: update(self.state.params, self.state.rule_state, self.state.params), jax.block_until_ready
-            ),
-        }
+        self.batches = itertools.cycle(host_batches(config, workers))
 
     def steps(self, n: int) -> None:
         """The loop of `jaxmpi.train`, without log, evaluation and checkpoints."""
@@ -150,14 +123,7 @@ class Torch:
         how = {"mode": torch_mode} if self.on_gpu else {"backend": "eager"}  # which needs no compiler
         self.loss = torch.compile(loss_of, **how)
         batches = [self.tensors(batch) for batch in host_batches(config)]
-        self.batches, self.batch = itertools.cycle(batches), self.to_device(batches[0])
-        self.parts: dict[str, Run] = {
-            "step": self.steps,
-            "to device": lambda n: [(self.to_device(next(self.batches)), self.wait()) for _ in range(n)],
-            "forward": repeated(self.forward, self.wait),
-            "forward+backward": repeated(lambda: self.gradients(self.batch), self.wait),
-            "update": repeated(self.optimizer.step, self.wait),
-        }
+        self.batches = itertools.cycle(batches)
 
     def tensors(self, batch: Batch) -> tuple[Any, Any]:
         """Image and label in host memory, pinned if there is a GPU."""
@@ -178,11 +144,6 @@ class Torch:
                 read(late.pop(0).item())
         self.wait()
         read(late[0].item())
-
-    def forward(self) -> None:
-        """Run forward in training mode, without keeping activations."""
-        with self.torch.no_grad():
-            self.loss(*self.batch)
 
     def gradients(self, batch: tuple[Any, Any]) -> Any:
         """Compute new gradients of all params; return the loss."""
@@ -205,18 +166,6 @@ class Torch:
         return self.torch.cuda.max_memory_allocated()
 
 
-def repeated(call: Callable[[], Any], wait: Callable[[Any], Any]) -> Run:
-    """A part from a function that returns before the device is done."""
-
-    def run(n: int) -> None:
-        result = None
-        for _ in range(n):
-            result = call()
-        wait(result)
-
-    return run
-
-
 SIDES = {"jaxmpi": Jaxmpi, "torch": Torch}
 
 
@@ -231,14 +180,14 @@ def read(loss: float) -> None:
 
 
 def serve(name: str, model: str, dtype: str, batch: int, dry: bool, torch_mode: str) -> None:
-    """Be a side: read lines `[part, times]`, write seconds or peak bytes."""
+    """Be a side: read numbers of steps, write their seconds, or the peak bytes for 0."""
     failures.install_excepthooks()
     process.prepare()
     side = SIDES[name](recipe(model, local_batch=batch, compute_dtype=dtype), dry, torch_mode)
     for line in sys.stdin:
-        part, times = json.loads(line)
+        times = json.loads(line)
         begin = time.perf_counter()
-        answer = side.peak_bytes() if part == "peak bytes" else side.parts[part](times)
+        answer = side.steps(times) if times else side.peak_bytes()
         print(json.dumps(answer or time.perf_counter() - begin), flush=True)
 
 
@@ -246,8 +195,8 @@ def serve(name: str, model: str, dtype: str, batch: int, dry: bool, torch_mode: 
 
 
 @contextlib.contextmanager
-def started(name: str, model: str, dtype: str, options: argparse.Namespace) -> Iterator[Callable[[str, int], float]]:
-    """Start a side as a process; yield `ask(part, times)`."""
+def started(name: str, model: str, dtype: str, options: argparse.Namespace) -> Iterator[Callable[[int], float]]:
+    """Start a side as a process; yield `ask(steps)`."""
     line = harness.call(serve, name, model, dtype, options.batch, options.dry, options.torch_mode)
     on_cpu = {"JAX_PLATFORMS": "cpu"} if options.dry or name == "torch" else {}
     env, pipe = os.environ | on_cpu | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, subprocess.PIPE  # room for both sides
@@ -256,12 +205,12 @@ def started(name: str, model: str, dtype: str, options: argparse.Namespace) -> I
     assert side.stdout is not None
     questions, answers = side.stdin, side.stdout
 
-    def ask(part: str, times: int) -> float:
+    def ask(steps: int) -> float:
         with contextlib.suppress(BrokenPipeError):  # then there is no answer either
-            questions.write(json.dumps([part, times]).encode() + b"\n")
+            questions.write(json.dumps(steps).encode() + b"\n")
         answer = answers.readline()
         if not answer:
-            raise ChildProcessError(f"{name} ended in {part} with code {side.wait()}; its message is above")
+            raise ChildProcessError(f"{name} ended with code {side.wait()}; its message is above")
         return json.loads(answer)
 
     with side:
@@ -272,20 +221,18 @@ def started(name: str, model: str, dtype: str, options: argparse.Namespace) -> I
 
 
 def measure(model: str, dtype: str, options: argparse.Namespace, sides: list[str]) -> dict[str, Any]:
-    """Measure all parts on the sides in turn: seconds and peak bytes."""
+    """Measure steps on the sides in turn: seconds and peak bytes."""
     with started("jaxmpi", model, dtype, options) as ask:
-        ask("step", 1)  # compiles, and tries algorithms in memory of their own; the next start reads the program
+        ask(1)  # compiles, and tries algorithms in memory of their own; the next start reads the program
     with contextlib.ExitStack() as stack:
         asks = {name: stack.enter_context(started(name, model, dtype, options)) for name in sides}
         for ask in asks.values():
-            ask("step", SETTLE)
-        peak = {name: int(ask("peak bytes", 0)) for name, ask in asks.items()}
-        seconds: dict[str, dict[str, list[float]]] = {part: {name: [] for name in sides} for part in PARTS}
-        for turn in range(options.rounds + SETTLE):
-            for part, name in itertools.product(PARTS, sides if turn % 2 else sides[::-1]):
-                seconds[part][name].append(asks[name](part, options.steps) / options.steps)
-    counted = {part: {name: values[SETTLE:] for name, values in of.items()} for part, of in seconds.items()}
-    return {"model": model, "dtype": dtype, "batch": options.batch, "seconds": counted, "peak_bytes": peak}
+            ask(SETTLE)
+        peak = {name: int(ask(0)) for name, ask in asks.items()}
+        runs = {name: partial(ask, options.steps) for name, ask in asks.items()}
+        found = harness.take_turns(runs, options.rounds, warm_up=SETTLE, clock=harness.result, swap=True)
+    seconds = {name: [turn_s / options.steps for turn_s in values] for name, values in found.items()}
+    return {"model": model, "dtype": dtype, "batch": options.batch, "seconds": seconds, "peak_bytes": peak}
 
 
 # ---------------------------------------------------------------- tables
@@ -299,7 +246,7 @@ def quartiles(values: Any, form: str = ",.0f") -> str:
 
 def speed_row(row: dict[str, Any]) -> list[str]:
     """Images a second and memory of both sides, with the rounds' ratios."""
-    steps = {name: np.array(values) for name, values in row["seconds"]["step"].items()}
+    steps = {name: np.array(values) for name, values in row["seconds"].items()}
     cells = [row["model"], row["dtype"], str(row["batch"])]
     cells += [quartiles(row["batch"] / steps[name]) if name in steps else "-" for name in SIDES]
     cells.append(quartiles(steps["torch"] / steps["jaxmpi"], ".2f") if "torch" in steps else "-")
@@ -313,19 +260,7 @@ SPEED = ("model", "dtype", "batch", "jaxmpi images/s", "torch images/s", "jaxmpi
 def markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """All tables."""
     head = [f"- {name}: {value}" for name, value in facts.items()]
-    speed = harness.table(SPEED, [speed_row(row) for row in rows])
-    each = [
-        [
-            row["model"],
-            row["dtype"],
-            name,
-            *(quartiles(1e3 * np.array(row["seconds"][part][name]), ".2f") for part in PARTS),
-        ]
-        for row in rows
-        for name in row["seconds"]["step"]
-    ]
-    parts = harness.table(("model", "dtype", "ms", *PARTS), each)
-    return "\n".join([*head, "", speed, "", parts, ""])
+    return "\n".join([*head, "", harness.table(SPEED, [speed_row(row) for row in rows]), ""])
 
 
 # ---------------------------------------------------------------- steps of ranks that share the GPU

@@ -8,22 +8,12 @@ on`. With `--optimizer muon` whole matrices are dealt to ranks, and so are the m
 is the rule's update as the trainer calls it between jits: exchange, update, new params. A round counts as long as its
 slowest rank takes. Ratios are round by round, with 95 % intervals. A job has two contenders at a time: four of
 AlexNet's tree do not fit into 24 GB on 8 ranks.
-
-    python scripts/bench_sharded.py --ranks 4 --rate 200mbit --step --rounds 10
-
-Instead the whole training step of GoogLeNet with asa32: whole and sharded updates, with overlap and without. A turn
-is ten steps. With `--slots 2 --strategy hier-asa` each host has two ranks and another strategy.
 """
 
-import argparse
-import dataclasses
 import itertools
-from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import Any
 
-import bench_step
 import harness
 import jax
 import jax.numpy as jnp
@@ -33,23 +23,14 @@ import jaxmpi
 from jaxmpi.allreduce.api import BUCKET_BYTES, exchange
 from jaxmpi.allreduce.zero import make_zero
 from jaxmpi.bench.plan import trees
-from jaxmpi.bench.rounds import card_bytes
 from jaxmpi.comm.job import processes
 from jaxmpi.config import Optim
 from jaxmpi.core.sharding import assign_tensors
 from jaxmpi.optim.optimizers import OPTIMIZERS, optimizer
 from jaxmpi.rules import base
 from jaxmpi.rules.gradients import gradients
-from jaxmpi.runtime import process
 
 SHARDED = "sharded "
-STEPS = 10  # number of steps of a turn with --step
-WAYS = {  # settings of the exchange in the trainer's step, by name
-    "whole, overlap off": {"overlap": "off"},
-    "whole, overlap on": {"overlap": "on"},
-    "sharded, overlap off": {"overlap": "off", "shard_update": "on"},
-    "sharded, overlap on": {"overlap": "on", "shard_update": "on"},
-}
 
 
 class Contender:
@@ -106,65 +87,16 @@ def slowest_rank(runs: dict[str, harness.Run], rounds: int, warm_up: int) -> dic
     return {name: np.max([each[name] for each in every], axis=0).tolist() for name in runs}
 
 
-class Counted:
-    """A turn of a training loop, and the host's bytes of it."""
-
-    def __init__(self, loop: Callable[[int], Any]) -> None:
-        """No turn yet."""
-        self.loop, self.sent_bytes = loop, list[int]()
-
-    def __call__(self) -> None:
-        before = card_bytes()
-        self.loop(STEPS)
-        self.sent_bytes.append(card_bytes() - before)
-
-
-def measured_steps(model: str, strategy: str, names: list[str], rounds: int) -> dict[str, Any]:
-    """Be a rank: seconds and bytes of a step, by exchange."""
-    process.prepare()
-    given = bench_step.experiment(model)
-    with jax.numpy_dtype_promotion("standard"):
-        exchanges = {name: dataclasses.replace(given.exchange, strategy=strategy, **WAYS[name]) for name in names}
-        each = {name: dataclasses.replace(given, exchange=exchange) for name, exchange in exchanges.items()}
-        turns = {name: Counted(bench_step.trainer(experiment)) for name, experiment in each.items()}
-        found = slowest_rank(turns, rounds, warm_up=1)
-    return {
-        name: {"step_s": [turn_s / STEPS for turn_s in seconds], "sent_bytes": median(turns[name].sent_bytes) / STEPS}
-        for name, seconds in found.items()
-    }
-
-
-def print_steps(options: argparse.Namespace, env: dict[str, str]) -> None:
-    """Print a row per way of the exchange."""
-    arguments = (options.model, options.strategy, list(WAYS), options.rounds)
-    where = {"ranks": options.ranks, "rate": options.rate, "slots": options.slots}
-    found = harness.on_ranks(measured_steps, *arguments, **where, env=env)
-    print(harness.table(("exchange", "s a step", "/ whole, overlap on", "MB that a host sends", "/ whole, overlap on")))
-    whole = found["whole, overlap on"]
-    for name, row in found.items():
-        ratios = [a / b for a, b in zip(row["step_s"], whole["step_s"], strict=True)]
-        sent = [f"{row['sent_bytes'] / 1e6:.2f}", f"{row['sent_bytes'] / (whole['sent_bytes'] or 1):.4f}"]
-        print(harness.row([name, harness.interval(row["step_s"], 3), harness.interval(ratios, 2), *sent]), flush=True)
-
-
 def main() -> None:
     """Print a row per tree and contender."""
-    parser = harness.parser(__doc__, ranks=8, slots=1, rate="", rounds=20)
+    parser = harness.parser(__doc__, ranks=8, rate="", rounds=20)
     parser.add_argument("--trees", nargs="+", default=["alexnet", "googlenet"], help="see `jaxmpi models`")
     parser.add_argument("--optimizer", default="adam", choices=[name for name, row in OPTIMIZERS.items() if row.by])
-    parser.add_argument("--step", action="store_true", help="the trainer's whole step, in place of trees")
-    parser.add_argument("--strategy", default="asa32", help="with --step")
-    parser.add_argument("--model", default="googlenet", choices=("googlenet", "digits_cnn"), help="with --step")
     options = parser.parse_args()
-    if options.slots > 1 and not (options.step and options.rate):
-        parser.error("--slots: expected --step and --rate beside it")
     strategies = ["asa32", *([] if options.rate else ["shm"])]
-    where = f" over {options.rate}, {options.slots} a host" * bool(options.rate)
-    how = f", {options.strategy}, adam" if options.step else f", {options.optimizer}"
-    print(f"{options.ranks} ranks{where}{how}; {options.rounds} rounds\n")
+    where = f" over {options.rate}" * bool(options.rate)
+    print(f"{options.ranks} ranks{where}, {options.optimizer}; {options.rounds} rounds\n")
     env = {"JAX_PLATFORMS": "cpu", "OMPI_MCA_mpi_yield_when_idle": "1"}
-    if options.step:
-        return print_steps(options, env)
     print(harness.table(("tree", "strategy", "s whole", "s sharded", "ratio", "MB of state", "of the whole")))
     for tree, strategy in itertools.product(options.trees, strategies):
         names = [strategy, SHARDED + strategy]

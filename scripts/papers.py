@@ -10,7 +10,6 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import harness
@@ -18,10 +17,10 @@ import harness
 from jaxmpi.core.errors import UsageError
 
 PYTHON = sys.executable
-SLOW, FAST = "200mbit", "10gbit"  # links of emulated hosts
+SLOW = "200mbit"  # links of emulated hosts
 ERROR = ", standard error"  # suffix of a quantity that the page shows behind its mean
 Options = argparse.Namespace
-Values = dict[str, float]  # by quantity; "N workers" in a name makes it a point of a line by N
+Values = dict[str, float]  # by quantity
 
 
 class PaperTable(NamedTuple):
@@ -32,7 +31,6 @@ class PaperTable(NamedTuple):
     read: Callable[[list[str]], Values]  # each command's file, or what it printed if it has none -> our figures
     paper: Callable[[Options], Values]
     on_hosts: bool = True  # may run on emulated hosts
-    drawn: str = ""  # regular expression of the quantities in the picture
 
 
 # ---------------------------------------------------------------- commands
@@ -307,41 +305,7 @@ def root_over_ring(files: list[str]) -> Values:
     return {f"root / ring32, {n} workers": by["root"] / by["ring32"] for n, by in by_ranks.items()}
 
 
-def language_runs(options: Options) -> list[list[str]]:
-    """Time steps of a language model on emulated hosts."""
-    hosts = map(str, worker_counts(options, (1, 2) if options.quick else (1, 2, 4, 8)))
-    size = ["--shrink", "64" if options.quick else "1.7", "--rounds", str(min(options.rounds, 5))]
-    return [script("bench_language", "--hosts", *hosts, "--rate", options.rate or FAST, *size, "--json", "{out}")]
-
-
-def language_samples(files: list[str]) -> Values:
-    """Samples/s of `bench_language.py` over those of one host, measured and predicted."""
-    one, *others = sorted(json.loads(files[0])["rows"], key=lambda row: row["hosts"])
-    ours: Values = {}
-    for row in others:
-        for cores, names in {
-            "shared": ("behind", "beside", "predicted"),
-            "own": ("own cores", "own cores, beside", "own cores, predicted"),
-        }.items():
-            behind, beside, predicted = (row[name] for name in names)
-            hosts = f"{int(row['hosts'])} hosts"
-            ours[f"{hosts} / 1, {cores} cores"] = behind / one[names[0]]
-            ours[f"{hosts} / 1, {cores} cores, overlap"] = beside / one[names[0]]
-            ours[f"{hosts}, predicted / measured, {cores} cores"] = predicted / behind
-    most = [one, *others][-1]
-    name, base = "samples/s of a worker, most / 1", most["hosts"] * one["own cores"]
-    ours |= {name: most["own cores, beside"] / base, f"{name}, without overlap": most["own cores"] / base}
-    return ours | {f"{name}, without overlap, predicted": most["own cores, predicted"] / base}
-
-
 # ---------------------------------------------------------------- Kumar et al. 2018
-
-RECIPES = {"resnet50": "ResNet-50", "googlenetbn": "GoogLeNetBN"}
-EPOCH = {  # quantity of an epoch, and the contenders of `bench_epoch.py` whose seconds are divided, by their start
-    "data": {"an epoch, memory / files": ("memory", "files"), "an epoch, packed / files": ("packed", "files")},
-    "devices": {"an epoch, a process for several devices / for one": ("a process for", "a process a")},
-    "together": {"an epoch, both / neither": ("memory and", "files and")},
-}
 
 
 def shuffle_run(options: Options, workers: Sequence[int]) -> list[str]:
@@ -397,34 +361,6 @@ def group_layout(options: Options) -> Values:
     return by_workers | {f"{many} workers, {n} groups / 1, MB a worker": float(n) for n in groups}
 
 
-def epoch_runs(what: str, options: Options) -> list[list[str]]:
-    """Train in two layouts of devices, or with data in several places."""
-    ranks = options.hosts or (max(options.n // 2, 1) if what == "devices" else options.n)
-    rate = ["--rate", options.rate or SLOW] if options.hosts else []
-    images = ["--images", "160"] if what == "together" else []  # a step takes seconds
-    short = ["--images", "96", "--train-for", "2ep"] if options.quick else images
-    line = ("--ranks", str(ranks), "--rounds", str(min(options.rounds, 5)), *rate, *short)
-    return [script("bench_epoch", what, "--recipe", recipe, *line, "--json", "{out}") for recipe in RECIPES]
-
-
-def epoch_ratios(what: str, files: list[str]) -> Values:
-    """Time of one contender's epoch over another's."""
-    ratios: Values = {}
-    for model, seconds in zip(RECIPES.values(), map(json.loads, files), strict=True):
-        for name, pair in EPOCH[what].items():
-            above, below = (next(s for key, s in seconds.items() if key.startswith(prefix)) for prefix in pair)
-            ratios[f"{model}, {name}"] = above / below
-    return ratios
-
-
-def epoch_table(what: str, source: str, paper: Sequence[float]) -> PaperTable:
-    """A table of epochs whose paper has a figure for each of RECIPES, of the first quantity."""
-    name = next(iter(EPOCH[what]))
-    figures = {f"{model}, {name}": value for model, value in zip(RECIPES.values(), paper, strict=True)}
-    read = partial(epoch_ratios, what)
-    return PaperTable(f"Kumar et al. 2018, {source}", partial(epoch_runs, what), read, lambda o: figures)
-
-
 # ---------------------------------------------------------------- Stooke and Abbeel 2017
 
 
@@ -456,7 +392,6 @@ TABLES = {
         errors,
         paper_errors,
         on_hosts=False,
-        drawn="over 1 worker",
     ),
     "table2": PaperTable(
         "Ma et al. 2016, Table 2: parameters of the models",
@@ -474,7 +409,6 @@ TABLES = {
         cost_runs,
         costs,
         paper_costs,
-        drawn="alexnet-128b.*/ training|ar / asa",
     ),
     "speedup": PaperTable(
         "Ma et al. 2016, Table 1: speed-up of AlexNet and GoogLeNet, and with 16 bits",
@@ -487,13 +421,6 @@ TABLES = {
         ring_runs,
         root_over_ring,
         lambda o: {f"root / ring32, {n} workers": n / 2 for n in powers_up_to(ranks_of(o))},
-    ),
-    "baidu": PaperTable(
-        "Gibiansky 2017: samples/s of a language model over a ring, measured and predicted",
-        language_runs,
-        language_samples,
-        lambda o: {"samples/s of a worker, most / 1": 370 / 675},  # ms of a step with 1 and with 40 workers
-        on_hosts=False,
     ),
     "multicolor": PaperTable(
         "Kumar et al. 2018: multi-colour trees over Open MPI's Allreduce, GoogLeNetBN",
@@ -512,11 +439,6 @@ TABLES = {
         lambda o: [shuffle_run(o, group_workers(o))],
         group_ratios,
         group_layout,
-    ),
-    "epoch": epoch_table("data", "Figs. 10 and 11: an epoch with and without data in memory", (0.75, 0.67)),
-    "devices": epoch_table("devices", "Fig. 12: an epoch with a better use of a node's devices", (0.82, 0.85)),
-    "together": epoch_table(
-        "together", "Table 1: an epoch with data in memory and trees over one with neither", (1 / 2.2, 1 / 1.65)
     ),
     "synkhronos": PaperTable(
         "Stooke and Abbeel 2017, Figs. 2 and 3, Table 1",

@@ -8,32 +8,27 @@
     python scripts/reproduce.py all --quick                          every one of them, small: to see that all run
 
 It runs the project's other scripts and compares their results; it measures nothing itself. It writes NAME.md, with
-machine and date, and NAME.png into --out (runs/papers); `all` writes all.md, too, and continues after a table that
-cannot run here.
+machine and date, into --out (runs/papers); `all` writes all.md, too, and continues after a table that cannot run here.
 """
 
 import argparse
 import datetime
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import harness
 from harness import ROOT
-from papers import ERROR, FAST, MODELS, PYTHON, SLOW, TABLES, PaperTable, Values
+from papers import ERROR, MODELS, PYTHON, SLOW, TABLES, PaperTable, Values
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.observe import plots
 
-BY_WORKERS = re.compile(r"\b(\d+) (?:workers|hosts)\b")
 WHO = ("paper", "ours")
 
 
@@ -92,39 +87,6 @@ def compare(paper: Values, ours: Values) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(table: PaperTable, rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Plot quantities with several numbers of workers as lines, others that both have as bars."""
-    lines: dict[str, list[plots.Point]] = {}
-    bars = []
-    for row in rows:
-        name = row["quantity"]
-        if name.endswith(ERROR) or not re.search(table.drawn, name):
-            continue
-        if workers := BY_WORKERS.search(name):
-            for who in WHO:
-                if row[who] is not None:
-                    lines.setdefault(f"{BY_WORKERS.sub('N workers', name)}, {who}", []).append(
-                        (float(workers[1]), row[who])
-                    )
-        elif row["ours / paper"]:
-            bars += [(f"{name}, {who}", row[who], row[who], row[who]) for who in WHO]
-    series = {name: points for name, points in lines.items() if len(points) > 1}
-    bars += [
-        (name.replace("N workers", f"{n:g} workers"), y, y, y)
-        for name, each in lines.items()
-        if len(each) == 1
-        for n, y in each
-    ]
-    title, ratio = textwrap.fill(table.source, 60), plots.Quantity("", base=None)
-    panels: list[plots.Panel] = []
-    if series:
-        panels.append(plots.Lines(title, plots.Quantity("workers", base=None), ratio, series))
-    if bars:
-        panels.append(plots.Bars(title, ratio, bars, colours=2))
-    if panels:
-        plots.save(panels, file)
-
-
 def page(name: str, table: PaperTable, rows: Sequence[dict[str, Any]], lines: Sequence[str]) -> str:
     """A section of docs/papers.md; standard errors stand behind their means."""
     errors = {row["quantity"].removesuffix(ERROR): row["ours"] for row in rows if row["quantity"].endswith(ERROR)}
@@ -157,12 +119,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--workers",
         type=int,
         nargs="+",
-        help="of speedup and baidu (default: 1 2 4 8; speedup: 1 and --hosts), of synkhronos (1 2)",
+        help="of speedup (default: 1 2 4 8; with --hosts 1 and these), of synkhronos (1 2)",
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="of speedup (default: both)")
     parser.add_argument("--seeds", type=int, help="of table1 (default: 3; --quick: 1)")
     parser.add_argument("--hosts", type=int, default=0, help="emulated hosts, a rank each, instead of -n")
-    parser.add_argument("--rate", default="", help=f"of each emulated host's link (default: {SLOW}; baidu: {FAST})")
+    parser.add_argument("--rate", default="", help=f"of each emulated host's link (default: {SLOW})")
     parser.add_argument("--rounds", type=int, help="of exchanges (default: 10; --quick: 1)")
     parser.add_argument("--warm-up", type=int, default=2, help="rounds before, of exchanges")
     parser.add_argument("--timeout-s", type=float, default=7200, help="of each line")
@@ -190,7 +152,6 @@ def reproduce(name: str, options: argparse.Namespace) -> str:
     if options.show:
         return ""
     rows = compare(table.paper(options), ours)
-    draw(table, rows, folder / f"{name}.png")
     text = "A try with --quick, so figures mean nothing.\n\n" * options.quick + page(name, table, rows, lines)
     (folder / f"{name}.md").write_text(text)
     return text

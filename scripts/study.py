@@ -6,8 +6,7 @@
 A study of STUDIES by name, or a grid: all combinations of --workers and of the values of --vary, which takes any flag
 of the trainer. Every finished run becomes a line of --out, and recorded runs are not repeated, so a stopped study
 continues where it was. A run that diverges is recorded as failed and left out of means. Cells are compared with the
-first one, seed by seed: the same seed gives the same initial params and order of examples. If --train-for varies, a
-second table has the shortest runs that are no worse than the first cell's.
+first one, seed by seed: the same seed gives the same initial params and order of examples.
 
 `jaxmpi report runs/study.jsonl` draws the runs. Workers are devices of one process. With --launch, and in `elastic` and
 `strategies`, they are ranks under mpirun, which asynchronous rules and strategies of MPI need.
@@ -315,17 +314,6 @@ def title(cell: Cell, study: Study) -> str:
     return ", ".join(f"{name} {cell[name]}" for name in names if name in cell) or "the experiment as it is"
 
 
-def shares_of_workers(runs: Mapping[int, dict[str, Any]]) -> str:
-    """Each worker's share of the steps, if workers do not wait for each other."""
-    steps = [row["worker_steps"] for row in runs.values() if "worker_steps" in row]
-    shares = [[n / sum(each) for n in each] for each in steps]
-    if not shares:
-        return ""
-    means = " ".join(f"{100 * statistics.mean(share):.0f}" for share in zip(*shares, strict=True))
-    farthest = max(abs(len(each) * share - 1) for each in shares for share in each)
-    return f"; shares of workers {means} %, farthest from equal {100 * farthest:.0f} %"
-
-
 def table(study: Study, made: Sequence[Summary]) -> str:
     """Markdown table of the cells."""
     is_text = any("eval_bits_per_byte" in run for row in made for run in row.runs.values())
@@ -335,41 +323,10 @@ def table(study: Study, made: Sequence[Summary]) -> str:
         seeds = f"{len(row.runs)}, {row.failed} failed" if row.failed else len(row.runs)
         compared = [with_error(row.difference, row.difference_error, "+"), row.within] if i else ["reference", ""]
         elapsed, _ = mean_and_error([run["elapsed_s"] for run in row.runs.values()])
-        name, took = row.title + shares_of_workers(row.runs), f"{elapsed:.0f} s" if row.runs else "-"
-        cells.append([name, seeds, with_error(row.mean, row.error), *compared, took])
+        took = f"{elapsed:.0f} s" if row.runs else "-"
+        cells.append([row.title, seeds, with_error(row.mean, row.error), *compared, took])
     headings = ("cell", "seeds", unit, "difference", "within 2 standard errors", "a run")
     return f"{study.question} `{study.experiment}`\n\n{harness.table(headings, cells)}"
-
-
-def shortest(study: Study, rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """The smallest share of the first cell's length that is no worse, by seed; infinite if none is.
-
-    Cells that differ only in their length count as one. Empty if all cells have the same length.
-    """
-    lengths = {cell.get("train-for") for cell in study.cells if any(row["cell"] == cell for row in rows)}
-    shares: dict[str, dict[int, float]] = {}
-    if len(lengths) < 2:
-        return shares
-    finished = [row for row in rows if "failed" not in row]
-    reference = {row["seed"]: row for row in finished if row["cell"] == study.cells[0]}
-    for cell in study.cells[1:]:
-        name = title({k: v for k, v in cell.items() if k != "train-for"}, study)
-        by_seed = shares.setdefault(name, {})
-        for row in finished:
-            first = reference.get(row["seed"])
-            if row["cell"] == cell and first:
-                share = row["curve"][-1][0] / first["curve"][-1][0]
-                reached = share if metric(row) <= metric(first) else math.inf
-                by_seed[row["seed"]] = min(by_seed.get(row["seed"], math.inf), reached)
-    return shares
-
-
-def table_of_shortest(shares: Mapping[str, Mapping[int, float]]) -> str:
-    """Markdown table of `shortest`."""
-    seeds = sorted(set(itertools.chain(*shares.values())))
-    cells = [[name, *(f"{of_seed.get(seed, math.nan):.2f}" for seed in seeds)] for name, of_seed in shares.items()]
-    heading = "share of the first one's length that is no worse"
-    return harness.table([heading, *(f"seed {seed}" for seed in seeds)], cells)
 
 
 def with_error(value: float, error: float, sign: str = "") -> str:
@@ -440,8 +397,6 @@ def main() -> None:
         rows = read_rows(options.out, study)
         made = summaries(study, rows)
         print(table(study, made) + "\n", flush=True)
-        if shares := shortest(study, rows):
-            print(table_of_shortest(shares) + "\n", flush=True)
 
 
 if __name__ == "__main__":

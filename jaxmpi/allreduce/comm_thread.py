@@ -74,10 +74,10 @@ def all_reduce_on_comm_thread(
     vectors: Sequence[jax.Array],
     strategy: str,
     comm: Comm,
-    plan: Any,
-    labels: Sequence[str],
-    *,
     half: str = "",
+    *,
+    plan: Any = None,
+    labels: Sequence[str] = (),
     portable: bool = False,
 ) -> list[jax.Array]:
     """f32[n] each -> their sums over workers, by the communication thread.
@@ -87,9 +87,9 @@ def all_reduce_on_comm_thread(
 
     Args:
         strategy: its full name.
-        plan: what must be the same on all ranks, JSON.
-        labels: of the vectors, for messages.
         half: of the strategy's sum, `scatter` or `gather`; empty: all of it.
+        plan: what must be the same on all ranks, JSON; default: the strategy and the numbers of floats.
+        labels: of the vectors, for messages.
         portable: the program can be exported. Then data alone orders waits, so results of the first sums may be used
             while the last are under way. Else the calls are ordered among mpi4jax's, so that none of these waits for
             one behind it.
@@ -97,6 +97,9 @@ def all_reduce_on_comm_thread(
     engine, sums = exchange_handlers().engine, [(strategy, half, x.size) for x in vectors]
     parts, most = engine.parts(sums), engine.tags // 2  # a resumed exchange has the other half
     check(parts <= most, f"got {parts} segments of gradients, expected {most} or fewer; use overlap off")
+    plan = plan or {"strategy": strategy, "half": half, "floats of buckets": [x.size for x in vectors]}
+    of_half = f"{half} of " if half else ""
+    labels = labels or [f"{of_half}bucket {i + 1} of {len(vectors)}" for i in range(len(vectors))]
     text = json.dumps({"plan": plan, "sums": sums, "labels": [*labels]})
     effect = host_callbacks.ORDERED if portable or not isinstance(comm, MpiComm) else comm.effect
     [ticket] = _call((OPEN, *words_of(key_of(text))), [], [TICKET], effect, text=text)

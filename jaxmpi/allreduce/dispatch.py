@@ -1,7 +1,6 @@
 """A strategy's sums of vectors, all at once or one after another."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,18 +27,14 @@ def sums(vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1
     strategy, flat = parse(name), [x.reshape(-1) for x in vectors]
     if strategy.spec.means:
         return strategy.spec.means(list(vectors), comm, divisor)
-    labels = [f"bucket {i + 1} of {len(flat)}" for i in range(len(flat))]
-    plan = {"strategy": name, "floats of buckets": [x.size for x in flat]}
-    totals = try_host_all_reduce(flat, name, comm, plan, labels)
+    totals = try_host_all_reduce(flat, name, comm)
     if totals is None:
         check_counts(flat, name, comm)
         totals = [sum_bucket(x, strategy, comm) for x in flat]
     return [(total / divisor).reshape(x.shape) for x, total in zip(vectors, totals, strict=True)]
 
 
-def try_host_all_reduce(
-    vectors: Sequence[jax.Array], name: str, comm: Comm, plan: Any, labels: Sequence[str], half: str = ""
-) -> list[jax.Array] | None:
+def try_host_all_reduce(vectors: Sequence[jax.Array], name: str, comm: Comm, half: str = "") -> list[jax.Array] | None:
     """Sums between processes, or halves of them, with many messages under way.
 
     On one host, and short ones between hosts, C makes them in the thread of the program: changes of threads would take
@@ -52,7 +47,7 @@ def try_host_all_reduce(
             return totals
     if not has_thread:
         return None
-    return comm_thread.all_reduce_on_comm_thread(vectors, name, comm, plan, labels, half=half)
+    return comm_thread.all_reduce_on_comm_thread(vectors, name, comm, half)
 
 
 def sum_bucket(flat: jax.Array, strategy: Strategy, comm: Comm) -> jax.Array:

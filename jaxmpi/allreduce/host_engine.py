@@ -126,6 +126,8 @@ class HostEngine:
 
     def add_plan(self, key: int, sums: Sequence[tuple[str, str, int]]) -> None:
         """Let programs find sums by this key."""
+        from mpi4py import MPI
+
         if key in _plans:
             return
         schedules = [self._schedule(*each) for each in sums]
@@ -137,7 +139,8 @@ class HostEngine:
             np.int64,
         )
         _plans[key] = records, schedules
-        facts = c_int64(key), c_int32(self.number), handle(self.mpi), c_int64(self.tags), c_int64(len(sums))
+        comm = c_handlers.handle_type()(MPI._handleof(self.mpi))
+        facts = c_int64(key), c_int32(self.number), comm, c_int64(self.tags), c_int64(len(sums))
         library().jaxmpi_sum_add_plan(*facts, c_void_p(records.ctypes.data))
 
     def close(self) -> None:
@@ -239,13 +242,6 @@ def library() -> ctypes.CDLL:
 
 
 FUNCTIONS = "Isend", "Irecv", "Testsome"  # in the order in `scheduled_sums.h`; the callbacks follow
-
-
-def handle(mpi: Any) -> Any:
-    """MPI's handle of a communicator, for C."""
-    from mpi4py import MPI
-
-    return c_handlers.handle_type()(MPI._handleof(mpi))
 
 
 def _ending_job(function: Callable[..., None]) -> Callable[..., None]:

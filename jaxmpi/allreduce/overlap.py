@@ -136,7 +136,7 @@ def exchange(
     given = [guarded(jnp.asarray(leaf), workers) for leaf in leaves]
     flats = [fuse([given[i] for i in bucket], alignment) for bucket in buckets]
     with compared(workers, number):
-        sums = all_reduce_on_comm_thread(flats, choice.strategy, workers, plan, labels, portable=portable)
+        sums = all_reduce_on_comm_thread(flats, choice.strategy, workers, plan=plan, labels=labels, portable=portable)
     out = [*leaves]
     for bucket, total in zip(buckets, sums, strict=True):
         for i, part in zip(bucket, split(total / divisor, [leaves[i] for i in bucket], alignment), strict=True):

@@ -273,11 +273,9 @@ class Zero(NamedTuple):
         """A half outside XLA; None where a program makes it."""
         if not (self.is_beside or self.halves.scatter_part):
             return None
-        labels = [f"{half} of bucket {i + 1} of {len(flats)}" for i in range(len(flats))]
-        plan = {"strategy": strategy, "half": half, "floats of buckets": [x.size for x in flats]}
         if self.is_beside:
-            return all_reduce_on_comm_thread(flats, strategy, self.comm, plan, labels, half=half, portable=True)
-        return try_host_all_reduce(flats, strategy, self.comm, plan, labels, half)
+            return all_reduce_on_comm_thread(flats, strategy, self.comm, half, portable=True)
+        return try_host_all_reduce(flats, strategy, self.comm, half)
 
     def _by_worker(self, x: jax.Array) -> jax.Array:
         """f32[] -> f32[w]."""

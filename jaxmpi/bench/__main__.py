@@ -49,8 +49,8 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         UsageError: as `check_options` and `make_plan`.
     """
-    check_options(options)
     if process.launched() is None and (options.n or 2) > 1:
+        check_options(options)
         launcher = Options(options.n or 2, options.launcher, (*shlex.split(options.launcher_args),), (*options.words,))
         line = command.command(launcher, cores=process.cores(), is_root=os.geteuid() == 0, module="jaxmpi.bench")
         print("+ " + shlex.join(line), flush=True)
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
 
         measured = measure(agreed_plan(options, control), control, keep)
         if control.rank == 0:
-            report(results.case_figures(measured, options.rate_mbit), options)
+            report(results.case_figures(measured, options.rate_mbit))
         control.barrier()
 
 
@@ -81,6 +81,7 @@ def agreed_plan(options: argparse.Namespace, control: Processes) -> BenchPlan:
     answer = {}
     if control.rank == 0:
         try:
+            check_options(options)  # now: an experiment file may start the device, which comes after MPI
             answer = {"plan": dataclasses.asdict(make_plan(options, control.size))}
         except UsageError as error:
             answer = {"error": str(error)}
@@ -92,14 +93,12 @@ def agreed_plan(options: argparse.Namespace, control: Processes) -> BenchPlan:
     return plan
 
 
-def report(cases: Sequence[Json], options: argparse.Namespace) -> None:
-    """Show the tables; draw the plot."""
+def report(cases: Sequence[Json]) -> None:
+    """Show the tables."""
     console = Console()
     for table in map(results.table, cases):
         console.width = max(console.width, Console(width=1000).measure(table).maximum)  # no number is cut short
         console.print(table)
-    if options.plot:
-        results.draw(cases, options.plot)
 
 
 def write(out: Path, cases: Sequence[Json]) -> None:

@@ -91,7 +91,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--warm-up", type=int, default=8, help="rounds before, until the heap has settled (default: 8)")
     add("--rate-mbit", type=float, help="of each host's link, for the bound (default: as measured)")
     add("--out", type=Path, help="JSON file for all figures")
-    add("--plot", type=Path, help="file for a plot: .png, .svg or .pdf")
     options = parser.parse_args(join_launcher_args(argv), argparse.Namespace(words=[*argv]))
     for name in ("n", "rounds", "warm_up"):
         value = getattr(options, name)

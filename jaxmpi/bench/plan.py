@@ -27,7 +27,6 @@ from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import check_writable
 from jaxmpi.core.shared_memory import available_bytes as free_bytes
-from jaxmpi.observe import plots
 from jaxmpi.runtime import process
 
 # The lengths of Baidu's test of its ring allreduce, up to 64 Mi floats (Gibiansky 2017).
@@ -94,8 +93,6 @@ def check_options(options: argparse.Namespace) -> None:
         floats(size)
     if options.out:
         check_writable(options.out)
-    if options.plot:
-        plots.check_file(options.plot)
 
 
 def experiment_of(options: argparse.Namespace) -> str:
@@ -115,8 +112,6 @@ def make_plan(options: argparse.Namespace, ranks: int) -> BenchPlan:
     cases = [Case(f"{n:,} floats", False, [(n,)]) for n in (floats(str(size)) for size in named)]
     shown = {experiment: options.experiment}
     cases += [Case(shown.get(name, name), True, list(tree.values())) for name, tree in trees(models).items()]
-    if options.plot and not any(case.floats for case in cases):
-        raise UsageError("--plot: no case has any floats to draw")
     plan = BenchPlan(
         strategies=tuple(dict.fromkeys(options.strategies)),
         peers=select_peers(options.peers),

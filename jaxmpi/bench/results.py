@@ -1,4 +1,4 @@
-"""Figures from measured seconds, such as bandwidths: as JSON, table and plot.
+"""Figures from measured seconds, such as bandwidths: as JSON and tables.
 
 A case is a vector or a tree of K bytes on each of N ranks. algorithm bandwidth = K / t; bus bandwidth =
 2 (N-1)/N K / t: the load of a link each way if every rank sends the minimum.
@@ -6,7 +6,6 @@ A case is a vector or a tree of K bytes on each of N ranks. algorithm bandwidth 
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,8 @@ from rich.table import Table
 
 from jaxmpi.bench.contenders import COPY, COPY_BYTES, LINK, LINK_BYTES
 from jaxmpi.bench.options import PEERS
-from jaxmpi.observe import plots
 
 FRAME_PAYLOAD = 1448 / 1514  # payload's share of a full Ethernet frame, TCP with time stamps
-TIME = plots.Quantity("median time of one exchange", "s")
 Json = dict[str, Any]
 
 
@@ -121,42 +118,14 @@ def table(case: Json) -> Table:
 
 def describe(case: Json) -> str:
     """A case: its operand, ranks and hosts."""
-    name = f"{case['case']}, {case['leaves']} leaves, " * case["is_tree"]
-    return f"{name}{case['floats']:,} floats, {case['bytes'] / 1e6:.4g} MB, {where(case)}"
-
-
-def where(case: Json) -> str:
-    """Ranks and hosts of a case."""
-    ranks, hosts = case["ranks"], case["hosts"]
-    return f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}"
+    name, ranks, hosts = f"{case['case']}, {case['leaves']} leaves, " * case["is_tree"], case["ranks"], case["hosts"]
+    where = f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}"
+    return f"{name}{case['floats']:,} floats, {case['bytes'] / 1e6:.4g} MB, {where}"
 
 
 def label(row: Json) -> str:
     """A row's name, and the strategy that `auto` has picked."""
     return f"{row['by']}, {row['picked']['strategy']}" if row["picked"] else row["by"]
-
-
-def draw(cases: Sequence[Json], path: Path) -> None:
-    """Plot vectors as time against bytes, trees as bars, with their bounds.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    panels: list[plots.Panel] = []
-    series: dict[str, list[tuple[float, float]]] = {}
-    vectors = sorted((case for case in cases if not case["is_tree"] and case["bytes"]), key=lambda case: case["bytes"])
-    for case in vectors:
-        for row in case["rows"]:
-            series.setdefault(label(row), []).append((case["bytes"], row["median_s"]))
-    if vectors:
-        bound = [(case["bytes"], case["bound_s"]) for case in vectors if case["bound_s"]]
-        size = plots.Quantity("vector of a rank", "B")
-        panels.append(plots.Lines(f"One exchange of a vector, {where(vectors[0])}", size, TIME, series, bound))
-    for case in cases:
-        if case["is_tree"]:
-            bars = [(label(row), row["median_s"], *row["quartiles_s"]) for row in case["rows"]]
-            panels.append(plots.Bars(f"One exchange of {describe(case)}", TIME, bars, case["bound_s"]))
-    plots.save(panels, path)
 
 
 def median_interval(values: np.ndarray) -> tuple[float, float, float]:

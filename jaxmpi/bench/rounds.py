@@ -18,7 +18,6 @@ from jaxmpi.bench.results import Json
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.shared_memory import read
 from jaxmpi.runtime import failures
 
 SAMPLE_S = 0.02  # a shorter exchange is repeated to fill it
@@ -124,5 +123,5 @@ def sent_by_hosts(rounds: Sequence[Sequence[Sample]], control: Processes) -> Jso
 
 def card_bytes() -> int:
     """Bytes that this host's network cards have sent since it started."""
-    cards = [line.split(":") for line in read(Path("/proc/self/net/dev")).splitlines()[2:]]
+    cards = [line.split(":") for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]]
     return sum(int(counts.split()[8]) for card, counts in cards if card.strip() != "lo")

@@ -15,7 +15,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError, nearest
 
 USAGE = """usage: jaxmpi train [-n N] [--restarts R] [--elastic MIN:MAX] [--launcher mpirun|srun]
-                    [--launcher-args "..."] [--comm mpi|xla] [--field value ...] EXPERIMENT.py [--field value ...]
+                    [--launcher-args "..."] [--field value ...] EXPERIMENT.py [--field value ...]
        jaxmpi train [-n N] ... --from RUN [--field value ...]
 
 Train an experiment with N workers: print the launcher's line, run it, and say how it ended.
@@ -25,7 +25,6 @@ Train an experiment with N workers: print the launcher's line, run it, and say h
   --elastic MIN:MAX  start with MAX workers, again with those that are left, MIN at least; the effective batch stays
   --launcher NAME    mpirun (default) or srun (default inside a Slurm job of several hosts)
   --launcher-args    more arguments for it, such as "--hostfile hosts"
-  --comm NAME        as the field of that name, which may also stand behind the experiment
   --from RUN         the experiment file and flags of a run; others given here count; with --resume it goes on
   --field value      any field of the experiment: jaxmpi train EXPERIMENT.py --help lists them
 
@@ -56,7 +55,7 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
         UsageError: an option without its value, or an invalid number of workers.
     """
     values = {"-n": "", "--launcher": default_launcher(environ), "--launcher-args": "", "--restarts": "0"}
-    values |= {"--elastic": "", "--comm": ""}
+    values |= {"--elastic": ""}
     argv = [*split_n(argv[0]), *argv[1:]] if argv else argv
     fields: list[str] = []  # words about the experiment's fields that come before its file
     while argv and argv[0] not in ("-h", "--help"):
@@ -83,14 +82,13 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
         raise UsageError(f"-n: got {workers}; expected {least} to {most}, as --elastic says")
     if not is_number(values["--restarts"]):
         raise UsageError(f"--restarts: got {values['--restarts']!r}; expected a number >= 0")
-    comm = ("--comm", values["--comm"]) if values["--comm"] and argv else ()
     try:
         launcher_args = shlex.split(values["--launcher-args"])
     except ValueError as error:
         raise UsageError(f"--launcher-args: got {values['--launcher-args']!r}: {error}") from error
     if least and values["--restarts"] == "0":
         raise UsageError("--elastic says with how many workers to start again; give --restarts, too")
-    names = (values["--launcher"], tuple(launcher_args), (*argv[:1], *comm, *argv[1:]))
+    names = (values["--launcher"], tuple(launcher_args), tuple(argv))
     return Options(int(workers), *names, restarts=int(values["--restarts"]), least=least)
 
 

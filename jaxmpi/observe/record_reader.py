@@ -63,12 +63,6 @@ class Record:
     slowest: list[str] = field(default_factory=list)  # by line with an anatomy, who was waited for; empty if nobody
     samples: Sequence[Sample] = ()  # texts and pictures, the newest of each name
 
-    @property
-    def worker_steps(self) -> list[float]:
-        """Steps by worker in the last `workers` line; empty if incomplete."""
-        steps = [values[-1] for name, values in self.workers.items() if name.startswith("worker_steps.")]
-        return [float(count) for count in steps] if all(count >= 0 for count in steps) else []
-
 
 # ---------------------------------------------------------------- reading
 

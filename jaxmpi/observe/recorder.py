@@ -5,6 +5,7 @@ most the line being written. A resumed run first drops damaged lines and the lin
 more than 64 ranks are reduced to the greatest of neighbouring ranks.
 """
 
+import io
 import json
 import math
 import re
@@ -18,6 +19,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import write_all, write_whole, writing
@@ -123,7 +125,8 @@ class Recorder:
             file = Path(self._file.name).parent / path
             with writing(file):
                 file.parent.mkdir(exist_ok=True)
-                write_whole(file, encode_png(picture))
+                Image.fromarray(picture).save(png := io.BytesIO(), "PNG")
+                write_whole(file, png.getvalue())
             self.write("sample", step=step, name=name, file=path)
 
     def train(
@@ -173,6 +176,7 @@ class Recorder:
         slowest, shares = "", {}
         if anatomy:
             slowest, ranks = self._slowest(anatomy.own_s), len(anatomy.own_s)
+            per = -(-ranks // MOST_RANKS)
             shares = {part: anatomy.means[part] / (anatomy.step_s or 1.0) for part in anatomy.table if part != "hidden"}
             self._compute_s += float(anatomy.spent[COMPUTE].mean())
             self._add_buckets(noted, anatomy.steps)
@@ -181,8 +185,8 @@ class Recorder:
                 "goodput": self._compute_s / max(now - self._begin, 1e-9),
                 "exchange_time": anatomy.source,
                 "anatomy": {part: [*map(as_json_number, row)] for part, row in anatomy.table.items()},
-                "own_s": [*map(as_json_number, block_maxima(anatomy.own_s))],
-                **({"own_ranks": ranks_per_block(ranks)} if ranks > MOST_RANKS else {}),
+                "own_s": [as_json_number(max(anatomy.own_s[i : i + per])) for i in range(0, ranks, per)],
+                **({"own_ranks": per} if per > 1 else {}),
                 "slowest": slowest,
             }
         self.write("train", **fields)
@@ -295,30 +299,11 @@ def as_picture(value: Any) -> np.ndarray:
     return picture.astype(np.uint8) * (255 if picture.dtype == np.bool_ else 1)
 
 
-def encode_png(picture: np.ndarray) -> bytes:
-    """The PNG file of a picture."""
-    import cv2
-
-    in_order = picture if picture.ndim == 2 else picture[..., ::-1]  # OpenCV has blue first
-    return cv2.imencode(".png", in_order)[1].tobytes()
-
-
 def format_figure(name: str, value: float) -> tuple[str, str]:
     """(top-1, 93.25 %) of a figure of an evaluation."""
     if match := re.fullmatch(r"top(\d+)", name):
         return f"top-{match[1]}", f"{100 * value:.2f} %"
     return (name, format_number(value)) if name != "bits_per_byte" else ("bits per byte", f"{value:.3f}")
-
-
-def ranks_per_block(ranks: int) -> int:
-    """Number of neighbouring ranks in one value."""
-    return -(-ranks // MOST_RANKS) or 1
-
-
-def block_maxima(values: Sequence[float]) -> list[float]:
-    """At most MOST_RANKS values, each the greatest of neighbouring ranks."""
-    per = ranks_per_block(len(values))
-    return [max(values[i : i + per]) for i in range(0, len(values), per)]
 
 
 def cut_record(path: Path, step: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.observe.plots import Bars, Lines, Panel, Quantity
+from jaxmpi.observe.plots import Lines
 from jaxmpi.observe.record_format import PARTS
 from jaxmpi.observe.record_reader import XS, Record, as_number, average_neighbours, known_means
 
@@ -231,9 +231,9 @@ def json_numbers(values: np.ndarray) -> list[float | int | None]:
 # ---------------------------------------------------------------- pictures
 
 
-def pictures(data: Mapping[str, Any]) -> dict[str, list[Panel]]:
-    """Panels by file of the data of a page: one for each section of charts, and one for each run's own figures."""
-    found: dict[str, list[Panel]] = {}
+def pictures(data: Mapping[str, Any]) -> dict[str, list[Lines]]:
+    """Panels by file of the data of a page: one for each section of charts, and one for each run's parts of a step."""
+    found: dict[str, list[Lines]] = {}
     runs = data["runs"]
     for i, chart in enumerate(data["charts"]):
         known = [values for run in runs for values in run["charts"][i] if values]
@@ -244,21 +244,14 @@ def pictures(data: Mapping[str, Any]) -> dict[str, list[Panel]]:
                 if values and (line := points(values["x"].get(x, ()), values["y"])):
                     lines[", ".join(filter(None, (run["name"], series["label"])))] = line
         if lines:
-            is_log = chart["isLog"] and all(y > 0 for line in lines.values() for _, y in line)
-            y = Quantity(chart["title"], chart["unit"], 10 if is_log else None, low=None)
-            found.setdefault(chart["section"], []).append(Lines(chart["title"], Quantity(x, base=None), y, lines))
-    time = Quantity("time a step", "s", base=None)
+            panel = Lines(chart["title"], x, chart["title"], chart["unit"], chart["isLog"], lines)
+            found.setdefault(chart["section"], []).append(panel)
     for i, run in enumerate(runs, 1):
-        panels: list[Panel] = []
         parts = run["parts"] or {"x": {}, "y": {}}
         lines = {part: line for part, y in parts["y"].items() if (line := points(parts["x"].get("step", ()), y))}
         if lines:
-            panels.append(Lines(f"{run['name']}: parts of a step", Quantity("step", base=None), time, lines))
-        for column, kind in enumerate(("in flight", "waited for"), 1):
-            if bars := [(row[0][:48], *[row[column]] * 3) for row in run["buckets"] if row[column] > 0]:
-                panels.append(Bars(f"{run['name']}: buckets {kind}, on rank 0", time, bars))
-        if panels:
-            found[f"run_{i}" if len(runs) > 1 else "run"] = panels
+            name = f"run_{i}" if len(runs) > 1 else "run"
+            found[name] = [Lines(f"{run['name']}: parts of a step", "step", "time a step", "s", False, lines)]
     return found
 
 

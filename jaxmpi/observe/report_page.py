@@ -235,7 +235,6 @@ def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:
     rule, strategy = fact(record, "experiment", "rule", "name"), record.facts.get("strategy", "")
     elapsed_s = max([*known_values(train, "elapsed_s"), *known_values(record.evaluations, "elapsed_s")], default=0.0)
     took = f"{elapsed_s:.3g} s" if elapsed_s < 60 else str(datetime.timedelta(seconds=round(min(elapsed_s, MOST_S))))
-    least, most = min(record.worker_steps, default=0), max(record.worker_steps, default=0)
     return [
         *figure_headline(record, "top-1", "eval_top1", 100, " %"),
         *(each for name in figures for each in figure_headline(record, words_of(name), name)),
@@ -251,7 +250,6 @@ def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:
         Headline("workers", str(record.facts.get("workers", "")), str(record.facts.get("backend", ""))),
         Headline("rule, strategy", ", ".join(filter(None, map(str, (rule, strategy))))),
         Headline("goodput", value_of(train, "goodput", factor=100, unit=" %"), note="of the time is compute"),
-        Headline("steps by worker", f"{least:.0f} to {most:.0f}" * bool(most)),
     ]
 
 

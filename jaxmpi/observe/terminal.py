@@ -225,7 +225,7 @@ class Panel(Terminal):
             rows.append(f"{name} {text:<9} {sparkline(self.values, max(4, width - 12 - len(name)))}")
         rows.append(f"{now.speed}  {now.elapsed_s:.0f} s")
         if now.shares:
-            rows += [bar(now.shares, width), legend(now.shares, width)]
+            rows += [bar(now.shares, width), legend(now.shares)]
         rows += now.notes
         return Group(*(crop(row, width) if isinstance(row, str) else row for row in rows))
 
@@ -267,14 +267,11 @@ def bar(shares: Mapping[str, float], width: int, mark: str = "█") -> Text:
     return drawn
 
 
-def legend(shares: Mapping[str, float], width: int) -> Text:
+def legend(shares: Mapping[str, float]) -> Text:
     """Names of the bar's parts."""
-    words = [(text, COLOURS.get(part, "white")) for part, text in percents(shares)]
-    drawn, column = Text(overflow="crop"), 0
-    for word, style in words:
-        is_new = column and column + 2 + len(word) > width  # a part and its share stay together
-        drawn.append("\n" if is_new else "  " * bool(column)).append(word, style=style)
-        column = len(word) if is_new or not column else column + 2 + len(word)
+    drawn = Text(overflow="fold")
+    for part, text in percents(shares):
+        drawn.append("  " * bool(drawn)).append(text, style=COLOURS.get(part, "white"))
     return drawn
 
 

@@ -220,18 +220,6 @@ def by_host(ranks: Ranks) -> dict[str, list[dict[str, Any]]]:
     return hosts
 
 
-def self_test_problems(results: Sequence[ExchangeTime], trips_s: Sequence[float]) -> list[str]:
-    """Problems that the self-test shows."""
-    wrong = [
-        f"{t.strategy} gave a wrong mean of {t.floats} floats: do not train here" for t in results if not t.is_right
-    ]
-    slow = [(s, r) for r, s in enumerate(trips_s) if r and s > 10 * float(np.median(trips_s[1:])) and s > 1e-3]
-    return wrong + [
-        f"rank {rank} is {1e3 * s:.1f} ms away from rank 0, ten times farther than others: look at its host's network"
-        for s, rank in slow[:4]
-    ]
-
-
 # ---------------------------------------------------------------- the page
 
 
@@ -266,7 +254,9 @@ def format_report(
         f"{'right' if t.is_right else 'WRONG'}"
         for t in results
     ]
-    advice = [*suggest_changes(ranks, mpi), *self_test_problems(results, trips_s)]
+    wrong = [t for t in results if not t.is_right]
+    advice = [*suggest_changes(ranks, mpi)]
+    advice += [f"{t.strategy} gave a wrong mean of {t.floats} floats: do not train here" for t in wrong]
     advice += slow_pairs(pairs, hosts) + ([f"one worker runs, but not several: {trouble}"] if trouble else [])
     return lines + (["", "to change:", *(f"- {line}" for line in advice)] if advice else ["", "nothing to change"])
 

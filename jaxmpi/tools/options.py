@@ -41,7 +41,7 @@ def doctor(argv: Sequence[str]) -> None:
     if argv and process.launched_workers() > 1:
         raise UsageError(f"got {' '.join(argv)} under a launcher; the number of ranks is its own")
     options = parse([*argv])
-    odd = [arg for arg in argv if arg in ("--comm", "--restarts", "--elastic")] or options.train_args
+    odd = [arg for arg in argv if arg in ("--restarts", "--elastic")] or options.train_args
     if odd:
         raise UsageError(f"got {' '.join(odd)}\n{DOCTOR_USAGE}")
     if options.workers > 1:

@@ -1,7 +1,6 @@
 """The emulated cluster: hosts with names, links and shared memory of their own, gone when it ends."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -53,24 +52,6 @@ def test_hosts_have_names_slots_and_shared_memory_of_their_own():
     assert ended.code == 0, ended.out
     assert {f"node{rank // 2} {rank}" for rank in range(6)} <= set(ended.out.splitlines())
     assert ended.out.splitlines().count("1") == 6  # nobody sees another host's file
-
-
-@pytest.mark.e2e
-def test_the_variable_for_more_ranks_than_cores_leaves_ranks_on_all_hosts():
-    """As docs/launching.md has it; `:oversubscribe` alone puts all on the first."""
-    page = (ROOT / "docs" / "launching.md").read_text()
-    said = re.search(r"^export (PRTE_MCA_rmaps_default_mapping_policy)=(\S+)$", page, re.M)
-    assert said is not None
-    ended = on_cluster("--hosts", "3", "--", *ranks_run(3, "hostname"), env={said[1]: said[2]})
-    assert sorted(re.findall(r"^node\d$", ended.out, re.M)) == ["node0", "node1", "node2"]
-
-
-@pytest.mark.e2e
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core leaves none idle")
-def test_cores_that_a_launcher_leaves_idle_are_told_once():
-    prepare = [sys.executable, "-c", "from jaxmpi.runtime import process; process.prepare()"]
-    ended = on_cluster("--hosts", "2", "--", "mpirun", "--bind-to", "core", "-n", "2", *prepare)
-    assert ended.out.count(f"each rank may use 1 of the {os.cpu_count()} cores of its host") == 1
 
 
 @pytest.mark.e2e

@@ -94,30 +94,6 @@ def test_a_run_directory_of_the_experiment_file_is_the_supervisors_too(tmp_path)
     assert other == (str(file), "--run-dir", "b")
 
 
-@pytest.mark.slow  # two jobs; other losses are told with -m e2e and -m faults
-def test_a_worker_lost_before_the_first_checkpoint_leaves_the_examples_of_a_step(tmp_path):
-    """33 examples do not divide by the two that are left, and the restart was refused."""
-    line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "3", "--elastic", "2:3", "--restarts", "1"]
-    fields = ["--effective-batch", "33", "--train-for", "12st", "--inject", "kill:rank=2,step=6"]
-    ended = run(
-        [*line, str(ROOT / "experiments" / "digits.py"), *fields, "--run-dir", str(tmp_path / "run")], timeout_s=150
-    )
-    assert ended.code == 0, ended.out
-    assert "restart 1 of 1 from step 0, with 2 workers" in ended.out
-    assert "2 workers x local batch 17 = effective batch 33" in ended.out
-
-
-def test_a_host_is_asked_with_the_launchers_own_settings(tmp_path, monkeypatch):
-    """Without them no host answered where ssh listens at another port, and an elastic job never went on."""
-    script = tmp_path / "mpirun"
-    script.write_text(f'#!/bin/sh\nprintf "%s " "$@" > {tmp_path}/said\n')
-    script.chmod(0o755)
-    monkeypatch.setattr(command, "find", lambda launcher: str(script))
-    args = ("--host", "a:2,b:2", "--mca", "plm_rsh_args", "-p 2222")
-    assert command.answers("b", Options(4, "mpirun", args, ()), cores=2, is_root=False)
-    assert (tmp_path / "said").read_text() == "-n 1 --mca plm_rsh_args -p 2222 --host b:1 true "
-
-
 @pytest.mark.e2e
 @pytest.mark.parametrize(("given", "begins"), [((), True), (("--no-from-start",), False)])
 def test_an_experiment_file_begins_anew_with_its_first_start_alone(tmp_path, given, begins):
@@ -269,30 +245,6 @@ def test_a_job_goes_on_where_its_terminal_goes_and_nohup_says_so(tmp_path):
     job.wait(30)
 
 
-@pytest.mark.e2e
-def test_a_terminal_that_goes_is_one_request_and_what_is_said_is_not_missed(tmp_path):
-    script = f"trap 'sleep 1; echo saved; echo saved; touch {tmp_path}/saved; exit 75' USR1; touch {tmp_path}/ready"
-    mine, theirs = os.openpty()
-    line = [sys.executable, "-c", SUPERVISED, str(tmp_path), "0", f"{script}; while true; do sleep 0.05; done"]
-    job = subprocess.Popen(line, stdout=theirs, stderr=theirs, cwd=ROOT)
-    wait_for(tmp_path / "ready")
-    os.close(theirs)
-    os.close(mine)
-    for _ in range(2):  # the shell's, then the kernel's
-        job.send_signal(signal.SIGHUP)
-        time.sleep(0.2)
-    assert job.wait(30) == 75
-    assert (tmp_path / "saved").exists()
-
-
-def test_what_a_job_says_comes_through_without_nul(tmp_path):
-    job = supervised(
-        tmp_path, "printf 'a rule\\n\\000jaxmpi: rank 1/2 on vm (step 3):\\nerror: x\\n' >&2; exit 2", restarts=0
-    )
-    out, _ = job.communicate(timeout=60)
-    assert "a rule\njaxmpi: rank 1/2 on vm (step 3):\nerror: x\n" in out
-
-
 def test_shared_memory_of_a_job_goes_with_it_or_with_the_next_job(tmp_path):
     folder = f"echo ${job_folder.SEGMENTS} > {tmp_path}/folder; touch ${job_folder.SEGMENTS}/segment"
     out, _ = supervised(tmp_path, f"{folder}; kill -9 $$", restarts=0).communicate(timeout=60)
@@ -398,29 +350,6 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_a_launcher_that_hangs_does_not_hold_up_a_restart(tmp_path):
-    """It is stopped, so that it cannot see that a rank is killed."""
-    args = ("experiments/digits.py", "--train-for", "150st", "--checkpoint-every", "10st", "--run-dir", str(tmp_path))
-    command = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "2", "--restarts", "1", *args]
-    env = os.environ | {"JAXMPI_LAUNCHER_TIMEOUT_S": "3"}
-    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env)
-    try:
-        record = tmp_path / "record.jsonl"
-        while not (record.exists() and '"kind": "checkpoint"' in record.read_text()):
-            assert job.poll() is None
-            time.sleep(0.1)
-        [launcher] = [pid for pid in children_of(job.pid) if ranks_under(pid)]
-        os.kill(launcher, signal.SIGSTOP)
-        os.kill(ranks_under(launcher)[1], signal.SIGKILL)
-        out, _ = job.communicate(timeout=120)
-    finally:
-        job.kill()
-    assert job.returncode == 0, out
-    assert "after rank [1] had left it" in out
 
 
 def wait_for(path):

@@ -1,8 +1,6 @@
 """Model FLOPs: of products by their definition and by XLA's analysis, whole models by the field's formulas, peaks."""
 
-import dataclasses
 import itertools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 
-from jaxmpi import data
 from jaxmpi.comm.topology import gather_workers
-from jaxmpi.config import Data, ExchangeConfig, Experiment
+from jaxmpi.config import Data, Experiment
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.model import Model
 from jaxmpi.models.gpt import gpt_tiny
@@ -22,16 +19,13 @@ from jaxmpi.observe.flops import (
     StepFlops,
     count_flops,
     device_peak,
-    measured_peak,
     peak_on_devices,
     total_cores,
     total_peak,
 )
 from jaxmpi.runtime.process import my_gpu
 from jaxmpi.tasks.registry import make_task
-from jaxmpi.trainer import build, main, step
-from jaxmpi.trainer.plan import make_plan
-from jaxmpi.trainer.state import initial_states
+from jaxmpi.trainer import step
 
 W, X = jnp.zeros((8, 8)), jnp.zeros((3, 8))
 PRODUCT = 2 * 3 * 8 * 8  # FLOPs of X @ W
@@ -149,35 +143,6 @@ def test_a_gpt_takes_6_n_a_token_and_12_layers_times_width_times_window():
     layers, width, window, batch = 2, 48, 16, 4
     attention = 12 * layers * width * window
     assert gradient_flops(model, batch, label=(window,)) == batch * window * (6 * kernels + attention)
-
-
-@pytest.mark.e2e
-def test_every_form_of_the_step_counts_the_same_for_one_batch(tmp_path):
-    """One jit, programs apart, and slices of the batch."""
-    source = data.ArraySource(np.zeros((64, 24), np.float32), np.zeros(64, np.int32))
-    experiment = Experiment(
-        model=dense((24, 32, 10)),
-        data=Data("array", train=source, validation=source),
-        effective_batch=16,
-        exchange=ExchangeConfig("asa32"),
-    )
-    each = 24 * 32 * 4 + 32 * 10 * 6
-    for changed in ({}, {"micro_batch": 4}):
-        plan = make_plan(dataclasses.replace(experiment, **changed), gather_workers(1))
-        functions = build.build_functions(plan)
-        [state] = initial_states(plan, functions.rule).values()
-        with plan.feed.pool:
-            functions.train_step(jax.tree.map(jnp.array, state), next(plan.feed.batches()))
-        assert functions.flops.per_worker == 16 * each, changed
-    run = {"train_for": "8st", "log_every": 4, "quiet": True, "run_dir": str(tmp_path / "run")}
-    main.train(dataclasses.replace(experiment, **run, compute_dtype="bfloat16"), "flops")
-    facts, *rows = [json.loads(line) for line in (tmp_path / "run" / "record.jsonl").read_text().splitlines()]
-    assert facts["peak"] == "measured"
-    assert facts["peak_flops_per_s"] == pytest.approx(measured_peak("bfloat16").flops_per_s, rel=1e-5)
-    for row in (row for row in rows if row["kind"] == "train"):
-        assert row["flops_per_step"] == 16 * each
-        assert row["model_flops_per_s"] == pytest.approx(each * row["examples_per_s"], rel=1e-5)
-        assert row["mfu"] == pytest.approx(row["model_flops_per_s"] / facts["peak_flops_per_s"], rel=1e-5)
 
 
 # ---------------------------------------------------------------- devices

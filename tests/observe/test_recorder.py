@@ -23,8 +23,7 @@ from jaxmpi.observe.flops import Peak, Work
 from jaxmpi.observe.record_format import PARTS, SOURCES
 from jaxmpi.observe.recorder import MOST_RANKS, Recorder, Unit, cut_record
 from jaxmpi.observe.report_data import charts, report_data
-from jaxmpi.observe.sinks.files import TensorBoard
-from jaxmpi.observe.step_timing import HEAD, LOCAL, Summary, summary, summary_asynchronous
+from jaxmpi.observe.step_timing import HEAD, LOCAL, Summary, summary
 from jaxmpi.observe.terminal import Plain
 from jaxmpi.runtime.progress import Span
 from jaxmpi.trainer.plan import make_plan
@@ -222,18 +221,6 @@ def test_a_time_that_nobody_knows_is_not_reported_as_zero(tmp_path):
     assert told["isLate"]
 
 
-def test_workers_that_keep_no_step_have_spent_as_much_time_as_has_passed(tmp_path):
-    """10 s each, in 20 steps and in 10; a third is gone, and computes nothing."""
-    spent = {name: np.zeros(3) for name in ("data", "transfer", "other", "exchange")}
-    spent |= {"steps": np.array([20.0, 10.0, 0.0]), "compute": np.array([8.0, 6.0, 0.0])}
-    spent |= {"sync": np.array([2.0, 4.0, 0.0])}
-    record, _ = recorder(tmp_path)
-    record._begin -= 100.0
-    record.train(**TRAIN, anatomy=summary_asynchronous(spent))
-    assert rows(tmp_path)[0]["goodput"] == pytest.approx(14.0 / 3 / 100.0, rel=1e-2)
-    record.close()
-
-
 # ---------------------------------------------------------------- sinks
 
 
@@ -260,24 +247,6 @@ def test_every_line_goes_to_every_sink_and_one_that_fails_ends_no_run(tmp_path, 
     said = capsys.readouterr().err
     assert all(said.count(f"jaxmpi: sink {name} failed") == 1 for name in ("full", "leaving", "Leaky"))
     assert "OSError: the disk is full" in said
-
-
-def test_tensorboard_gets_the_numbers(tmp_path):
-    pytest.importorskip("tensorboardX")
-    from tensorboardX.proto import event_pb2
-
-    record, _ = recorder(tmp_path, sinks=[TensorBoard(tmp_path)])
-    record.train(**TRAIN, anatomy=UNEQUAL)
-    record.close()
-    [file] = (tmp_path / "tensorboard").iterdir()
-    raw, found = file.read_bytes(), {}
-    while raw:  # u64 length, its checksum, the event, its checksum
-        size = int.from_bytes(raw[:8], "little")
-        event = event_pb2.Event.FromString(raw[12 : 12 + size])  # pyright: ignore[reportAttributeAccessIssue] # made at import
-        found |= {value.tag: (event.step, value.simple_value) for value in event.summary.value}
-        raw = raw[16 + size :]
-    assert found["train/loss"] == (3, pytest.approx(1.23457))
-    assert found["train/anatomy/compute"] == (3, 1.0)
 
 
 # ---------------------------------------------------------------- whole runs

@@ -205,22 +205,6 @@ def test_a_line_with_values_of_another_kind_is_read_for_what_it_has(kind, tmp_pa
             assert report_page.page([found], data).startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [
-        ("train", {name: 10**400 for name in ("loss", "step", "own_ranks")} | {"slowest": "\ud800"}),
-        ("exchange", {"buckets": [["$\\frac{$", 0.1, 0.1], ["\ud800", 0.1, 0.1], ["a", 10**400, 1]]}),
-        ("run", {"strategy": "\ud800", "\ud801": 1}),
-    ],
-)
-def test_a_forged_record_gives_a_page(kind, fields, tmp_path):
-    run = forged(tmp_path / "run", kind, **fields)
-    if kind == "exchange":  # names of buckets are in pictures, too, of which drawing takes the time
-        assert report.write([run], tmp_path / "out").exists()
-    else:
-        assert report_page.page([read(run)]).encode(errors="replace")
-
-
 def test_names_of_a_record_are_no_markup(tmp_path):
     evil = "--><script>alert(1)</script>"
     run = forged(tmp_path / "run", "exchange", buckets=[[evil, 0.1, 0.1]])
@@ -291,11 +275,6 @@ def test_a_map_of_many_ranks_has_their_numbers(tmp_path):
 
 
 # ---------------------------------------------------------------- seeds and studies
-
-
-def test_runs_of_one_name_get_numbers(tmp_path):
-    runs = [tmp_path / "x" / "run", tmp_path / "y" / "run", tmp_path / "z"]
-    assert report.unique_names(runs) == ["run (1)", "run (2)", "z"]
 
 
 def test_runs_that_differ_by_seed_only_are_one_group(tmp_path):

@@ -74,21 +74,6 @@ def test_without_spans_of_buckets_an_exchange_is_part_of_compute():
     assert SOURCES[decompose([row(10.0, 0.0, 15.0, LATER)], None, False, []).source] == "none"
 
 
-def test_the_time_of_a_step_has_its_number():
-    """While the loop waits for a batch or looks at a loss, the device is at the step before."""
-    rows = [
-        StepTimes(1, 10.0, 11.0, 11.0, 11.0, 12.0, (10.0, 10.0)),
-        StepTimes(2, 12.0, 15.0, 15.0, 15.0, 16.0, (14.0, 14.0)),  # the first step has ended at 14
-        StepTimes(3, 16.0, 17.0, 17.0, 17.0, 18.0, LATER),  # the second ends at 18
-        StepTimes(4, 18.0, 19.0, 19.0, 19.0, 24.0, LATER),  # the last of the window: both it and the one before end
-    ]
-    found = [(s.name, s.begin_s, s.end_s) for s in decompose(rows, 3.0, False, []).spans]
-    assert found == [
-        *(("step 1", 11.0, 12.0), ("step 1", 12.0, 14.0), ("step 2", 15.0, 16.0)),
-        *(("step 2", 16.0, 18.0), ("step 3", 18.0, 21.0), ("step 4", 21.0, 24.0)),
-    ]
-
-
 def test_all_parts_but_hidden_add_up():
     rng = np.random.default_rng(0)
     for _ in range(100):

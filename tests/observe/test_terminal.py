@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import termios
-import threading
 
 import pytest
 
@@ -87,24 +86,6 @@ def read_all(end: int) -> bytes:
     except OSError:
         pass
     return said
-
-
-def test_a_panel_follows_the_width_of_its_window(no_launcher, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    mine, theirs = pty.openpty()
-    drain = threading.Thread(target=read_all, args=(mine,))
-    drain.start()
-    with os.fdopen(theirs, "w") as out:
-        set_columns(theirs, 80)
-        panel = open_terminal(False, out)
-        assert isinstance(panel, Panel)
-        for columns in (80, 40):
-            set_columns(theirs, columns)
-            panel.progress(NOW)
-            assert panel.console.width == columns
-        panel.close()
-    drain.join(timeout=10)
-    os.close(mine)
 
 
 ASK = "import sys; from jaxmpi.observe.terminal import terminal_columns; print('columns', terminal_columns(sys.stdout))"

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from jaxmpi.comm.solo import SoloProcesses
-from jaxmpi.config.durations import step_range
-from jaxmpi.core.errors import UsageError
 from jaxmpi.observe.trace import Tracer, UncoordinatedTrace, merge_events, select_steps
 from jaxmpi.runtime.progress import Span
-from launching import train, train_here
+from launching import train
 from traces import check_schema
 
 DIGITS = "experiments/digits.py"
@@ -46,18 +44,6 @@ def test_a_run_that_ends_before_says_so_and_one_that_goes_on_behind_leaves_the_t
     check_schema(json.loads(path.read_text()), 1)
 
 
-@pytest.mark.e2e
-@pytest.mark.slow  # 12 s of a profiler that starts twice
-def test_a_rollback_over_the_first_profiled_step_profiles_it_anew(tmp_path):
-    """JAX's profiler was started while it ran."""
-    back = ("--on-nonfinite", "rollback", "--inject", "nan:rank=0,step=6", "--checkpoint-every", "4st")
-    steps = ("--profile", "5:20", "--train-for", "20st", "--run-dir", str(tmp_path / "run"))
-    ended = train_here(DIGITS, *back, *steps)
-    assert ended.code == 0, ended.out
-    assert "back to step 4" in ended.out
-    assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
-
-
 def test_workers_that_do_not_keep_step_write_their_parts_and_one_brings_them_together(tmp_path):
     """The second makes no step that is asked for, the third dies before it has written."""
     path, noted = tmp_path / "trace.json", [Span("compute", f"step {k}", float(k), k + 0.9) for k in range(1, 31)]
@@ -75,13 +61,6 @@ def test_workers_that_do_not_keep_step_write_their_parts_and_one_brings_them_tog
     nobody = UncoordinatedTrace((10, 20), SoloProcesses(), tmp_path / "none.json")
     assert nobody.merge(1) == "no trace: no worker came to step 10"
     assert UncoordinatedTrace((0, 0), SoloProcesses(), path).merge(1) == ""
-
-
-@pytest.mark.parametrize("text", ["10", "20:10", "-1:5"])
-def test_steps_that_are_none(text):
-    with pytest.raises(UsageError, match="expected the first and the last step, as 10:20"):
-        step_range(text, "trace")
-    assert (step_range("", "trace"), step_range("3:3", "trace")) == ((0, 0), (3, 3))
 
 
 def traced(folder: Path, ranks: int) -> list[dict]:

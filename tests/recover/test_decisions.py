@@ -67,6 +67,12 @@ def test_all_ranks_come_to_the_lowest_worker_and_its_leaf(bad, expected):
     assert votes[0].count() is None
 
 
+def test_an_update_that_only_the_sum_made_infinite_has_no_culprit():
+    vote = StepConsensus(SoloProcesses(), Silent(), ["a"])
+    vote.cast(3, None, 0, False)
+    assert str(vote.count()) == "the sum of all gradients of worker 0 is not finite at step 3"
+
+
 def test_a_signal_is_a_vote_of_all():
     before = signal.getsignal(signal.SIGUSR1)
     notice = signals.PreemptionNotice()
@@ -161,6 +167,12 @@ def test_the_budget_of_skipped_data():
 # ---------------------------------------------------------------- saver
 
 
+def test_two_checkpoints_must_fit(tmp_path):
+    manager.check_disk(tmp_path, 50, 100)
+    with pytest.raises(UsageError, match=r"are free, two checkpoints take 100 MB"):
+        manager.check_disk(tmp_path, 50_000_000, 99_000_000)
+
+
 def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(tmp_path):
     state = create({"w": np.ones(3, np.float32)}, {}, {}, seed=0, worker=0)
     folder = tmp_path / "checkpoints"
@@ -226,6 +238,7 @@ def test_a_terminal_that_goes_is_one_request_to_leave_and_nohup_none(before, exp
         ("kil", "unknown fault 'kil'; did you mean 'kill'"),
         ("kill:ranks=1", "unknown key 'ranks'; did you mean 'rank'"),
         ("kill:rank=4", "rank: got 4; expected all, or"),
+        ("kill:step=" + "9" * 5000, "step: got '9{60,}.*expected"),
         ("slow:seconds=nan", "seconds: got 'nan'; expected"),
         ("exit:hard=no", "hard: got 'no'; expected"),
     ],
@@ -261,6 +274,15 @@ def test_a_fault_beyond_the_last_step_is_refused_and_one_that_did_not_happen_is_
     assert fault_injection.missed() == ["slow:step=4,seconds=0"]
     fault_injection.request(*orders)  # another start remembers
     assert fault_injection.missed() == ["slow:step=4,seconds=0", "slow:step=1,seconds=0,times=0"]
+
+
+def test_one_bit_flips(tmp_path, monkeypatch):
+    monkeypatch.setattr(fault_injection, "_faults", [])
+    fault_injection.request(["bitflip:leaf=b,bit=31"], 1, [0], tmp_path)
+    state = create({"a": jnp.ones(2), "b": jnp.ones((2, 2))}, {}, {}, seed=0, worker=0)
+    changed, _ = fault_injection.inject_at("step", 1, (state, {}))
+    assert changed.params["b"].tolist() == [[-1, 1], [1, 1]]
+    assert changed.params["a"].tolist() == [1, 1]
 
 
 # ---------------------------------------------------------------- another number of workers

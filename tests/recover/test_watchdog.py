@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi.comm.solo import Mailbox
+from jaxmpi.comm.solo import Mailbox, SoloProcesses
+from jaxmpi.core.errors import UsageError
 from jaxmpi.recover import watchdog
-from jaxmpi.recover.watchdog import Watchdog
+from jaxmpi.recover.watchdog import Watchdog, watching
 from jaxmpi.runtime import failures, progress
 from launching import ROOT, kill_session, mpirun_line, run, wait_until
 
@@ -162,6 +163,13 @@ def test_ranks_answer_with_their_stacks():
     assert to == 0
     assert "test_ranks_answer_with_their_stacks" in answer["text"]
     assert {to for to, m in letters.sent if m["kind"] == "beat"} == {0, 1}
+
+
+def test_it_can_be_off():
+    with watching(SoloProcesses(), 0.0, "abort") as why:
+        assert why == "watchdog off: as asked"
+    with pytest.raises(UsageError, match="unknown on_stall 'explode'"), watching(SoloProcesses(), 1.0, "explode"):
+        pass
 
 
 STUCK = "import time\nfrom jaxmpi.runtime import failures\nfrom jaxmpi.comm.solo import SoloProcesses\n"

@@ -21,6 +21,7 @@ from jaxmpi.launch import command, postmortem
 from jaxmpi.launch.experiment_facts import facts_of
 from jaxmpi.launch.options import Options
 from jaxmpi.runtime import failures, job_folder
+from jaxmpi.trainer.build import center_strategy
 from launching import ROOT, kill_session, mpirun_line, run, train, train_here, wait_until
 from runs import checkpoint, record, steps_saved
 from traces import check_schema
@@ -353,3 +354,8 @@ def test_a_single_rank_is_told_to_start_several(tmp_path):
     ended = train_here(*COMMON, *RULES["easgd"], "--run-dir", str(tmp_path / "run"))
     assert ended.code != 0
     assert "start several (mpirun -n 4, jaxmpi train -n 4)" in ended.out
+
+
+def test_of_a_strategy_the_wire_counts():
+    wires = {"auto": "32", "auto:16": "16", "ring16": "16", "asa:bf16": "bf16", "hier-ring": "32"}
+    assert {name: center_strategy(name).partition(":")[2] for name in wires} == wires

@@ -17,11 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
+from jaxmpi.allreduce.api import exchange
+from jaxmpi.comm.axis import AxisComm
 from jaxmpi.config import experiment_file
+from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.data import Sampler
+from jaxmpi.model.adapters.nnx import nnx_model
+from jaxmpi.models.norm import BatchNorm
+from jaxmpi.tasks import classes
+from jaxmpi.tasks.registry import TASKS
+from jaxmpi.tasks.supervised import Supervised
+from jaxmpi.trainer import step
 from launching import train, train_here
 from tolerances import U
 
@@ -139,6 +149,35 @@ def run_of(run_dir: Path, workers: int) -> dict[str, np.ndarray]:
                 array = np.frombuffer(raw, leaf["dtype"], math.prod(leaf["shape"]), leaf["offset"])
                 found[leaf["path"] + place] = array.reshape(leaf["shape"]).astype(np.float64)
     return found
+
+
+class Mixed(nnx.Module):
+    """A layer of another library's before one that takes its means by `batch_mean`."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.theirs = nnx.BatchNorm(2, rngs=rngs)
+        self.ours = BatchNorm(2, eps=1e-3)
+
+    def __call__(self, x, train):
+        return self.ours(self.theirs(x, use_running_average=not train), train).mean((1, 2))
+
+
+def test_of_a_mixed_model_only_layers_that_ask_are_synchronised():
+    model = nnx_model(Mixed, name="mixed", input_shape=(6, 6, 2), classes=2)
+    params, state = model.init(jax.random.key(0), jnp.zeros((1, 6, 6, 2)))
+    mean = functools.partial(exchange, strategy="asa32", comm=AxisComm("workers", 2))
+    task = TASKS["classification"].build(Supervised(model, classes.cross_entropy, Data("array", channels=2)))
+    forward = step.Forward(task, batch_mean=mean)
+
+    def state_after(image: jax.Array) -> Any:
+        batch = {"image": image, "label": jnp.zeros(len(image), jnp.int32), "weight": jnp.ones(len(image))}
+        return forward.losses(params, state, batch, jax.random.key(0), True)[1]
+
+    images = np.random.default_rng(0).standard_normal((2, 4, 6, 6, 2), np.float32)
+    after = jax.jit(jax.vmap(state_after, axis_name="workers"))(images)
+    for name in ("mean", "var"):
+        assert np.array_equal(*after["ours"][name])
+        assert not np.isclose(*after["theirs"][name]).any()
 
 
 # ---------------------------------------------------------------- by hand

@@ -68,6 +68,13 @@ def test_a_resumed_run_is_that_which_did_not_end(step, whole, tmp_path):
     assert checkpoint_files(experiment.run_dir, 11) == checkpoint_files(part.run_dir, 11)
 
 
+def test_a_callback_that_is_new_takes_no_other_s_state():
+    kept = [["EarlyStop", {"best": 1.0, "count": 1}], ["EarlyStop", {"best": 2.0, "count": 2}]]
+    new = [jaxmpi.ReduceOnPlateau(), jaxmpi.EarlyStop(), jaxmpi.EarlyStop(), jaxmpi.EarlyStop()]
+    callbacks.restore(new, kept)
+    assert [stop.count for stop in new[1:]] == [1, 2, 0]
+
+
 def shown(name: str, folder: Path, **fields) -> tuple[Experiment, dict[str, float], list[dict]]:
     """A run of an example: the experiment, its last figures and its samples."""
     example = runpy.run_path(str(ROOT / "experiments" / "callbacks" / f"{name}.py"))["experiment"]

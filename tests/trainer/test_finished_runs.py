@@ -205,12 +205,6 @@ def edit(config: Path, **fields: Any) -> None:
     config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
 
 
-def test_a_malformed_configuration_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(UsageError, match=r"config\.json"):
-        cli.run(["evaluate", str(tmp_path)])
-
-
 STRANGERS = {  # what differs from a run that this user has begun here
     "another user": lambda config: shutil.rmtree("cache/jaxmpi/key"),
     "path": lambda config: edit(config, experiment_path="other.py"),
@@ -237,6 +231,23 @@ def test_a_file_that_a_strangers_run_names_is_not_executed(change, command, begu
     with pytest.raises(UsageError, match="--experiment"):
         cli.run([name, "run", *out])
     assert not [*tmp_path.rglob("executed")]
+
+
+MALFORMED = {
+    "deep": "[" * 100_000,
+    "deep-experiment": '{"command": [], "experiment": ' + '{"a": ' * 300 + "1" + "}" * 301,
+    "digits": '{"command": ' + "1" * 5000 + "}",
+    "no-list": '{"command": 3, "experiment": {}}',
+    "no-object": "[]",
+    "bytes": "\udcff",
+}
+
+
+@pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_configuration_is_refused(text, tmp_path):
+    (tmp_path / "config.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(UsageError, match=r"config\.json"):
+        cli.run(["evaluate", str(tmp_path)])
 
 
 MINE = """

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -15,6 +16,7 @@ from PIL import Image
 from jaxmpi.config.data import Data
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Sampler
 from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.runtime import failures
@@ -125,6 +127,11 @@ BAD = {
     "resume": ([DIGITS, "--resume", "--run-dir", "/nowhere"], "'/nowhere' is no run directory"),
     "devices": ([DIGITS, "--devices", "2", "--effective-batch", "63"], "nearest that are: 62 or 64"),
 }
+
+
+def test_a_run_without_jit_is_refused_with_the_way_out(tmp_path, no_launcher):
+    with jax.disable_jit(), pytest.raises(UsageError, match=r"JAX_DISABLE_JIT: .* unset it"):
+        fit(Experiment(digits_cnn_tiny(), data=DATA, run_dir=str(tmp_path)), "digits")
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -194,15 +194,6 @@
       seen.observe(this.element);
     }
 
-    /** A button that turns a field of the card on or off. */
-    addSwitch(label, field, description) {
-      const set = (isOn) => {
-        this[field] = isOn;
-        this.refresh();
-      };
-      this.head.append(toggle(this[field], set, { "aria-label": description }, label));
-    }
-
     addPicker() {
       const options = report.runs.map((run, i) => make("option", { value: i }, run.name));
       this.picker = make("select", { "aria-label": `Run of ${this.title}` }, ...options);
@@ -364,7 +355,11 @@
       this.hiddenLabels = new Set();
       this.isMany = chart.series.length > 2; // then lines of one colour could not be told apart
       this.isLog = chart.isLog && this.spansDecade();
-      this.addSwitch("Log", "isLog", `Logarithmic axis of ${chart.title}`);
+      const setLog = (isOn) => {
+        this.isLog = isOn;
+        this.refresh();
+      };
+      this.head.append(toggle(this.isLog, setLog, { "aria-label": `Logarithmic axis of ${chart.title}` }, "Log"));
     }
 
     spansDecade() {
@@ -519,7 +514,6 @@
     constructor(section) {
       super(section, "Parts of a step", true);
       this.hiddenParts = new Set();
-      this.addSwitch("Share", "isShare", "Parts as shares of a step");
     }
 
     draw() {
@@ -537,17 +531,15 @@
       const xs = this.columns[0].x;
       const stacked = (count) => xs.map((_, k) => this.columns.slice(0, count).reduce((sum, { y }) => sum + y[k], 0));
       this.total = stacked(this.columns.length);
-      const sums = this.columns.map((_, i) =>
-        stacked(i + 1).map((sum, k) => (this.isShare ? (100 * sum) / (this.total[k] || 1) : sum)),
-      );
+      const sums = this.columns.map((_, i) => stacked(i + 1));
       const fills = this.columns.map(({ colour }) => ({ fill: faded(colour, 0.55) }));
       const last = ({ title, y }) => `${title} ${prefixed(y.at(-1), "s")}`;
       const line = { width: 1, points: { show: false } };
       this.show(
         {
           cursor: { points: { show: false } },
-          scales: { x: { time: false }, y: { range: (u, min, max) => [0, this.isShare ? 100 : (max || 1) * 1.04] } },
-          axes: [xAxis(), yAxis(this.isShare ? "%" : "s")],
+          scales: { x: { time: false }, y: { range: (u, min, max) => [0, (max || 1) * 1.04] } },
+          axes: [xAxis(), yAxis("s")],
           series: [{}, ...this.columns.map(({ colour }, i) => ({ ...line, stroke: colour, ...(i ? {} : fills[0]) }))],
           bands: fills.slice(1).map((fill, i) => ({ series: [i + 2, i + 1], ...fill })),
         },
@@ -672,19 +664,17 @@
     };
     const chips = all.map(({ name, i }) => {
       const click = ({ detail }) => {
-        if (detail === 2) state.hidden = new Set(all.map((each) => each.name).filter((other) => other !== name));
+        const others = all.map((each) => each.name).filter((other) => other !== name);
+        // The first click of a double click has hidden it; a second double click shows all again.
+        if (detail === 2) state.hidden = new Set(others.every((other) => state.hidden.has(other)) ? [] : others);
         else if (!state.hidden.delete(name)) state.hidden.add(name);
         hide();
       };
-      const properties = { className: "run", title: `${name}: click hides or shows it, double click shows it alone` };
+      const properties = { className: "run", title: `${name}: click hides or shows it, double click it alone, or all` };
       return button(click, properties, swatch(hue(i), dashOf(i).length ? "dashed" : ""), make("span", {}, name));
     });
-    const showAll = () => {
-      state.hidden.clear();
-      hide();
-    };
     legend.hidden = all.length < 2;
-    legend.replaceChildren(...chips, ...(all.length > 2 ? [button(showAll, { className: "all" }, "All")] : []));
+    legend.replaceChildren(...chips);
     hide();
   };
 
