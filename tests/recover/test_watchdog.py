@@ -1,6 +1,5 @@
 """Check who is late, by made-up words of ranks; and jobs in which a rank is really stopped."""
 
-import contextlib
 import io
 import os
 import re
@@ -8,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +15,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.recover import watchdog
 from jaxmpi.recover.watchdog import Watchdog, watching
 from jaxmpi.runtime import failures, progress
-from launching import ROOT, kill_session, mpirun_line, run, wait_until
+from launching import ROOT, kill_session, mpirun_line, ranks_of, run, wait_until
 
 
 class Letters(Mailbox):
@@ -193,16 +191,6 @@ TRAIN = ("-m", "jaxmpi.train", "experiments/digits.py", "--train-for", "100000st
 TRAIN += ("--checkpoint-every", "0st", "--eval-every", "0st", "--stall-timeout-s", str(STALL_S))
 
 
-def ranks_of(run_dir: Path) -> list[int]:
-    """Processes of ranks that train into a folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and str(run_dir).encode() in (entry / "cmdline").read_bytes():
-                found += [int(entry.name)] * (b"OMPI_COMM_WORLD_RANK=" in (entry / "environ").read_bytes())
-    return found
-
-
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     "rule", [(), ("--rule.name", "easgd", "--exchange.strategy", "root", "--effective-batch", "0")]
@@ -218,7 +206,7 @@ def test_a_job_that_is_stopped_as_a_whole_is_not_accused(rule, tmp_path):
         )
     try:
         wait_until(lambda: written.exists() and '"kind": "train"' in written.read_text(), timeout_s=100)
-        everybody = [job.pid, *ranks_of(written.parent)]
+        everybody = [job.pid, *ranks_of(written.parent).values()]
         for word, after_s in ((signal.SIGSTOP, 3.5), (signal.SIGCONT, 0)):
             for pid in everybody:
                 os.kill(pid, word)

@@ -1,6 +1,7 @@
 """Local SGD and DiLoCo, mostly on small multiples of powers of two, of which f32 rounds nothing."""
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,10 +11,16 @@ import pytest
 
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.base import SoloComm
+from jaxmpi.comm.solo import SoloProcesses
+from jaxmpi.comm.topology import Workers
+from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim
 from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.config.schema import Experiment
 from jaxmpi.optim.optimizers import optimizer
 from jaxmpi.rules import base, registry
+from jaxmpi.trainer.build import overlap_obstacle
 from tolerances import leaf_bound
 
 K, N = 4, 5
@@ -162,3 +169,13 @@ def test_the_distance_of_workers_is_that_of_the_last_meeting(name):
         # N squares, their sum, a root, a mean of K: each rounds once, relatively.
         np.testing.assert_allclose(np.asarray(rule.distance(state)), expected, rtol=(N + K + 4) * 2.0**-24)
     assert expected.min() > 0.1
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
+def test_what_a_rule_says_of_itself(name):
+    rule = built(RuleConfig(name), Optim("adam"), AxisComm("w", K))  # any optimizer, unforced
+    assert (rule.state_is_replicated, rule.params_are_replicated) == (False, False)
+    experiment = Experiment(rule=RuleConfig(name), exchange=ExchangeConfig("asa32", overlap="on"))
+    workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
+    plan: Any = SimpleNamespace(experiment=experiment, workers=workers)
+    assert "exchanges every so many steps only" in overlap_obstacle(plan)

@@ -22,7 +22,7 @@ from jaxmpi.launch.experiment_facts import facts_of
 from jaxmpi.launch.options import Options
 from jaxmpi.runtime import failures, job_folder
 from jaxmpi.trainer.build import center_strategy
-from launching import ROOT, kill_session, mpirun_line, run, train, train_here, wait_until
+from launching import ROOT, kill_session, mpirun_line, ranks_of, run, train, train_here, wait_until
 from runs import checkpoint, record, steps_saved
 from traces import check_schema
 
@@ -239,7 +239,7 @@ def signalled(line: list[str], rank: int, number: int, run_dir: Path) -> tuple[i
         )
     try:
         wait_until(lambda: bool(found(run_dir / "checkpoints")), timeout_s=90)
-        os.kill(rank_of(rank, run_dir), number)
+        os.kill(ranks_of(run_dir)[rank], number)
         code = job.wait(timeout=120)
     finally:
         kill_session(job.pid)
@@ -255,19 +255,6 @@ def surviving(ranks: int, *args: str) -> list[str]:
     line = command.command(options, cores=2, is_root=os.geteuid() == 0, outlives_ranks=facts.outlives_ranks)
     assert "--with-ft" in line
     return line
-
-
-def rank_of(rank: int, run_dir: Path) -> int:
-    """The process of a rank that trains into a folder."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                is_job = str(run_dir).encode() in (entry / "cmdline").read_bytes()
-                if is_job and f"OMPI_COMM_WORLD_RANK={rank}\0".encode() in (entry / "environ").read_bytes():
-                    return int(entry.name)
-            except OSError:
-                continue
-    raise AssertionError(f"no rank {rank}")
 
 
 @pytest.mark.e2e

@@ -254,8 +254,7 @@ def test_messages_may_be_sent_where_nothing_is_under_way(tmp_path):
 ONE_RANK = """
 import numpy as np, jaxmpi
 from pathlib import Path
-from launching import PATH, ROOT, mpirun
-from line_task import line, lines
+from line_task import lines
 
 class Alone(jaxmpi.Callback):
     first_rank_only = True

@@ -252,7 +252,6 @@ def test_a_malformed_configuration_is_refused(text, tmp_path):
 
 MINE = """
 from pathlib import Path
-from typing import Any
 from line_task import lines
 experiment = lines(Path({folder!r}))
 """
