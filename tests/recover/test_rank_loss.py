@@ -229,7 +229,7 @@ def told_times(job, row: Row, lost: list[dict[str, Any]]) -> None:
 
     That line comes with the next step or some later.
     """
-    fault, gone = job.when("injecting"), job.when(r"is gone; \d go on")
+    fault, gone = job.when("injecting"), job.when(r"is gone\b.*; \d go on")
     print(f"noticed and shrunk after {gone - fault:.2f} s", end="")
     assert gone - fault < row.within_s
     if lost[0]["after"] < STEPS:
