@@ -9,6 +9,7 @@ Each communicator clones its own from MPI, so messages of mpi4py and mpi4jax nev
 so the imports are inside functions.
 """
 
+import collections
 import functools
 import itertools
 import os
@@ -124,6 +125,7 @@ class MpiComm(RankComm):
     def __init__(self, processes: MpiProcesses) -> None:
         super().__init__(processes)
         self.is_freed = False
+        self.serial = 0  # for a communicator of mpi4py's: with its ranks, a name on all of these
         # For messages between two ranks, of mpi4py and of programs: they match by rank and tag, in each sender's order.
         self.headers, self.arrays = processes.clone(), processes.clone()
         made.append(self)
@@ -348,7 +350,12 @@ def communicator(comm: Any) -> "MpiComm | SoloComm":
     if (known := comm.Get_attr(_attribute())) is None:
         known = MpiComm(control.over(comm))
         comm.Set_attr(_attribute(), known)
+        _free_dropped(known)
     return known
+
+
+_serials = [0]
+_dropped: dict[tuple[int, ...], MpiComm] = {}  # of communicators that the user has freed, by serial and ranks
 
 
 @functools.cache
@@ -356,7 +363,25 @@ def _attribute() -> int:
     """MPI's key for our communicator as an attribute of the user's."""
     from mpi4py import MPI
 
-    return MPI.Comm.Create_keyval()
+    def drop(_comm: Any, _key: int, known: MpiComm) -> None:
+        _dropped[known.serial, *known.processes.numbers] = known
+
+    return MPI.Comm.Create_keyval(delete_fn=drop)
+
+
+def _free_dropped(new: MpiComm) -> None:
+    """Free what was made for communicators that the user has freed since, if all their ranks are here and know.
+
+    A rank may be at `MPI_Comm_free` before others, and to free ours needs all. So it is done when ranks next come
+    together, for another communicator's first use.
+    """
+    present = [key for key in _dropped if set(key[1:]) <= set(new.processes.numbers)]
+    rows = new.processes.allgather_object([_serials[-1], present])
+    new.serial = _serials[-1] = 1 + max(last for last, _ in rows)
+    counts = collections.Counter(tuple(key) for _, keys in rows for key in keys)
+    for key in sorted(present):  # in one order on all ranks
+        if counts[key] == len(key) - 1:
+            _dropped.pop(key).free()
 
 
 def is_cuda_aware() -> bool:

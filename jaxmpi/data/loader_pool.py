@@ -99,7 +99,9 @@ class LoaderPool:
 
     def attach(self, job: int, ring: Ring) -> None:
         """Say where the job's batches lie."""
-        self.jobs[job].ring = ring
+        if (opened := self.jobs.get(job)) is None:
+            raise CancelledError  # another thread has closed it
+        opened.ring = ring
         self.note(job, ring)
 
     def note(self, job: int, content: Any) -> None:

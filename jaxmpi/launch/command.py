@@ -44,6 +44,11 @@ def launch(options: Options) -> NoReturn:
     """Print the line and supervise it; exec one worker without restarts."""
     host = {"cores": process.cores(), "is_root": os.geteuid() == 0}
     is_alone = options.workers == 1 and not options.launcher_args
+    if not is_alone and options.launcher == "mpirun" and not has_network():
+        raise UsageError(
+            "no network interface is up, not even the loopback, and Open MPI needs one: ip link set lo up, or train in "
+            "one process, with --devices K for K workers"
+        )
     facts = None
     may_outlive = not is_alone and options.launcher == "mpirun" and has_ulfm(version_of(find("mpirun")))
     if options.restarts or may_outlive:
@@ -63,6 +68,12 @@ def launch(options: Options) -> NoReturn:
     if options.restarts and facts:
         options = options._replace(train_args=with_fields_of_file(options.train_args, facts))
     raise SystemExit(supervise(options, print_line, lambda name: answers(name, options, **host)))
+
+
+def has_network() -> bool:
+    """Return True if an interface of this host, or container, has an address, as far as Linux says."""
+    addresses = Path("/proc/net/fib_trie")  # of this network namespace; /sys/class/net may be another's
+    return not addresses.exists() or "LOCAL" in addresses.read_text()
 
 
 def with_fields_of_file(train_args: Sequence[str], facts: ExperimentFacts) -> tuple[str, ...]:

@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxmpi.allreduce import algorithms
 from jaxmpi.checkpoint import run_directory
 from jaxmpi.checkpoint.held_folder import HeldFolder
@@ -45,7 +47,7 @@ from jaxmpi.optim.optimizers import OPTIMIZERS
 from jaxmpi.optim.schedules import DECAYS, WARMUPS
 from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.rules import registry
-from jaxmpi.rules.asynchronous.start import AsyncStart
+from jaxmpi.rules.asynchronous.worker import AsyncStart
 from jaxmpi.runtime import failures, fault_injection, job_folder, process, progress, provenance
 from jaxmpi.tasks.check import check_task, metric_names
 from jaxmpi.tasks.registry import find_spec
@@ -196,6 +198,11 @@ def gather_all(experiment: Experiment) -> Workers:
     """Gather the job's workers in the way that the experiment selects."""
     control = processes()
     control.assert_same("what becomes of workers if one dies", {"on_rank_loss": experiment.on_rank_loss})
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        raise UsageError(
+            "JAX_DISABLE_JIT: the trainer compiles its step ahead, so it cannot run without jit; unset it, and look "
+            "into the step by jax.debug.print or jax.debug.breakpoint"
+        )
     check_compatible(experiment)
     if experiment.on_rank_loss == "shrink" and isinstance(control, MpiProcesses):
         shrink.check_mpi(control)

@@ -93,6 +93,16 @@ def test_cells_that_cannot_be_are_named(tmp_path, kind, image, error, said):
         opened(tmp_path, kind)[1]
 
 
+@pytest.mark.parametrize("first", [["image", "label", "label"], ["image", "label", "more"]])
+def test_two_columns_of_one_name_are_refused_in_any_file(tmp_path, first):
+    for name, names in {"0": first, "1": ["image", "label", "label"]}.items():
+        columns = arrow.Table.from_arrays([arrow.array(LABELS)] * 3, names)
+        parquet.write_table(columns, tmp_path / f"train-{name}.parquet")
+    with pytest.raises(UsageError, match=rf"train-{int('more' in first)}.parquet: got .*label"):
+        opened(tmp_path, "parquet")
+    assert opened(tmp_path, "parquet", columns=("image",))[3]["image"] == 0
+
+
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
 def test_a_flipped_byte_of_a_page_names_the_file(tmp_path, compression):
     columns = arrow.table({"image": np.arange(4000) * 7919 % 1000, "label": np.arange(4000) % 1000})

@@ -195,3 +195,10 @@ class TestWriting:
             write_batch_files(ArraySource(images, [3] * 10), folder, "train", rows=4, seed=None)
         with pytest.raises(UsageError, match=r"train_labels\.npy"):
             opened(folder)
+
+    @pytest.mark.parametrize("label", [np.int64(2**40), -1, 0.5])
+    def test_labels_that_files_cannot_have_are_refused(self, tmp_path, label):
+        source = ArraySource(np.zeros((1, 5, 6, 3), np.uint8), [label], classes=3)
+        with pytest.raises(UsageError, match="label"):
+            write_batch_files(source, tmp_path, "train", seed=None)
+        assert not list((tmp_path / "train").glob("*.npy"))

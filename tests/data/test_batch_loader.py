@@ -135,6 +135,12 @@ class TestErrors:
         ):
             next(batches)
 
+    @pytest.mark.parametrize(("label", "named"), [(7, "< 3"), (0.7, "float"), (np.float32(1), "float")])
+    def test_labels_that_cannot_be(self, label, named):
+        source = ArraySource(np.zeros((2, 4, 4), np.uint8), [0, label], classes=3)
+        with loader(source, 2, train=False) as batches, pytest.raises(UsageError, match=rf"array\[1\]: .*{named}"):
+            next(batches)
+
     @pytest.mark.parametrize("on_error", ["stop", "skip"])
     def test_labels_above_the_models_classes_where_the_source_has_none(self, on_error):
         pairs = [(np.zeros((4, 4, 1), np.uint8), label) for label in (0, 12)]

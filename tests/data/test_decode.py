@@ -56,6 +56,19 @@ class TestDecoded:
         expected = np.broadcast_to(expected.reshape(24, 32, -1), image.shape).astype(int)
         assert np.abs(image.astype(int) - expected).mean() <= 6  # JPEG is lossy
 
+    @pytest.mark.parametrize(("mode", "kind"), [("I;16", "PNG"), ("I;16B", "TIFF"), ("I;16", "PPM")])
+    def test_of_16_bits_a_pixel_the_highest_8_are_taken(self, mode, kind):
+        pixels = (GREY.astype(np.uint16) * 256 + 7).astype(">u2" if mode == "I;16B" else "<u2")
+        image = Image.frombytes(mode, (32, 24), pixels.tobytes())
+        np.testing.assert_array_equal(decoded(blob(image, kind), 1, 0)[..., 0], GREY)
+
+    @pytest.mark.parametrize("pixels", [GREY / np.float32(255), GREY.astype(np.int32) * 1000], ids=["F", "I"])
+    @pytest.mark.parametrize("way", [lambda found: decoded(found, 3, 0), lambda found: encoded_again(found, 8, 90)])
+    def test_an_image_of_32_bits_a_pixel_is_refused_by_its_mode(self, pixels, way):
+        image = Image.fromarray(pixels)
+        with pytest.raises(UsageError, match=f"mode {image.mode} "):
+            way(blob(image, "TIFF"))
+
     @pytest.mark.parametrize("form", ["PNG", "JPEG"])
     def test_an_extreme_aspect_is_not_scaled_whatever_it_takes(self, form):
         line, augment = Image.new("RGB", (30000, 1)), Augment(Data(resize=256, crop=224), True, 0)

@@ -82,7 +82,7 @@ class TestAvailable:
         """Files of the kernel: 8 GB of the machine are available, and the task's own group has no limit."""
         files = {"/proc/meminfo": "MemTotal: 9000000 kB\nMemAvailable:   8000000 kB\n"}
         files |= {"/proc/self/cgroup": "4:memory:/x\n0::/job_7/task_0\n", f"{self.OWN}/memory.max": "max\n"}
-        monkeypatch.setattr(shared_memory, "read", lambda path: files.get(str(path), ""), raising=False)
+        monkeypatch.setattr(shared_memory.Path, "read_text", lambda path: files.get(str(path), ""))
         return files
 
     @pytest.mark.parametrize("group", ["/job_7", "/job_7/task_0", ""])
@@ -146,6 +146,11 @@ class TestSource:
         assert source.lengths.tolist() == [0, 1, 2, 3, 0, 5, 6, 7, 8]
         with pytest.raises(CorruptExample, match=r"compressed\[4\]"):
             source.record(4)
+
+    @pytest.mark.parametrize("label", [-1, 100, 2.0, [1]])
+    def test_labels_out_of_range_are_named(self, label):
+        with pytest.raises(UsageError, match=r"compressed\[0\]: got label .* 0 <= label < 100"):
+            loaded(3, label=label)
 
 
 class TestShuffles:

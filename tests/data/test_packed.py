@@ -321,6 +321,19 @@ def test_the_command_refuses_what_no_training_could_decode_and_continues_without
     assert "all is well" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("images", "label", "named"),
+    [
+        *((np.zeros((1, 4, 4, 3), np.uint8), label, rf"array\[0\]: got label {label}") for label in (-1, 5, 1.5)),
+        (np.zeros((1, 4, 4, 3), np.float32), 0, "expected u8"),
+        (np.zeros((1, 4), np.uint8), 0, "expected u8"),
+    ],
+)
+def test_labels_out_of_range_and_what_is_no_image_are_refused(tmp_path, images, label, named):
+    with pytest.raises(UsageError, match=named):
+        packing.pack(ArraySource(images, [label], classes=5), tmp_path / "x", PNG)
+
+
 # ---------------------------------------------------------------- damage
 
 

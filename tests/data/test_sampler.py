@@ -1,5 +1,7 @@
 """Which examples a worker reads at a step: by properties, for any number of workers."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -76,6 +78,12 @@ def test_order_depends_on_seed_and_epoch_and_never_changes():
 def test_numbers_out_of_range(wrong, named):
     with pytest.raises(UsageError, match=named):
         Sampler(**{"examples": 10, "effective_batch": 4, **wrong})
+
+
+def test_numbers_of_numpy_will_do():
+    sizes: Any = map(np.int64, (10, 4, 1, 2))
+    seed: Any = np.uint64(2**64 - 1)
+    assert Sampler(*sizes, seed=seed) == Sampler(10, 4, 1, 2, seed=2**64 - 1)
 
 
 # ---------------------------------------------------------------- whole files

@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import gzip
+import importlib
 import io
 import os
 import pickle
 import shutil
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -23,6 +25,7 @@ from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, Source, op
 from jaxmpi.data.feed import open_feed
 from jaxmpi.data.sources import arrays
 from jaxmpi.experiments.tfds import experiment as tfds_experiment
+from launching import PATH, ROOT, train
 from test_decode import COLOUR, blob
 
 RNG = np.random.default_rng(0)
@@ -213,6 +216,30 @@ class TestImageFolder:
         assert (caught.value.where, caught.value.index) == (str(path), index)
         assert " object at " not in caught.value.fault
 
+    def test_any_class_name(self, folder):
+        digests, path = set(), folder / "train" / "cat"
+        for name in (b"cat", b"\xfe", b"\xff"):
+            try:
+                path = path.rename(folder / "train" / os.fsdecode(name))
+            except OSError:
+                pytest.skip("this file system wants UTF-8")
+            assert os.fsdecode(name) in opened(folder).names
+            digests.add(opened(folder).digest())
+        assert len(digests) == 3
+
+    def test_a_file_with_holes_is_corrupt_and_not_read(self, folder):
+        source = opened(folder)
+        os.truncate(source.where(0), 1 << 40)
+        with pytest.raises(CorruptExample, match=f"got {1 << 40} bytes"):
+            source.encoded(0)
+
+    def test_names_of_files_do_not_steer_the_terminal(self, folder):
+        (folder / "train" / "cat" / "\x1b]0;title\x07\u202e.png").write_bytes(b"no image")
+        source = opened(folder)
+        with pytest.raises(CorruptExample) as caught:
+            source[0]
+        assert r"\x1b]0;title\x07\u202e.png" in str(pickle.loads(pickle.dumps(caught.value)))
+
 
 # ---------------------------------------------------------------- TensorFlow Datasets
 
@@ -262,6 +289,15 @@ class TestTfds:
         assert source[0][0].shape == (8, 10, 3)
         assert "tensorflow" not in sys.modules
 
+    def test_a_corrupt_record_is_named(self, prepared):
+        source, corrupt = open_source(tfds_data(prepared), "validation"), []
+        for i in range(5):
+            try:
+                source[i]
+            except CorruptExample as error:
+                corrupt.append(error.where == f"tfds tiny_colours[test][{i}]")
+        assert corrupt == [True]
+
     @pytest.mark.parametrize("trouble", ["cannot be opened", "became shorter"])
     def test_a_file_that_cannot_be_read_is_named(self, prepared, tmp_path, trouble):
         source: Any = open_source(tfds_data(shutil.copytree(prepared, tmp_path / "copy")), "train")
@@ -286,11 +322,21 @@ class TestTfds:
             assert next(batches)["image"].shape == (3, 32, 32, 3)
         feed.pool.stop()
 
+    @pytest.mark.e2e
+    @pytest.mark.slow  # a GoogLeNet compiles for half a minute
+    def test_the_shipped_experiment_trains_on_a_data_set_by_name_and_folder(self, prepared, tmp_path):
+        flags = f"--data.dir {prepared} --data.name tiny_colours --data.validation-split train --data.loaders 1"
+        lengths = f"--local-batch 3 --train-for 2st --run-dir {tmp_path / 'run'}"
+        ended = train(1, "experiments/tfds.py", *flags.split(), *lengths.split(), timeout_s=280)
+        assert ended.code == 0, ended.out
+        assert "evaluation on 12" in ended.out
+
     def test_what_is_not_there_is_named_with_the_way_out(self, prepared):
         for data, named in (
             (tfds_data(prepared, train_split="dev"), "'dev'.*'train'"),
             (tfds_data(prepared, "mnist"), r"run: python -c .*tfds\.builder\('mnist', data_dir="),
             (tfds_data(prepared, ""), r"data\.name"),
+            (tfds_data(prepared, channels=2), r"data\.channels: got 2"),
         ):
             with pytest.raises(UsageError, match=named):
                 open_source(data, "train")
@@ -298,3 +344,33 @@ class TestTfds:
 
         builder = tensorflow_datasets.builder("mnist", data_dir=prepared, file_format="array_record")
         assert builder.url_infos  # which preparing reads, with no other packages than `jaxmpi[tfds]` has
+
+    def test_no_module_that_a_data_set_names_is_imported(self, tmp_path, monkeypatch):
+        pytest.importorskip("tensorflow_datasets")
+        monkeypatch.syspath_prepend(tmp_path)
+        (tmp_path / "got_evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+        made = tmp_path / "mnist" / "3.0.1"
+        made.mkdir(parents=True)
+        (made / "features.json").write_text('{"pythonClassName": "got_evil.Feature", "featuresDict": {}}')
+        (made / "dataset_info.json").write_text('{"name": "mnist", "version": "3.0.1", "fileFormat": "array_record"}')
+        with pytest.raises(UsageError, match=r"got_evil\.Feature"):
+            open_source(Data("tfds", dir=str(tmp_path), name="mnist:3.0.1"), "train")
+        assert not (tmp_path / "ran").exists()
+
+    def test_features_that_the_user_has_imported_are_taken(self, prepared, tmp_path, monkeypatch):
+        """Loader processes import them too."""
+        monkeypatch.syspath_prepend(tmp_path)
+        feature = "import tensorflow_datasets as tfds\nclass Photo(tfds.features.Image): pass\n"
+        (tmp_path / "my_photos.py").write_text(feature)
+        root = shutil.copytree(prepared, tmp_path / "data")
+        [features] = root.glob("tiny_colours/*/features.json")
+        image = "tensorflow_datasets.core.features.image_feature.Image"
+        features.write_text(features.read_text().replace(image, "my_photos.Photo"))
+        with pytest.raises(UsageError, match=r"my_photos\.Photo"):
+            open_source(tfds_data(root), "train")
+        importlib.import_module("my_photos")
+        source: Any = open_source(tfds_data(root), "train")
+        read = "import pickle, sys; print(len(pickle.load(sys.stdin.buffer)[0][0]))"
+        env = os.environ | {"PYTHONPATH": f"{PATH}:{ROOT}:{tmp_path}"}
+        other = subprocess.run([sys.executable, "-c", read], input=pickle.dumps(source), capture_output=True, env=env)
+        assert int(other.stdout) == len(source[0][0]), other.stderr.decode()

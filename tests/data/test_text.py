@@ -48,6 +48,17 @@ class TestBytes:
             with pytest.raises(IndexError, match="of 9"):
                 source[index]
 
+    def test_names_that_are_not_utf_8(self, folder):
+        digests, path = {opened(folder).digest()}, folder / "train" / "b.txt"
+        for name in (b"\xfe.txt", b"\xff.txt"):
+            try:
+                path = path.rename(folder / "train" / os.fsdecode(name))
+            except OSError:
+                pytest.skip("this file system wants UTF-8")
+            digests.add(opened(folder).digest())
+        assert len(digests) == 3
+        library_files([path.name], held_out=True)
+
     def test_bad_input_is_named(self, folder):
         with pytest.raises(UsageError, match=r"data\.dir"):
             open_source(Data("text"), "train")
@@ -151,6 +162,21 @@ class TestTokenizers:
         assert [(source.classes, source[0][0].tolist()) for source in sources] == [(70_000, [1, 1, 1, 1])] * 3
         assert len({source.digest() for source in sources}) == 1
         assert opened(sentences, tokenizer=words()).digest() != sources[0].digest()
+
+    def test_added_tokens_count_although_vocab_size_leaves_them_out(self, sentences):
+        class Added:
+            vocab_size = 5
+
+            def __len__(self) -> int:
+                return 7
+
+            def encode(self, text: str) -> list[int]:
+                return [6] * 4
+
+        assert opened(sentences, tokenizer=Added()).classes == 7
+        given = words()
+        given.add_tokens(["e"])
+        assert opened(sentences, tokenizer=given).classes == 6
 
     @pytest.mark.parametrize(
         ("tokenizer", "named"),

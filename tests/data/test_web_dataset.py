@@ -105,9 +105,16 @@ def test_ranks_that_start_together_build_one_index(folder, monkeypatch):
 @pytest.mark.usefixtures("settled")
 def test_an_index_that_is_damaged_is_built_again(folder):
     opened(folder)
-    (index,) = folder.glob("cache/jaxmpi/index/*.npz")
+    (index,) = folder.glob("cache/jaxmpi/index/*.npz")  # and not beside the shards, which may be read-only
     index.write_bytes(index.read_bytes()[:100])
     assert len(opened(folder)) == ROWS
+
+
+@pytest.mark.usefixtures("settled")
+def test_without_a_cache_that_can_be_written_each_process_builds_its_index(folder):
+    (folder / "cache").write_text("no folder")
+    for _ in range(2):
+        assert len(opened(folder)) == ROWS
 
 
 @pytest.mark.parametrize(
@@ -124,6 +131,29 @@ def test_examples_that_lack_a_column_or_have_it_twice_are_named(tmp_path, member
     shard(tmp_path / "train.tar", members)
     with pytest.raises(UsageError, match=rf"{tmp_path}/train.tar: {named}"):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["gz", "bz2", "xz"])
+def test_a_compressed_shard_is_refused(folder, form):
+    with tarfile.open(folder / "train-002.tar", f"w:{form}") as compressed:
+        compressed.add(folder / "validation.tar")
+    with pytest.raises(UsageError, match=r"train-002\.tar"):
+        opened(folder)
+
+
+def test_an_array_that_claims_more_than_its_bytes_is_refused(tmp_path):
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "|u1", "fortran_order": False, "shape": (1 << 42,)})
+    shard(tmp_path / "train.tar", [("0.npy", head.getvalue() + bytes(10)), ("0.cls", b"0")])
+    with pytest.raises(UsageError, match=r"train.tar: 0.npy: "):
+        opened(tmp_path, columns=("npy", "cls"))[0]
+
+
+def test_a_shard_that_shrinks_while_it_is_read_is_named(folder):
+    source = opened(folder)
+    (folder / "train-001.tar").write_bytes(b"")
+    with pytest.raises(OSError, match=r"train-001.tar ends \d+ bytes before"):
+        source[6]
 
 
 SIX = [(f"{i}.{column}", blob) for i in range(6) for column, blob in (("png", grey(i)), ("cls", b"0"))]

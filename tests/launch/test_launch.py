@@ -163,7 +163,12 @@ def test_launchers_that_are_not_there(path, text, message):
 
 
 @pytest.mark.e2e
-def test_a_job_needs_no_home(tmp_path):
+def test_a_job_needs_no_home_but_a_network(tmp_path):
     line = ["python", "-m", "jaxmpi.tools.cli", "train", "-n", "2", "digits", "--train-for", "1st"]
     ended = run(["env", "-u", "HOME", *line, "--run-dir", str(tmp_path / "run")], timeout_s=100)
     assert ended.code == 0, ended.out
+    if run(["unshare", "-n", "true"], timeout_s=10).code:
+        pytest.skip("network namespaces are not permitted here")
+    ended = run(["unshare", "-n", *line], timeout_s=60)
+    assert (ended.code, "--devices" in ended.out) == (2, True), ended.out
+    assert "PMIX" not in ended.out.upper()

@@ -193,6 +193,15 @@ def used(comm) -> None:
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
+def test_more_communicators_than_mpi4py_has_error_handlers_can_be_used_in_jit():
+    parts = [COMM.split(0) for _ in range(34)]
+    for part in parts:
+        assert jax.jit(lambda x, part=part: mpi.allreduce(x, comm=part))(jnp.ones(2)).tolist() == [SIZE] * 2
+    for part in parts:
+        part.free()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
 def test_a_freed_communicator_leaves_nothing_and_is_refused():
     def counts() -> tuple[int, ...]:
         return len(made), len(COMM.processes._comms), len(watch()._registries), len(mappings())
@@ -214,6 +223,19 @@ def test_a_freed_communicator_leaves_nothing_and_is_refused():
     assert len(set(before[2:])) == 1, before
     with pytest.raises(jaxmpi.UsageError, match="world"):
         COMM.free()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
+def test_what_was_made_for_a_communicator_of_mpi4py_goes_when_that_is_freed():
+    from mpi4py import MPI
+
+    kept = []
+    for turn in range(8):
+        theirs = MPI.COMM_WORLD.Split(0, -RANK) if turn % 2 else MPI.COMM_WORLD.Dup()
+        assert jax.jit(lambda x, comm=theirs: mpi.allreduce(x, comm=comm))(jnp.ones(2)).tolist() == [SIZE] * 2
+        theirs.Free()
+        kept.append((len(made), len(COMM.processes._comms)))
+    assert len(set(kept[2:])) == 1, kept
 
 
 def mappings() -> list[str]:
@@ -401,6 +423,28 @@ def test_messages_of_c_and_of_python_are_the_same(size, monkeypatch):
             assert np.array_equal(mpi.recv(x, tag=2), x - RANK + other)
             if RANK % 2:
                 mpi.send(x, other, tag=2)
+    mpi.barrier()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+def test_messages_print_the_lines_of_mpi4jax_while_its_debug_output_is_on(capfd):
+    from mpi4jax._src.xla_bridge import set_logging
+
+    left, right = (RANK - 1) % SIZE, (RANK + 1) % SIZE
+    set_logging(True)
+    try:
+        jax.jit(lambda x: mpi.sendrecv(x, x, left, right, sendtag=3))(jnp.ones(5)).block_until_ready()
+    finally:
+        set_logging(False)
+    assert rf"| MPI_Sendrecv <- {left} (tag -1, 5 items) / -> {right} (tag 3, 5 items)" in capfd.readouterr().out
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+def test_messages_and_collectives_without_jit():
+    left, right = (RANK - 1) % SIZE, (RANK + 1) % SIZE
+    with jax.disable_jit():
+        assert mpi.sendrecv(jnp.full(3, float(RANK)), jnp.ones(3), left, right).tolist() == [left] * 3
+        assert mpi.allreduce(jnp.ones(3)).tolist() == [SIZE] * 3
     mpi.barrier()
 
 
@@ -778,9 +822,15 @@ def test_a_handle_is_waited_for_once():
 
 # ---------------------------------------------------------------- what the user's arrays lose on their way into JAX
 
+ROWS_OF = lambda x: (np.ma if isinstance(x, np.ma.MaskedArray) else np).stack([x] * SIZE)  # noqa: E731
 TAKES: dict[str, Any] = {  # with a leaf that must be refused by its path
-    "allreduce": lambda x: mpi.allreduce({"ids": x}),
-    "bcast": lambda x: mpi.bcast({"ids": x}),
+    **{call.__name__: lambda x, call=call: call({"ids": x}) for call in (mpi.allreduce, mpi.allgather, mpi.bcast)},
+    **{call.__name__: lambda x, call=call: call({"ids": x}) for call in (mpi.gather, mpi.reduce, mpi.scan, mpi.exscan)},
+    **{call.__name__: lambda x, call=call: call({"ids": ROWS_OF(x)}) for call in (mpi.alltoall, mpi.reduce_scatter)},
+    "scatter": lambda x: mpi.scatter({"ids": ROWS_OF(x) if RANK == 0 else x}),
+    "allgatherv": lambda x: mpi.allgatherv({"ids": x[None]}),
+    "alltoallv": lambda x: mpi.alltoallv({"ids": ROWS_OF(x)}, [1] * SIZE),
+    "max": lambda x: mpi.allreduce({"ids": x}, "max"),
     "mean": lambda x: mpi.allreduce({"ids": x}, "mean"),
     "start": lambda x: jax.jit(lambda: jaxmpi.wait(jaxmpi.start(mpi.allgather, {"ids": x})))(),
     "exchange": lambda x: jaxmpi.exchange({"ids": x}),
@@ -802,7 +852,7 @@ LOST = {
 @pytest.mark.skipif(jax.config.jax_enable_x64, reason="nothing is lost")  # pyright: ignore[reportAttributeAccessIssue]
 @pytest.mark.parametrize("name", TAKES)
 def test_what_jax_would_wrap_drop_or_make_infinite_is_refused_by_its_path(name):
-    is_bcast = name == "bcast" and RANK != 0  # a template there, whose numbers nobody takes
+    is_bcast = name in ("bcast", "scatter") and RANK != 0  # a template there, whose numbers nobody takes
     for kind, x in LOST.items():
         if "statistics" in name and kind not in ("float64", "masked"):
             continue  # other leaves stay each rank's own
@@ -811,7 +861,7 @@ def test_what_jax_would_wrap_drop_or_make_infinite_is_refused_by_its_path(name):
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
-@pytest.mark.parametrize("name", ["allreduce", "start", "exchange", "exchange in jit"])
+@pytest.mark.parametrize("name", ["allreduce", "mean", "allgatherv", "start", "exchange", "exchange in jit"])
 def test_an_array_that_one_rank_alone_refuses_is_refused_on_all_ranks(name):
     for lost in ("float64", "masked"):
         x = LOST[lost] if RANK == SIZE - 1 else np.ones_like(LOST[lost], subok=False)

@@ -463,6 +463,27 @@ def test_what_one_rank_cannot_save_is_refused_on_all_and_the_next_call_works(giv
     assert jaxmpi.metrics.sum(1) == SIZE
 
 
+class Unruly:
+    """A node of a tree that cannot be put together again on one rank."""
+
+
+jax.tree_util.register_pytree_node(Unruly, lambda node: ((jnp.ones(2),), None), lambda _, leaves: unruly(leaves))
+
+
+def unruly(leaves):
+    if RANK == SIZE - 1 and isinstance(leaves[0], np.ndarray):
+        raise RuntimeError("not this one")
+    return Unruly()
+
+
+def test_a_tree_that_one_rank_cannot_rebuild_is_refused_on_all(folder):
+    kept = jaxmpi.Checkpoints(folder)
+    kept.save(1, {"w": jnp.ones(2)})
+    with pytest.raises((jaxmpi.UsageError, jaxmpi.TrainingError), match="not this one"):
+        kept.restore({"w": Unruly()})
+    assert jaxmpi.metrics.sum(1) == SIZE
+
+
 def test_a_step_is_a_whole_number_of_64_bits(folder):
     kept = jaxmpi.Checkpoints(folder)
     for step in (jnp.int32(5), 1_764_300_000_123_456_789, 2**63 - 1):

@@ -44,15 +44,19 @@ def test_cc_names_the_compiler_whose_words_are_in_the_error(source, monkeypatch)
     assert compile_cache.load_c(source).answer() == 9
 
 
-@pytest.mark.parametrize("damage", ["cut by a byte", "a flipped bit"])
+@pytest.mark.parametrize("damage", ["cut by a byte", "a flipped bit", "foreign"])
 def test_a_damaged_library_is_noticed_and_compiled_again(source, tmp_path, damage):
+    assert load(source, 4) == 4
+    [other] = (tmp_path / "jaxmpi" / "c").glob("*.so")
+    foreign = other.read_bytes()
+    other.unlink()
     assert load(source, 3) == 3
     [cached] = (tmp_path / "jaxmpi" / "c").glob("*.so")
     whole = cached.read_bytes()
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
     cached.unlink()  # this process has the old one mapped
-    cached.write_bytes(whole[:-1] if damage == "cut by a byte" else bytes(flipped))
+    cached.write_bytes({"cut by a byte": whole[:-1], "a flipped bit": flipped, "foreign": foreign}[damage])
     loading = [
         subprocess.Popen([sys.executable, "-c", LOAD, str(source)], stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]

@@ -11,11 +11,11 @@ import pytest
 
 import jaxmpi
 from jaxmpi import Task
-from jaxmpi.config import Data
+from jaxmpi.config import Data, Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Loader, Sampler
 from jaxmpi.data.example import nested
-from jaxmpi.data.sources.arrays import FieldSource
+from jaxmpi.data.sources.arrays import ArraySource, FieldSource
 from jaxmpi.model import plain_model
 from jaxmpi.tasks import classes, numbers
 from jaxmpi.tasks.registry import TASKS
@@ -142,6 +142,14 @@ def test_a_batch_has_the_fields_of_its_examples(kind):
     np.testing.assert_array_equal(second["second"], want["pair"][1]["second"])
 
 
+@pytest.mark.parametrize("values", [np.array([[1.0], [-1e300]]), np.array([[1], [2**40]])], ids=["infinite", "wrapped"])
+@pytest.mark.parametrize("source", [lambda x: ArraySource(x, [0, 0]), lambda x: FieldSource({"image": x})])
+def test_numbers_that_a_batch_would_change_are_refused_by_field(values, source):
+    with pytest.raises(UsageError, match=": image"):
+        with Loader(source(values), Sampler(2, 2), Data("array", loader="threads"), False) as batches:
+            next(iter(batches))
+
+
 # ---------------------------------------------------------------- N workers against one
 
 
@@ -247,11 +255,42 @@ def test_the_best_checkpoint_is_that_of_the_monitored_figure(task, asked, tmp_pa
     assert kept == ["step_00000001", "step_00000004"]
 
 
+def test_scores_of_another_monitor_are_not_compared(tmp_path):
+    each = {"eval_every": "1st", "checkpoint_every": "1st", "keep_checkpoints": 9}
+    experiment = lines(tmp_path, FARTHEST, train_for="2st", **each)
+    main.train(experiment, "lines")
+    main.train(dataclasses.replace(experiment, train_for="4st", monitor="eval_far", resume=True), "lines")
+    assert jaxmpi.load(experiment.run_dir, best=True).step == 3  # the first that was judged by `eval_far`
+
+
 def test_training_stops_early_by_the_direction_of_the_metric(tmp_path):
     stop = jaxmpi.EarlyStop("eval_far", patience=2)
     main.train(lines(tmp_path, FARTHEST, eval_every="1st", callbacks=(stop,)), "lines")
     rows = [json.loads(line) for line in next(tmp_path.glob("*/record.jsonl")).read_text().splitlines()]
     assert [row["step"] for row in rows if row["kind"] == "stopped"] == [3]
+
+
+@pytest.mark.parametrize(
+    ("task", "figure", "mode"),
+    [("classification", "eval_top1", "max"), ("classification", "eval_loss", "min"), ("regression", "eval_mae", "min")],
+)
+def test_a_figure_of_normalised_images_is_monitored(task, figure, mode, tmp_path):
+    outputs = {"classification": 2, "regression": 1}[task]
+    image = np.random.default_rng(0).integers(0, 256, (16, 4, 4, 1), np.uint8)
+    label = np.arange(16, dtype=np.int32) % 2 if outputs == 2 else image.mean((1, 2)).astype(np.float32)
+    init, apply = lambda key: {"w": jnp.zeros((16, outputs))}, lambda p, x: x.reshape(len(x), -1) @ p["w"]
+    fields = {"train": {"image": image, "label": label}, "validation": {"image": image, "label": label}}
+    experiment = Experiment(
+        plain_model(init, apply, name="m", input_shape=(4, 4, 1), classes=outputs),
+        task=task,
+        data=Data("array", channels=1, mean=(0.3,), std=(0.4,), loader="threads", **fields),
+        effective_batch=8,
+        train_for="1st",
+        monitor=figure,
+        run_dir=str(tmp_path / "run"),
+    )
+    main.train(experiment, "m")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["experiment"]["monitor_mode"] == mode
 
 
 # ---------------------------------------------------------------- bad parts, named before the first step

@@ -10,7 +10,7 @@ import math
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ import pytest
 
 import jaxmpi
 from launching import mpirun_line, run, train
+from runs import checkpoint, copy_until, record, steps_saved
 
 STEPS, EVAL_EVERY, SAVE_EVERY = 13, 5, 4
 EXPERIMENT = f"""
@@ -100,18 +101,7 @@ SLOW = {
 }
 
 
-WITH_TESTS = (
-    "split",
-    "devices",
-    "overlap",
-    "xla",
-    "in_memory",
-    "easgd",
-)  # of their own that CI runs
-
-
-def rows_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
+WITH_TESTS = ("split", "devices", "overlap", "xla", "in_memory", "easgd")  # of their own that CI runs
 
 
 @pytest.mark.e2e
@@ -130,17 +120,15 @@ def test_a_mode_trains_past_everything_periodic(mode, tmp_path):
     else:
         ended = train(row.ranks, *args)
     assert ended.code == 0, ended.out
-    rows = rows_of(folder)
-    lines, evaluations = ([line for line in rows if line["kind"] == kind] for kind in ("train", "eval"))
+    lines, evaluations = record(folder, "train"), record(folder, "eval")
     assert all(math.isfinite(line["loss"]) for line in lines)
     assert lines[-1]["epoch"] > 4
     assert row.times_exchanges in {line["exchange_time"] for line in lines}
+    assert all(line["eval_count"] == 17 for line in evaluations)  # by worker 0 alone where workers do not meet
     if row.steps_together:
         last = {line["step"] for line in evaluations}
         assert last == {*range(EVAL_EVERY, STEPS, EVAL_EVERY), STEPS}
-        assert all(line["eval_count"] == 17 for line in evaluations)
-        kept = sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
-        assert kept[-2:] == ["step_00000012", f"step_{STEPS:08d}"]
+        assert steps_saved(folder)[-2:] == [12, STEPS]
     else:
         assert len(evaluations) >= 2
         assert list((folder / "checkpoints").iterdir())
@@ -158,8 +146,7 @@ def of_whole_tensors(folder: Path, *flags: str) -> str:
 @pytest.mark.e2e
 def test_a_checkpoint_of_whole_tensors_has_each_once(tmp_path):
     assert "updates sharded over 2 workers" in of_whole_tensors(tmp_path / "run", "on")
-    last = tmp_path / "run" / "checkpoints" / f"step_{STEPS:08d}"
-    files = json.loads((last / "manifest.json").read_text())["files"]
+    files = json.loads((checkpoint(tmp_path / "run", STEPS) / "manifest.json").read_text())["files"]
     params = {row["path"].removeprefix("params/"): row["shape"] for row in files["common.bin"]}
     for moment in ("mu", "nu"):
         rows = [row for name in files for row in files[name] if f"/{moment}/" in row["path"]]
@@ -171,8 +158,7 @@ def test_a_checkpoint_of_whole_tensors_has_each_once(tmp_path):
 @pytest.mark.slow  # two runs
 def test_a_run_without_sharded_updates_goes_on_from_whole_tensors(tmp_path):
     of_whole_tensors(tmp_path / "dealt", "on")
-    shutil.copytree(tmp_path / "dealt", tmp_path / "whole")
-    shutil.rmtree(tmp_path / "whole" / "checkpoints" / f"step_{STEPS:08d}")
+    copy_until(tmp_path / "dealt", 12, tmp_path / "whole")
     said = of_whole_tensors(tmp_path / "whole", "off", "--resume")
     assert "resumed at step 12" in said
     assert "updates sharded" not in said
@@ -186,7 +172,7 @@ def test_a_run_without_sharded_updates_goes_on_from_whole_tensors(tmp_path):
 @pytest.mark.e2e
 def test_a_run_with_masters_goes_on_with_another_number_of_workers_and_without_masters(tmp_path):
     """Params are masters to within 2^-11 of the last change, from which each run takes the same step 13."""
-    folder, last = tmp_path / "run", tmp_path / "run" / "checkpoints" / f"step_{STEPS:08d}"
+    folder, last = tmp_path / "run", checkpoint(tmp_path / "run", STEPS)
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
     args = (str(tmp_path / "tiny.py"), "--run-dir", str(folder), "--exchange.strategy", "asa32")
     ends = []

@@ -14,7 +14,7 @@ from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.host_arrays import check_unmasked
-from jaxmpi.data.decode import MODES, corrupt_if_it_fails, decoded
+from jaxmpi.data.decode import corrupt_if_it_fails, decoded
 
 DEFAULT = ("image", "label")  # columns
 
@@ -107,8 +107,6 @@ class TableSource:
     ends = np.zeros(0, np.int64)  # of each part, the index behind its last row
 
     def __init__(self, config: Data, columns: Sequence[str] = DEFAULT) -> None:
-        if self.is_compressed and config.channels not in MODES:
-            raise UsageError(f"data.channels: got {config.channels}; expected {', '.join(map(str, MODES))}")
         self.name, self.columns, self.is_pair = config.source, tuple(columns), len(columns) == 2
         self.channels, self.resize = config.channels, config.resize
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, lookup
+from jaxmpi.data.decode import MODES
 from jaxmpi.data.sources.arrays import animals, array, digits, synthetic
 from jaxmpi.data.sources.arrow import huggingface, parquet
 from jaxmpi.data.sources.base import Source
@@ -25,10 +26,10 @@ def open_source(config: Data, split: str) -> Source:
     """The source that `data.source` names, of the split "train" or "validation"; refuse what is not there."""
     if split not in SPLITS:
         raise UsageError(f"split: got {split!r}; expected one of {', '.join(SPLITS)}")
-    open_split = lookup(SOURCES, config.source, "data source")
-    if config.holdout:
-        return hold_out(open_split(config, "train"), config.holdout, split)
-    return open_split(config, split)
+    source = lookup(SOURCES, config.source, "data source")(config, "train" if config.holdout else split)
+    if getattr(source, "is_compressed", False) and config.channels not in MODES:
+        raise UsageError(f"data.channels: got {config.channels}; expected {', '.join(map(str, MODES))}")
+    return hold_out(source, config.holdout, split) if config.holdout else source
 
 
 SOURCES: dict[str, Callable[[Data, str], Source]] = {

@@ -1,11 +1,15 @@
 """Source: TensorFlow Datasets that are on disk already.
 
 The data set must be prepared in a format with random access, such as array_record; TFDS reads it without TensorFlow.
-The trainer neither downloads nor prepares it; an error names the command that prepares it. Images come
-compressed and are decoded here, so that JPEG can be scaled while it is decoded, and a damaged image is named.
+The trainer neither downloads nor prepares it, and runs none of its code; an error names the command that prepares it.
+Images come compressed and are decoded here, so that JPEG can be scaled while it is decoded, and a damaged image is
+named.
 """
 
+import contextlib
+import importlib
 import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxmpi.config.data import Data, data_dir
@@ -39,7 +43,10 @@ class TfdsSource(TableSource):
         self.classes = int(getattr(features["label"], "num_classes", None) or 0)
 
     def __reduce__(self) -> tuple[Any, ...]:  # by the folder, since readers do not pickle
-        return _open_folder, (self.config, str(self.builder.data_path), self.split)
+        from tensorflow_datasets.core.features.feature import FeatureConnector
+
+        modules = sorted({feature.__module__ for feature in FeatureConnector._registered_features.values()})
+        return _open_folder, (self.config, str(self.builder.data_path), self.split, modules)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -72,7 +79,8 @@ def tfds(config: Data, split: str) -> Source:
     try:
         from tensorflow_datasets.core import read_only_builder
 
-        builder = read_only_builder.builder_from_files(config.name, data_dir=folder or None)
+        with _known_features():
+            builder = read_only_builder.builder_from_files(config.name, data_dir=folder or None)
         return TfdsSource(config, builder, name)
     except UsageError:
         raise
@@ -88,8 +96,33 @@ def tfds(config: Data, split: str) -> Source:
         ) from error
 
 
-def _open_folder(config: Data, folder: str, split: str) -> TfdsSource:
-    """In a loader process."""
+def _open_folder(config: Data, folder: str, split: str, modules: Sequence[str]) -> TfdsSource:
+    """In a loader process, which imports the features that the trainer has imported."""
     from tensorflow_datasets.core import read_only_builder
 
-    return TfdsSource(config, read_only_builder.builder_from_directory(folder), split)
+    for module in modules:
+        importlib.import_module(module)
+    with _known_features():
+        return TfdsSource(config, read_only_builder.builder_from_directory(folder), split)
+
+
+@contextlib.contextmanager
+def _known_features() -> Iterator[None]:
+    """Keep TFDS from importing whatever modules features.json names: features of others are code."""
+    from tensorflow_datasets.core.features.feature import FeatureConnector
+
+    find, original = FeatureConnector.cls_from_name, vars(FeatureConnector)["cls_from_name"]
+
+    def find_known(name: Any) -> Any:
+        if not str(name).startswith("tensorflow_datasets.") and name not in FeatureConnector._registered_features:
+            raise UsageError(
+                f"tfds: features.json: got {name!r:.80}; expected features of TFDS itself: others are code; if you "
+                "trust them, import their module in the experiment file"
+            )
+        return find(name)
+
+    setattr(FeatureConnector, "cls_from_name", staticmethod(find_known))  # noqa: B010 - a method there
+    try:
+        yield
+    finally:
+        setattr(FeatureConnector, "cls_from_name", original)  # noqa: B010 - a method there
