@@ -112,6 +112,13 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def as_users_have_it() -> Iterator[None]:
+    """JAX's own settings: what the tests forbid, Equinox and people's models do."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
 def standard_promotion() -> Iterator[None]:
     """For Optax's Adam, which raises a float to an integer power."""
     with jax.numpy_dtype_promotion("standard"):

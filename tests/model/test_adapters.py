@@ -39,13 +39,6 @@ KEY = jax.random.key(0)
 IMAGE: Any = np.random.default_rng(0).standard_normal((4, 8, 8, 1)).astype(np.float32)
 
 
-@pytest.fixture
-def as_users_have_it():
-    """JAX's own settings: what the tests forbid, Equinox and people's models do."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
 # ---------------------------------------------------------------- Linen
 
 

@@ -136,8 +136,8 @@ ROWS = {
 @pytest.mark.parametrize("case", ROWS)
 def test_whose_params_differ(case):
     values, message = ROWS[case]
-    rows = {worker: np.array([3, value], np.uint32) for worker, value in enumerate(values)}
-    text = replica_check.difference(rows, ["a", "b"], 9)
+    rows, mine = np.array([[3, value] for value in values], np.uint32), tuple(range(len(values)))
+    text = replica_check.compare_replicas({"a": 0, "b": 0}, rows, mine, SoloProcesses(), 9)
     assert re.search(message or "^$", text), text
 
 

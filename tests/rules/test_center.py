@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmpi.allreduce.api import exchange
-from jaxmpi.allreduce.wires import BLOCK, WIRES
+from jaxmpi.allreduce.wires import BLOCK, WIRES, host_wire
 from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint
 from jaxmpi.checkpoint.manifests import found
 from jaxmpi.comm.axis import AxisComm
@@ -254,7 +254,7 @@ def test_segments_cover_the_center_once_and_fit_messages(wire, n, servers):
     assert [a for a, _ in segments] == [0, *(b for _, b in segments[:-1])]
     assert segments[-1][1] == n
     longest = max(b - a for a, b in segments)
-    assert HEADER_BYTES + layout.host_wire().size_bytes(longest) <= transport.MESSAGE_BYTES
+    assert HEADER_BYTES + host_wire(layout.wire).size_bytes(longest) <= transport.MESSAGE_BYTES
 
 
 # ---------------------------------------------------------------- one server

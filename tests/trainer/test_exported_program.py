@@ -114,12 +114,6 @@ def test_a_flipped_bit_of_a_program_is_noticed(line_run, tmp_path):
         jaxmpi.load_program(file)
 
 
-@pytest.fixture
-def as_users_have_it():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
 def called(file: Path, batch: dict) -> Any:
     return jax.export.deserialize(bytearray(file.read_bytes())).call(batch)
 

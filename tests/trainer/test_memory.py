@@ -5,7 +5,6 @@ import re
 import sys
 from pathlib import Path
 
-import jax
 import optax.contrib
 import pytest
 
@@ -318,14 +317,14 @@ def test_a_run_that_does_not_fit_is_refused_before_its_first_step(tmp_path, monk
         ({"micro_batch": 4}, "auto", "off: with gradient accumulation"),
     ],
 )
+@pytest.mark.usefixtures("as_users_have_it")
 def test_gradients_are_summed_as_they_come_where_params_are_shared_and_it_saves(change, word, expected, monkeypatch):
     monkeypatch.setattr(build, "SAVED_BYTES", 100_000)
     exchange = ExchangeConfig("shm", shard_update="on", overlap=word)
     plan = make_plan(dataclasses.replace(DIGITS, effective_batch=32, exchange=exchange, **change), workers(4))
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        form = build.choose_form(plan)
-        assert form.why.startswith(f"overlap {expected}")
-        assert form.is_early == expected.startswith("on")
-        if expected.startswith("off") and word == "auto":
-            with pytest.raises(UsageError, match=r"exchange\.overlap"):
-                build.choose_form(plan.with_exchange(overlap="on"))
+    form = build.choose_form(plan)
+    assert form.why.startswith(f"overlap {expected}")
+    assert form.is_early == expected.startswith("on")
+    if expected.startswith("off") and word == "auto":
+        with pytest.raises(UsageError, match=r"exchange\.overlap"):
+            build.choose_form(plan.with_exchange(overlap="on"))

@@ -45,50 +45,50 @@ class Mode(NamedTuple):
 
     args: str = ""
     ranks: int = 2
-    times_exchanges: str = "unknown"  # how the record knows the time of exchanges
+    is_measured: bool = False  # the record must have the time of exchanges
     steps_together: bool = True
 
 
 SHARED = "--exchange.strategy shm --exchange.shard-update on"
 EASGD = "--optim.name sgd --rule.name easgd --effective-batch 0 --local-batch 8"
 DEFAULT = {
-    "split": Mode("--exchange.overlap off"),
+    "split": Mode("--exchange.overlap off", is_measured=True),
     "xla": Mode("--comm xla"),
     "devices": Mode("--devices 2", ranks=1),
-    "overlap": Mode("--exchange.overlap on --exchange.strategy asa32", times_exchanges="measured"),
+    "overlap": Mode("--exchange.overlap on --exchange.strategy asa32", is_measured=True),
     "in_memory": Mode("--exchange.overlap off --data.memory partition --data.loader threads"),
     "diloco": Mode("--rule.name diloco --rule.local-steps 3 --comm xla"),
-    "easgd": Mode(EASGD, times_exchanges="measured", steps_together=False),
+    "easgd": Mode(EASGD, is_measured=True, steps_together=False),
     "shrink": Mode("--on-rank-loss shrink"),
-    "shared_params": Mode(f"{SHARED} --exchange.overlap on --optim.ema 0.9", times_exchanges="measured"),
+    "shared_params": Mode(f"{SHARED} --exchange.overlap on --optim.ema 0.9", is_measured=True),
 }
 SLOW = {
-    "one": Mode(ranks=1, times_exchanges="none"),
-    "shm": Mode("--exchange.strategy shm", times_exchanges="measured"),
+    "one": Mode(ranks=1),
+    "shm": Mode("--exchange.strategy shm", is_measured=True),
     "compressed": Mode("--exchange.strategy topk0.1/asa32"),
     "subgd": Mode("--rule.name subgd"),
     "awagd": Mode("--rule.name awagd --rule.average-momentum --comm xla"),
     "local_sgd": Mode("--rule.name local_sgd --rule.local-steps 3"),
     "diloco_split": Mode("--rule.name diloco --rule.local-steps 3"),
-    "easgd_sync": Mode("--optim.name sgd --rule.name easgd_sync"),
-    "asgd": Mode(EASGD + " --rule.name asgd", times_exchanges="measured", steps_together=False),
-    "gosgd": Mode(EASGD + " --rule.name gosgd --rule.p 0.5", times_exchanges="measured", steps_together=False),
-    "served": Mode(EASGD + " --rule.servers 1", ranks=3, times_exchanges="measured", steps_together=False),
+    "easgd_sync": Mode("--optim.name sgd --rule.name easgd_sync", is_measured=True),
+    "asgd": Mode(EASGD + " --rule.name asgd", is_measured=True, steps_together=False),
+    "gosgd": Mode(EASGD + " --rule.name gosgd --rule.p 0.5", is_measured=True, steps_together=False),
+    "served": Mode(EASGD + " --rule.servers 1", ranks=3, is_measured=True, steps_together=False),
     "xla_devices": Mode("--comm xla --devices 2"),
     "xla_in_memory": Mode("--comm xla --data.memory partition --data.loader threads"),
     "devices_in_memory": Mode("--devices 2 --data.memory partition --data.loader threads", ranks=1),
     "overlap_in_memory": Mode(
         "--exchange.overlap on --exchange.strategy asa32 --data.memory partition --data.loader threads",
-        times_exchanges="measured",
+        is_measured=True,
     ),
     "skip": Mode("--on-nonfinite skip --inject nan:rank=1,step=6"),
-    "shared_params_of_whole_gradients": Mode(f"{SHARED} --exchange.overlap off", times_exchanges="measured"),
+    "shared_params_of_whole_gradients": Mode(f"{SHARED} --exchange.overlap off", is_measured=True),
     "shared_params_roll_back": Mode(
-        f"{SHARED} --from-start --on-nonfinite rollback --inject nan:rank=1,step=6", times_exchanges="measured"
+        f"{SHARED} --from-start --on-nonfinite rollback --inject nan:rank=1,step=6", is_measured=True
     ),
     "sharded_overlap": Mode(
         "--exchange.overlap on --exchange.strategy ring32 --exchange.shard-update on --optim.ema 0.9",
-        times_exchanges="measured",
+        is_measured=True,
     ),
     "sharded_xla": Mode("--comm xla --exchange.strategy ar --exchange.shard-update on --optim.ema 0.9"),
     "sharded_devices": Mode("--devices 2 --exchange.shard-update on --optim.ema 0.9", ranks=1),
@@ -123,7 +123,7 @@ def test_a_mode_trains_past_everything_periodic(mode, tmp_path):
     lines, evaluations = record(folder, "train"), record(folder, "eval")
     assert all(math.isfinite(line["loss"]) for line in lines)
     assert lines[-1]["epoch"] > 4
-    assert row.times_exchanges in {line["exchange_time"] for line in lines}
+    assert "measured" in {line["exchange_time"] for line in lines} or not row.is_measured
     assert all(line["eval_count"] == 17 for line in evaluations)  # by worker 0 alone where workers do not meet
     if row.steps_together:
         last = {line["step"] for line in evaluations}

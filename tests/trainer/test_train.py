@@ -198,9 +198,7 @@ def test_a_resumed_run_says_what_changed_since_its_checkpoint(tmp_path, no_launc
     shutil.rmtree(checkpoint(tmp_path, 4))
     same = dataclasses.replace(begun, resume=True, train_for="4st", log_every=1, eval_every="1st", keep_best=2)
     fit(same, "digits")
-    said = capsys.readouterr()
-    assert "changed since" not in said.out
-    assert said.err.count("passed over: ") == 1
+    assert "changed since" not in capsys.readouterr().out
     assert record(tmp_path, "changed") == []
     shutil.rmtree(checkpoint(tmp_path, 4))
     fit(dataclasses.replace(same, train_for="8st", optim=Optim("momentum", lr=0.02)), "digits")

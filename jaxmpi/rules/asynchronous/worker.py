@@ -376,7 +376,7 @@ def take_part(
         serve = keep_shard
     if rank < size:
         client = CenterClient(to_center, layout, range(first, first + servers), 0 if rank else size)
-        body_bytes = CenterLayout(n, 1, wire).host_wire().size_bytes(n)
+        body_bytes = host_wire(wire).size_bytes(n)
         thread = GossipThread(between_workers, rank, size, body_bytes) if rule.is_gossip else None
         worker = AsyncWorker(rank, size, rule, start, client, tau=config.tau, wire=wire, gossip_thread=thread)
     return worker, serve
