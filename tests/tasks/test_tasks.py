@@ -255,6 +255,14 @@ def test_the_best_checkpoint_is_that_of_the_monitored_figure(task, asked, tmp_pa
     assert kept == ["step_00000001", "step_00000004"]
 
 
+def test_scores_of_another_monitor_are_not_compared(tmp_path):
+    each = {"eval_every": "1st", "checkpoint_every": "1st", "keep_checkpoints": 9}
+    experiment = lines(tmp_path, FARTHEST, train_for="2st", **each)
+    main.train(experiment, "lines")
+    main.train(dataclasses.replace(experiment, train_for="4st", monitor="eval_far", resume=True), "lines")
+    assert jaxmpi.load(experiment.run_dir, best=True).step == 3  # the first that was judged by `eval_far`
+
+
 def test_training_stops_early_by_the_direction_of_the_metric(tmp_path):
     stop = jaxmpi.EarlyStop("eval_far", patience=2)
     main.train(lines(tmp_path, FARTHEST, eval_every="1st", callbacks=(stop,)), "lines")
