@@ -4,7 +4,6 @@ A whole tier runs in two or three processes; named files and slow tests in one.
 """
 
 import gc
-import importlib.metadata
 import os
 import signal
 import sys
@@ -31,7 +30,6 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         "--xla_cpu_use_fusion_emitters=false",
     )
 
-from jaxmpi.comm.job import processes
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.runtime import process
 
@@ -89,17 +87,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places[item.path] if item.path in places else long[item.path.name])
 
 
-def pytest_report_header() -> list[str]:
-    names = ("jaxmpi", "jax", "jaxlib", "flax", "optax", "numpy")
-    lines = ["versions: " + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)]
-    if UNDER_MPI:
-        control = processes()
-        from mpi4py import MPI
-
-        lines.append(f"MPI: rank {control.rank} of {control.size}, {MPI.get_vendor()}")
-    return lines
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """A temporary folder of its own for each rank: they would clear away old ones at the same time and trip over it."""
@@ -122,6 +109,13 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the variables by which launchers tell a process its rank."""
     for name in process.VARIABLES:
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def as_users_have_it() -> Iterator[None]:
+    """JAX's own settings: what the tests forbid, Equinox and people's models do."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 @pytest.fixture

@@ -87,6 +87,17 @@ def kill_session(leader: int) -> None:
                 continue
 
 
+def ranks_of(run_dir: Path) -> dict[int, int]:
+    """Processes of the ranks that train into a folder, by rank."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and str(run_dir).encode() in (entry / "cmdline").read_bytes():
+                rank = re.search(rb"(?:^|\0)OMPI_COMM_WORLD_RANK=(\d+)\0", (entry / "environ").read_bytes())
+                found |= {int(rank[1]): int(entry.name)} if rank else {}
+    return found
+
+
 def session_of(pid: int) -> int:
     """The session a process belongs to; 0 where it is gone."""
     try:
@@ -95,16 +106,10 @@ def session_of(pid: int) -> int:
         return 0
 
 
+@functools.cache  # asks mpirun for its version
 def mpirun_line(ranks: int) -> list[str]:
     """The launcher's part of the line that `jaxmpi train -n ranks` uses on this machine."""
-    return [*launcher_line(ranks)]
-
-
-@functools.cache
-def launcher_line(ranks: int) -> tuple[str, ...]:
-    """Ask mpirun for its version once."""
-    options = Options(ranks, "mpirun", (), ())
-    return (*command.mpirun(options, len(os.sched_getaffinity(0)), os.geteuid() == 0),)
+    return command.mpirun(Options(ranks, "mpirun", (), ()), len(os.sched_getaffinity(0)), os.geteuid() == 0)
 
 
 def mpirun(ranks: int, *args: str, timeout_s: float, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Ended:

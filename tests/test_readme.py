@@ -64,7 +64,7 @@ SCENARIOS = [
     Scenario(("with_optax.py",), ()),
     Scenario(("around.py", "around"), ("step 100 loss 0.0", "step 200 loss 0.000000")),
     Scenario(("doctor",), ("ranks     2 on 1 hosts", "right"), TWO_RANKS),
-    Scenario(("plan",), ("given prices", "4096  512 x 8", "plot: plan.png")),
+    Scenario(("plan",), ("given prices", "4096  512 x 8")),
     Scenario(("help",), ("--optim.lr ", "--data.dir ", "--exchange.strategy ")),
     Scenario(
         ("overrides", "resume", "report"),

@@ -16,7 +16,7 @@ experiment = dataclasses.replace(
     paper,
     model=googlenet(classes=10, image_size=64),
     data=fallback.data,
-    optim=dataclasses.replace(paper.optim, lr=0.0005),
+    optim=dataclasses.replace(paper.optim, lr=0.0005, lr_for_batch=16),
     local_batch=16,
     train_for="300st",
     eval_every="100st",

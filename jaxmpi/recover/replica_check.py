@@ -2,7 +2,7 @@
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -54,30 +54,8 @@ def fingerprint(leaf: jax.Array) -> jax.Array:
     return (bits * odd).sum(dtype=jnp.uint32)
 
 
-def difference(rows: Mapping[int, np.ndarray], leaves: list[str], step: int, what: str = "params of workers") -> str:
-    """Message on the workers and leaves that differ from most; else empty.
-
-    Args:
-        rows: fingerprints by worker.
-        leaves: their paths.
-        what: is compared, for the message.
-    """
-    votes = Counter(row.tobytes() for row in rows.values())
-    if len(votes) == 1:
-        return ""
-    (most, count), *others = votes.most_common()
-    text = f"{what} differ after step {step}: "
-    if count == others[0][1]:
-        groups = [[worker for worker, row in rows.items() if row.tobytes() == key] for key in votes]
-        return text + f"workers {' and '.join(map(str, groups))} apart; which of them are right cannot be told"
-    odd = [worker for worker, row in rows.items() if row.tobytes() != most]
-    wrong = rows[odd[0]] != np.frombuffer(most, np.uint32)
-    paths = ", ".join(leaves[i] for i in np.flatnonzero(wrong)[:4])
-    return text + f"worker {odd if len(odd) > 1 else odd[0]} differs from the other {count} in {paths}"
-
-
 def compare_replicas(tree: PyTree, found: np.ndarray, mine: tuple[int, ...], processes: Processes, step: int) -> str:
-    """`difference` between all workers of the job, on all ranks alike.
+    """Message on the workers and leaves that differ from most, on all ranks alike; empty if none do.
 
     Args:
         tree: of which `found`, u32[workers of this process, leaves], are the fingerprints.
@@ -86,4 +64,16 @@ def compare_replicas(tree: PyTree, found: np.ndarray, mine: tuple[int, ...], pro
     """
     texts = processes.allgather_object(found.astype("<u4").tobytes().hex())
     every = np.frombuffer(bytes.fromhex("".join(texts)), "<u4").reshape(len(texts) * len(mine), -1)
-    return difference(dict(enumerate(every)), [name for name, _ in named_leaves(tree)], step)
+    rows = [row.tobytes() for row in every]
+    (most, count), *others = Counter(rows).most_common()
+    if not others:
+        return ""
+    text = f"params of workers differ after step {step}: "
+    if count == others[0][1]:
+        groups = [[worker for worker, row in enumerate(rows) if row == key] for key in dict.fromkeys(rows)]
+        return text + f"workers {' and '.join(map(str, groups))} apart; which of them are right cannot be told"
+    odd = [worker for worker, row in enumerate(rows) if row != most]
+    wrong = np.flatnonzero(every[odd[0]] != every[rows.index(most)])
+    leaves = [name for name, _ in named_leaves(tree)]
+    paths = ", ".join(leaves[i] for i in wrong[:4])
+    return text + f"worker {odd if len(odd) > 1 else odd[0]} differs from the other {count} in {paths}"

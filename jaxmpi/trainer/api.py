@@ -2,7 +2,7 @@
 
 `Trainer(workers=N)` trains in processes of its own: `cloudpickle` writes the experiment for them, so functions and
 classes of a notebook go with it, and `jaxmpi train -n N` starts them, as on the command line. The pickle is in a folder
-of the run directory that only this user can read, and is removed once all workers have read it.
+of the run directory that only this user can read, and is removed when they have ended.
 """
 
 import collections
@@ -24,7 +24,7 @@ from jaxmpi.comm.job import processes
 from jaxmpi.config.experiment_file import FROM_PYTHON
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
-from jaxmpi.core.train_state import Batch, TrainState
+from jaxmpi.core.train_state import Batch
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import failures, process
 from jaxmpi.trainer import finished, main
@@ -123,8 +123,8 @@ class Trainer:
             file: to write, by rank 0; and `file.json`, what goes in and out.
             step: of the checkpoint; default: the newest.
             best: the best checkpoint by `monitor`.
-            platforms: to lower for; default: those of cpu, cuda and tpu for which the model can be lowered.
-            batch: examples of a call; default: any number, if the model can be traced so.
+            platforms: to lower for; default: cpu, cuda and tpu.
+            batch: examples of a call; default: any number.
         """
         check_program_file(Path(file), platforms)
         run = open_finished(self.experiment, self.run_dir, step=step, best=best)
@@ -154,15 +154,12 @@ SHOWN_LINES = 30  # last lines of the workers' output that an error shows
 
 
 class KeepFigures(Callback):
-    """Write the last figures for the waiting process; remove the pickle."""
+    """Write the last figures for the waiting process."""
 
     first_rank_only = True
 
-    def __init__(self, file: Path, pickle: Path) -> None:
-        self.file, self.pickle = file, pickle
-
-    def at_start(self, step: int, state: TrainState) -> None:
-        self.pickle.unlink(missing_ok=True)  # all workers have read and compared it by now
+    def __init__(self, file: Path) -> None:
+        self.file = file
 
     def at_end(self, figures: dict[str, float]) -> None:
         self.file.write_text(json.dumps(figures))
@@ -178,10 +175,11 @@ def fit_in_processes(experiment: Experiment, workers: int) -> dict[str, float]:
         private = tempfile.TemporaryDirectory(prefix="from_python_", dir=experiment.run_dir)
     with private as folder:
         file, result = Path(folder) / FROM_PYTHON, Path(folder) / "figures.json"
-        pickle = file.with_suffix(".pickle")
-        kept = (*experiment.callbacks, KeepFigures(result, pickle))
+        kept = (*experiment.callbacks, KeepFigures(result))
         try:
-            pickle.write_bytes(cloudpickle.dumps(dataclasses.replace(experiment, callbacks=kept, fallback=None)))
+            file.with_suffix(".pickle").write_bytes(
+                cloudpickle.dumps(dataclasses.replace(experiment, callbacks=kept, fallback=None))
+            )
         except Exception as error:  # whatever an object of the user's raises
             raise UsageError(
                 f"the experiment cannot go to other processes: {type(error).__name__}: {error}; make that object "

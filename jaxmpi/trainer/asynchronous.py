@@ -34,9 +34,14 @@ from jaxmpi.observe.trace import UncoordinatedTrace
 from jaxmpi.optim import optimizers
 from jaxmpi.recover import decisions
 from jaxmpi.rules.asynchronous.center import LEAVE, AllWorkers, Counters, Order, Status
-from jaxmpi.rules.asynchronous.coordinator import HeartbeatMonitor, start_limit_s, take_part
-from jaxmpi.rules.asynchronous.start import AsyncStart, on_device
-from jaxmpi.rules.asynchronous.worker import AsyncWorker
+from jaxmpi.rules.asynchronous.worker import (
+    AsyncStart,
+    AsyncWorker,
+    HeartbeatMonitor,
+    on_device,
+    start_limit_s,
+    take_part,
+)
 from jaxmpi.runtime import failures
 from jaxmpi.runtime.progress import drain, phase
 from jaxmpi.trainer import callbacks

@@ -228,20 +228,24 @@ def refuse_other_inputs(named: str, saved: Any, now: Any) -> None:
 ANY = "batch"  # the symbol of a dimension of any size
 
 
-class NotExportable(Exception):
-    """A program that cannot be exported as requested; why, in a line."""
-
-
 def write_program(run: Finished, file: Path, *, platforms: Sequence[str] = (), batch: int = 0) -> None:
     """Write a finished run's predictions and facts; all ranks call it, rank 0 alone writes and prints."""
     example, name = run.example(), run.forward.task.name  # on all ranks: they may keep the data together
     if run.workers.processes.rank != 0:
         return
+    fields = dict(named_leaves(example))
     try:
-        exported, notes = export_predictions(run, dict(named_leaves(example)), platforms, batch)
-    except NotExportable as error:
-        raise UsageError(f"{name} cannot be exported: {error}") from error
-    serialized = bytes(exported.serialize())
+        kept = lower(run, fields, [*fields], len(next(iter(fields.values())))).module_kept_var_idx
+        needed = [field for i, field in enumerate(fields) if i in kept]
+        exported = lower(run, fields, needed, batch or ANY, platforms or PLATFORMS)
+        serialized = bytes(exported.serialize())
+    except Exception as error:  # the model's own, JAX's and MLIR's, of all kinds
+        asked = f"for {batch or 'any number of'} examples and {', '.join(platforms or PLATFORMS)}"
+        reason = f"{type(error).__name__}: {error!s:.400}".splitlines()[0]
+        raise UsageError(
+            f"{name} cannot be exported {asked}: {reason}; --batch N is for a model that must know the number of "
+            "examples (x.shape[0] may be any, len(x) not), --platforms for one that cannot be lowered for all"
+        ) from error
     (inputs,), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
 
     def facts_of(leaf: Any) -> dict[str, Any]:  # symbolic dimensions by name
@@ -254,7 +258,6 @@ def write_program(run: Finished, file: Path, *, platforms: Sequence[str] = (), b
         "step": run.step,
         **{way: {path: facts_of(leaf) for path, leaf in each.items()} for way, each in leaves.items()},
         "platforms": list(exported.platforms),
-        "notes": notes,
         "sha256": hashlib.sha256(serialized).hexdigest(),
         "calling_convention_version": exported.calling_convention_version,
         "versions": provenance.versions(),
@@ -267,35 +270,6 @@ def write_program(run: Finished, file: Path, *, platforms: Sequence[str] = (), b
         for each in leaves.values()
     )
     print(f"{file}: {shown}, by the model of step {run.step}, for {', '.join(exported.platforms)}")
-    for note in notes:
-        print(f"{file}: {note}")
-
-
-def export_predictions(
-    run: Finished, fields: dict[str, Any], platforms: Sequence[str], batch: int
-) -> tuple[jax.export.Exported, list[str]]:
-    """The predictions of a finished run, and notes where they do less than they might."""
-    size: int | str = batch or len(next(iter(fields.values())))
-    whole = lower(run, fields, tuple(fields), size)
-    needed = tuple(name for i, name in enumerate(fields) if i in whole.module_kept_var_idx)
-    notes, able = [], []
-    if not batch:
-        try:
-            lower(run, fields, needed, ANY)
-            size = ANY
-        except NotExportable as error:
-            notes.append(f"for batches of {size} alone, or of --batch N: {error}; x.shape[0] may be any, len(x) not")
-    for platform in platforms or PLATFORMS:
-        try:
-            lower(run, fields, needed, size, (platform,))
-            able.append(platform)
-        except NotExportable as error:
-            if platforms:
-                raise
-            notes.append(f"not for {platform}: {error}")
-    if not able:
-        raise NotExportable("; ".join(notes))
-    return lower(run, fields, needed, size, able), notes
 
 
 def lower(
@@ -316,9 +290,4 @@ def lower(
     predictions.__name__ = re.sub(r"\W+", "_", f"{run.forward.task.name} step {run.step}")
     [length] = jax.export.symbolic_shape(size) if isinstance(size, str) else (size,)
     like = {name: jax.ShapeDtypeStruct((length, *fields[name].shape[1:]), fields[name].dtype) for name in needed}
-    try:
-        exported = jax.export.export(jax.jit(predictions), platforms=platforms or None)(nested(like))
-        exported.serialize()
-        return exported
-    except Exception as error:  # the model's own, JAX's and MLIR's, of all kinds
-        raise NotExportable(f"{type(error).__name__}: {error!s:.400}".splitlines()[0]) from error
+    return jax.export.export(jax.jit(predictions), platforms=platforms or None)(nested(like))

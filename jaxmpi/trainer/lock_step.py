@@ -245,7 +245,12 @@ def continue_after_shrink(run: Run, ends: contextlib.ExitStack) -> tuple[LockSte
     functions = build_functions(plan)
     for name, value in of_workers(plan, functions, run.home, run.notice, run.profiler).items():
         setattr(run, name, value)
-    run.memory, run.is_measured = memory_of_fewer(run), True
+    before = run.memory  # of as many examples at a time; state is larger if updates are sharded
+    run.memory = memory.estimate_memory(plan, functions.rule, is_fused=functions.is_fused)
+    if before:
+        run.memory = dataclasses.replace(run.memory, activations=before.activations, batch=before.batch)
+    run.is_measured = True
+    give_back_freed_memory()
     back = ""
     if was_sharded:
         states, step = restore_newest(run, shrinking.describe_gone())
@@ -265,15 +270,6 @@ def continue_after_shrink(run: Run, ends: contextlib.ExitStack) -> tuple[LockSte
     overdue = plan.timetable.between(step - 1, step) if is_late else DueEvents()
     overdue = overdue._replace(save=overdue.save or is_unsaved)
     return LockStep(run, sums), Position(step, place_states(run, states), overdue)
-
-
-def memory_of_fewer(run: Run) -> memory.WorkerMemory:
-    """The memory of each remaining rank, which is larger if updates are sharded; as many examples at a time."""
-    needed = memory.estimate_memory(run.plan, run.functions.rule, is_fused=run.functions.is_fused)
-    give_back_freed_memory()
-    if run.memory is None:
-        return needed
-    return dataclasses.replace(needed, activations=run.memory.activations, batch=run.memory.batch)
 
 
 def take_over_record(run: Run, step: int, ends: contextlib.ExitStack) -> Recorder:

@@ -29,7 +29,7 @@ from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.checkpoint.manager import check_disk, total_bytes, warn
 from jaxmpi.checkpoint.restore import Saved
 from jaxmpi.comm.control import MpiProcesses
-from jaxmpi.comm.job import Processes, processes
+from jaxmpi.comm.job import processes
 from jaxmpi.comm.topology import Workers, gather_asynchronous, gather_fault_tolerant, gather_workers, transport
 from jaxmpi.config import experiment_file
 from jaxmpi.config.durations import step_range
@@ -47,7 +47,7 @@ from jaxmpi.optim.optimizers import OPTIMIZERS
 from jaxmpi.optim.schedules import DECAYS, WARMUPS
 from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.rules import registry
-from jaxmpi.rules.asynchronous.start import AsyncStart
+from jaxmpi.rules.asynchronous.worker import AsyncStart
 from jaxmpi.runtime import failures, fault_injection, job_folder, process, progress, provenance
 from jaxmpi.tasks.check import check_task, metric_names
 from jaxmpi.tasks.registry import find_spec
@@ -156,7 +156,12 @@ def train_until(
             ):  # if its labels are not just classes, they and the loss come with the data
                 loss = experiment.loss if spec.labels == "classes" else None
                 check_model(experiment.model, loss, experiment.compute_dtype)
-    stored = read_stored(experiment, name, control)
+    row = None
+    if control.rank == 0:
+        with run_directory.usable():
+            row = run_directory.stored(experiment, name)
+    row = control.bcast_object(row)
+    stored = run_directory.StoredSettings(*row) if row else None
     experiment = run_directory.as_begun(experiment, stored, workers.size)
     scaled_for = stored.scaled_for if stored else workers.size
     with progress.phase("opening the data"):
@@ -211,16 +216,6 @@ def gather_all(experiment: Experiment) -> Workers:
     if registry.is_asynchronous(experiment.rule):
         return gather_asynchronous(experiment.rule.servers)
     return gather_workers(experiment.devices, experiment.comm)
-
-
-def read_stored(experiment: Experiment, name: str, control: Processes) -> run_directory.StoredSettings | None:
-    """What all ranks must know of the run that is resumed, as rank 0 reads it."""
-    row = None
-    if control.rank == 0:
-        with run_directory.usable():
-            row = run_directory.stored(experiment, name)
-    row = control.bcast_object(row)
-    return run_directory.StoredSettings(*row) if row else None
 
 
 def check_with_data(plan: Plan) -> None:

@@ -72,11 +72,9 @@ def export(argv: Sequence[str]) -> argparse.Namespace:
         "--platforms",
         type=lambda text: tuple(text.split(",")),
         default=(),
-        help=f"of .jaxexport (default: those of {','.join(PLATFORMS)} for which the model can be lowered)",
+        help=f"of .jaxexport (default: {','.join(PLATFORMS)})",
     )
-    parser.add_argument(
-        "--batch", type=int, default=0, help="of .jaxexport: examples of a call (default: any number, if it may)"
-    )
+    parser.add_argument("--batch", type=int, default=0, help="of .jaxexport: examples of a call (default: any number)")
     options = parse_run(parser, argv)
     given = {"--platforms": options.platforms, "--batch": options.batch}
     if options.out.suffix == PROGRAM:

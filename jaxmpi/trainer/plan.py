@@ -114,7 +114,8 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, bef
     local_batch = schema.local_batch(experiment, workers.size, uneven=is_other)
     effective_batch = experiment.effective_batch if is_other else local_batch * workers.size
     # A worker of a smaller job has more examples: in slices, it needs no more memory than before.
-    micro_batch = experiment.micro_batch or slice_size(local_batch, -(-effective_batch // scaled_for))
+    slices = -(-local_batch // -(-effective_batch // scaled_for))
+    micro_batch = experiment.micro_batch or (-(-local_batch // slices) if slices > 1 else 0)
     wanted_classes = experiment.model.classes if experiment.model else 0
     if before:
         feed, validation = reshard_feed(before.feed, workers, micro_batch), reshard_feed(before.validation, workers)
@@ -165,12 +166,6 @@ def rate_factor(optim: Optim, effective_batch: int) -> float:
     """The factor on lr: 1, or effective batch / `lr_for_batch`, or its square root."""
     ratio = effective_batch / optim.lr_for_batch if optim.lr_for_batch else 1.0
     return ratio**0.5 if optim.lr_scaling == "sqrt" else ratio
-
-
-def slice_size(local_batch: int, most: int) -> int:
-    """Size of equal slices of at most `most` examples; 0 if one slice is enough."""
-    slices = -(-local_batch // most)
-    return -(-local_batch // slices) if slices > 1 else 0
 
 
 def check_durations(experiment: Experiment, feed: DeviceFeed) -> None:

@@ -24,7 +24,7 @@ from jaxmpi.core.errors import AgreedError, UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves, tree_digest, zeros_for
 from jaxmpi.core.train_state import TrainState, create
 from jaxmpi.observe.recorder import Recorder
-from jaxmpi.rules.asynchronous.start import AsyncStart, load_start
+from jaxmpi.rules.asynchronous.worker import AsyncStart, load_start
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime import failures
 from jaxmpi.runtime.process import give_back_freed_memory

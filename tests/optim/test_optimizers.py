@@ -379,7 +379,7 @@ def in_a_run(folder: Path, transform: str, rate: str, *flags: str) -> tuple[list
 @pytest.mark.e2e
 def test_a_run_with_an_optimizer_and_a_schedule_of_optax_resumes_bit_for_bit(tmp_path):
     whole, said = in_a_run(tmp_path / "a", "optax.adamw", HALVES)
-    assert "lr as schedule.rate says, x 1 (none)" in said
+    assert "lr as schedule.rate says" in said
     assert [row["lr"] for row in whole] == pytest.approx([0.1 * 0.5**k for k in range(8)], rel=1e-5)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     shutil.rmtree(tmp_path / "b" / "run" / "checkpoints" / "step_00000008")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jaxmpi
+from jaxmpi.allreduce.wires import host_wire
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import processes
 from jaxmpi.rules.asynchronous.center import (
@@ -58,7 +59,7 @@ def test_center_and_workers_keep_their_sum(servers, wire):
         client = CenterClient(mpi, layout, [where], 0 if RANK else workers)
         for _ in range(ROUNDS):
             exchange = client.exchange(w)
-            assert exchange.sent_bytes >= layout.host_wire().size_bytes(N)
+            assert exchange.sent_bytes >= host_wire(layout.wire).size_bytes(N)
             w = w - np.float32(0.5) * (exchange.pushed - exchange.seen)
         if RANK == 0:
             while sum(report.is_done for report in report_of_all(client).values()) < workers - 1:
@@ -102,7 +103,7 @@ def test_all_push_to_each_other_at_once_and_nothing_is_lost():
     for _ in range(10):
         push = gossip.draw()
         assert push  # p is 1
-        thread.push(push.to, push.share, w.copy().view(np.uint8))
+        thread.push(*push, w.copy().view(np.uint8))
         merge()
     thread.end()
     merge()
@@ -119,7 +120,7 @@ def test_a_worker_that_takes_nothing_is_pushed_nothing_more_and_no_memory_fills(
     body, pushed, end_s = np.full(N, RANK, np.float32).view(np.uint8), 0, time.monotonic() + 0.5
     while time.monotonic() < end_s:
         if push := gossip.draw(thread.closed_peers()):
-            thread.push(push.to, push.share, body)
+            thread.push(*push, body)
             pushed += 1
         time.sleep(0.001)
     control().barrier()  # whoever ends takes what it is sent

@@ -9,7 +9,6 @@ After every job: no process is left that has its mark, and no shared memory that
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import signal
@@ -25,6 +24,7 @@ import pytest
 
 from jaxmpi.runtime import failures, job_folder
 from launching import LAUNCHER_PREFIXES, ROOT, kill_session, leaked, shared_memory
+from runs import checkpoint_files, record
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 RANKS, STEPS = int(os.environ.get("JAXMPI_FAULTS_RANKS", "4")), 40
@@ -219,31 +219,6 @@ def left_behind(mark: str, patience_s: float = 5) -> list[int]:
     return found
 
 
-ORPHAN = "import os, time; os.setsid(); print(1, flush=True); time.sleep(60)"
-
-
-def test_what_is_left_behind_would_be_seen(tmp_path):
-    mark, before = str(tmp_path), shared_memory()
-    planted = Path("/dev/shm") / f"jaxmpi-planted-{os.getpid()}"
-    # A child of a child whose parent has ended, in another session, with nothing of the job in its command line.
-    line = ["sh", "-c", '"$0" -c "$1" & exit', sys.executable, ORPHAN]
-    parent = subprocess.Popen(line, env=os.environ | {MARK: mark}, stdout=subprocess.PIPE)
-    assert parent.stdout
-    with parent:
-        parent.stdout.readline()
-        try:
-            planted.write_bytes(b"x")
-            assert planted.name in leaked(before, patience_s=0.5)
-            found = left_behind(mark, 0.5)
-            assert len(found) == 1
-        finally:
-            planted.unlink()
-            for pid in marked(mark):
-                os.kill(pid, signal.SIGKILL)
-    assert not left_behind(mark)
-    assert planted.name not in leaked(before, patience_s=0)
-
-
 # ---------------------------------------------------------------- undisturbed, and what must not differ from it
 
 
@@ -262,16 +237,9 @@ def undisturbed(model, tmp_path_factory) -> Path:
     return folder
 
 
-def state_files(run_dir: Path) -> dict[str, bytes]:
-    """Return what every worker has at the end."""
-    last = run_dir / "checkpoints" / f"step_{STEPS:08d}"
-    return {file.name: file.read_bytes() for file in last.glob("*.bin")}
-
-
 def losses(run_dir: Path) -> list[tuple]:
     """(step, examples, loss) of every step: each once, in order, if no example is lost or repeated."""
-    lines = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
-    return [(line["step"], line["examples"], line["loss"]) for line in lines if line["kind"] == "train"]
+    return [(line["step"], line["examples"], line["loss"]) for line in record(run_dir, "train")]
 
 
 # ---------------------------------------------------------------- the table
@@ -405,8 +373,7 @@ def test_fault(name, model, undisturbed, tmp_path):
     if case.code in (0, 75):
         assert losses(run_dir)[-1][:2] == losses(undisturbed)[-1][:2]
     if case.equal:
-        assert losses(run_dir) == losses(undisturbed)
-        assert state_files(run_dir) == state_files(undisturbed)
+        assert_equal(run_dir, undisturbed)
 
 
 # ---------------------------------------------------------------- faults of what is around the ranks
@@ -415,8 +382,13 @@ def test_fault(name, model, undisturbed, tmp_path):
 def go_on_and_compare(model: Path, run_dir: Path, undisturbed: Path) -> None:
     job = start(trainer(model, run_dir, "--resume"))
     assert job.end() == 0, job.out[-4000:]
+    assert_equal(run_dir, undisturbed)
+
+
+def assert_equal(run_dir: Path, undisturbed: Path) -> None:
+    """Losses of all steps, and the state of every worker at the end."""
     assert losses(run_dir) == losses(undisturbed)
-    assert state_files(run_dir) == state_files(undisturbed)
+    assert checkpoint_files(run_dir, STEPS) == checkpoint_files(undisturbed, STEPS)
 
 
 SLOWLY = inject("slow:rank=1,seconds=0.1,times=0")
@@ -498,7 +470,7 @@ def test_a_second_job_is_kept_out_of_a_run_directory(model, undisturbed, tmp_pat
     assert "is in use by process" in second.out
     os.kill(held, signal.SIGCONT)
     assert first.end() == 0
-    assert state_files(tmp_path / "run") == state_files(undisturbed)
+    assert checkpoint_files(tmp_path / "run", STEPS) == checkpoint_files(undisturbed, STEPS)
 
 
 @needs_hosts
@@ -509,8 +481,7 @@ def test_a_link_between_hosts_is_cut(model, undisturbed, tmp_path):
     noticed_s = job.when("ended the job") - job.when("injecting")
     assert noticed_s < HANGS_S
     assert "restart 1 of 2" in job.out
-    assert losses(tmp_path / "run") == losses(undisturbed)
-    assert state_files(tmp_path / "run") == state_files(undisturbed)
+    assert_equal(tmp_path / "run", undisturbed)
 
 
 @needs_hosts

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +14,8 @@ from jaxmpi.comm.solo import Mailbox, SoloProcesses
 from jaxmpi.core.errors import UsageError
 from jaxmpi.recover import watchdog
 from jaxmpi.recover.watchdog import Watchdog, watching
-from jaxmpi.runtime import failures, job_folder, progress
-from launching import CLUSTER, NOT_PERMITTED, PATH, ROOT, kill_session, mpirun_line, run
+from jaxmpi.runtime import failures, progress
+from launching import ROOT, kill_session, mpirun_line, ranks_of, run, wait_until
 
 
 class Letters(Mailbox):
@@ -192,57 +191,6 @@ TRAIN = ("-m", "jaxmpi.train", "experiments/digits.py", "--train-for", "100000st
 TRAIN += ("--checkpoint-every", "0st", "--eval-every", "0st", "--stall-timeout-s", str(STALL_S))
 
 
-def ranks_of(run_dir: Path) -> dict[int, int]:
-    """Processes of ranks that train into a folder, by rank; on emulated hosts too, which have sessions of their own."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and str(run_dir).encode() in (entry / "cmdline").read_bytes():
-                environ = dict(v.split(b"=", 1) for v in (entry / "environ").read_bytes().split(b"\0") if b"=" in v)
-                if b"OMPI_COMM_WORLD_RANK" in environ:
-                    found[int(environ[b"OMPI_COMM_WORLD_RANK"])] = int(entry.name)
-        except (OSError, ProcessLookupError):
-            continue
-    return found
-
-
-def stopped(folder: Path, victim: int, ranks: int, *more: str, before: tuple[str, ...] = ()) -> tuple[str, float, int]:
-    """A job of which a rank is stopped once it trains: what it said, seconds until the rank was named, its code."""
-    said = folder / "said.txt"
-    line = [*before, *mpirun_line(ranks), sys.executable, *TRAIN, "--run-dir", str(folder / "run"), *more]
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
-    with said.open("w") as out:
-        job = subprocess.Popen(
-            job_folder.remove_leftovers_first(line),
-            stdout=out,
-            stderr=out,
-            cwd=ROOT,
-            start_new_session=True,
-            env={**env, "PYTHONPATH": PATH},
-        )
-    try:
-        record, deadline = folder / "run" / "record.jsonl", time.monotonic() + 100
-        while not (record.exists() and record.read_text().count('"kind": "train"') > 3):
-            assert time.monotonic() < deadline, said.read_text()
-            assert job.poll() is None, said.read_text()
-            time.sleep(0.1)
-        os.kill(ranks_of(folder / "run")[victim], signal.SIGSTOP)
-        begin, named_s = time.monotonic(), float("inf")
-        while named_s == float("inf") and time.monotonic() < begin + STALL_S + 20:
-            if "late:" in said.read_text():
-                named_s = time.monotonic() - begin
-            time.sleep(0.05)
-        code = job.wait(timeout=40) if "warn" not in more else 0
-        if "warn" in more:
-            os.kill(ranks_of(folder / "run")[victim], signal.SIGCONT)
-            while "goes on" not in said.read_text() and time.monotonic() < begin + 40:
-                time.sleep(0.1)
-        return said.read_text(), named_s, code
-    finally:
-        kill_session(job.pid)
-        job.wait(timeout=20)
-
-
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     "rule", [(), ("--rule.name", "easgd", "--exchange.strategy", "root", "--effective-batch", "0")]
@@ -250,19 +198,15 @@ def stopped(folder: Path, victim: int, ranks: int, *more: str, before: tuple[str
 @pytest.mark.slow
 def test_a_job_that_is_stopped_as_a_whole_is_not_accused(rule, tmp_path):
     """Ctrl-Z for longer than --stall-timeout-s, and fg."""
-    rule = ("--rule.name", "easgd", "--exchange.strategy", "root", "--effective-batch", "0")
     line = [*mpirun_line(2), sys.executable, *TRAIN, *rule, "--train-for", "300st", "--stall-timeout-s", "2"]
-    said, record = tmp_path / "said.txt", tmp_path / "run" / "record.jsonl"
+    said, written = tmp_path / "said.txt", tmp_path / "run" / "record.jsonl"
     with said.open("w") as out:
         job = subprocess.Popen(
-            [*line, "--run-dir", str(record.parent)], stdout=out, stderr=out, cwd=ROOT, start_new_session=True
+            [*line, "--run-dir", str(written.parent)], stdout=out, stderr=out, cwd=ROOT, start_new_session=True
         )
     try:
-        deadline = time.monotonic() + 100
-        while not (record.exists() and '"kind": "train"' in record.read_text()):
-            assert time.monotonic() < deadline, said.read_text()
-            time.sleep(0.1)
-        everybody = [job.pid, *ranks_of(record.parent).values()]
+        wait_until(lambda: written.exists() and '"kind": "train"' in written.read_text(), timeout_s=100)
+        everybody = [job.pid, *ranks_of(written.parent).values()]
         for word, after_s in ((signal.SIGSTOP, 3.5), (signal.SIGCONT, 0)):
             for pid in everybody:
                 os.kill(pid, word)
@@ -271,36 +215,3 @@ def test_a_job_that_is_stopped_as_a_whole_is_not_accused(rule, tmp_path):
         assert "late:" not in said.read_text()
     finally:
         kill_session(job.pid)
-
-
-CASES = [(1, ()), (0, ("--on-stall", "warn"))]
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-@pytest.mark.parametrize(("victim", "more"), CASES)
-def test_a_stopped_rank_is_named_with_its_phase_in_time(victim, more, tmp_path):
-    said, named_s, code = stopped(tmp_path, victim, 3, *more)
-    assert named_s < STALL_S + 5, said
-    judge = 1 if victim == 0 else 0
-    assert f"watchdog of rank {judge}/3 on " in said
-    assert re.search(rf"no progress for \d+ s; late: rank {victim} on \S+$", said, re.M), said
-    assert re.search(rf"rank {victim} on \S+ does not answer, for \d+ s; last in step \d+", said)
-    others = {0, 1, 2} - {victim}
-    assert all(f"stacks of rank {rank}:" in said for rank in others)
-    assert 'train.py", line' in said
-    if "warn" in more:
-        assert "goes on" in said
-    else:
-        assert code != 0
-
-
-@pytest.mark.slow
-def test_a_stopped_rank_is_named_on_a_cluster(tmp_path):
-    cluster = [*CLUSTER, "--hosts", "3", "--rate", "1gbit", "--"]
-    probe = run([*cluster, "true"], timeout_s=30)
-    if probe.code == NOT_PERMITTED:
-        pytest.skip(probe.out.strip())
-    said, named_s, _ = stopped(tmp_path, 2, 3, before=tuple(cluster))
-    assert named_s < STALL_S + 5, said
-    assert re.search(r"late: rank 2 on node2$", said, re.M), said

@@ -1,15 +1,12 @@
 """Local SGD and DiLoCo, mostly on small multiples of powers of two, of which f32 rounds nothing."""
 
 import functools
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from jaxmpi.allreduce.api import exchange
@@ -23,9 +20,7 @@ from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.optim.optimizers import optimizer
 from jaxmpi.rules import base, registry
-from jaxmpi.rules.synchronous import LocalState
 from jaxmpi.trainer.build import overlap_obstacle
-from launching import train as run
 from tolerances import leaf_bound
 
 K, N = 4, 5
@@ -109,36 +104,6 @@ def test_diloco_with_one_step_of_sgd_is_nesterov_on_the_mean_of_gradients():
     np.testing.assert_array_equal(one, trained(RuleConfig("gradients"), nesterov, spring, 3))
 
 
-def test_diloco_with_a_plain_outer_step_is_local_sgd():
-    diloco = RuleConfig("diloco", local_steps=2, outer_lr=1.0, outer_momentum=0.0)
-    one = trained(diloco, MOMENTUM, spring, 3)
-    np.testing.assert_array_equal(one, trained(RuleConfig("local_sgd", local_steps=2), MOMENTUM, spring, 3))
-
-
-@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
-def test_without_a_meeting_every_worker_is_plain_adam_bit_for_bit(name, standard_promotion):
-    """The same program on one row, or on K: `vmap` over workers that do not talk in either."""
-    optim = Optim("adam", lr=0.01)
-    rule = built(RuleConfig(name, local_steps=100), optim, AxisComm("w", K))
-    tx = optimizer(optim, lambda step: jnp.float32(optim.lr))
-    params = {"w": jnp.tile(jnp.asarray(START, jnp.float32), (K, 1))}
-    state, plain, plain_state = jax.vmap(rule.init)(params), params, jax.vmap(tx.init)(params)
-
-    def alone(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    step, step_alone = jax.jit(jax.vmap(rule.update, axis_name="w")), jax.jit(jax.vmap(alone))
-    for t in range(6):
-        grads = {"w": constant(None, t)}
-        params, state = step(grads, state, params)
-        plain, plain_state = step_alone(grads, plain_state, plain)
-    np.testing.assert_array_equal(params["w"], plain["w"])
-    assert isinstance(state, LocalState)
-    jax.tree.map(np.testing.assert_array_equal, state.inner, plain_state)
-    assert len({row.tobytes() for row in np.asarray(params["w"])}) == K
-
-
 # ---------------------------------------------------------------- meeting
 
 
@@ -206,80 +171,11 @@ def test_the_distance_of_workers_is_that_of_the_last_meeting(name):
     assert expected.min() > 0.1
 
 
-# ---------------------------------------------------------------- contract
-
-
 @pytest.mark.parametrize("name", ["local_sgd", "diloco"])
 def test_what_a_rule_says_of_itself(name):
     rule = built(RuleConfig(name), Optim("adam"), AxisComm("w", K))  # any optimizer, unforced
     assert (rule.state_is_replicated, rule.params_are_replicated) == (False, False)
-    registry.check_wire(RuleConfig(name), "asa:8")
     experiment = Experiment(rule=RuleConfig(name), exchange=ExchangeConfig("asa32", overlap="on"))
     workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
     plan: Any = SimpleNamespace(experiment=experiment, workers=workers)
     assert "exchanges every so many steps only" in overlap_obstacle(plan)
-
-
-# ---------------------------------------------------------------- whole runs
-
-TINY = """
-from jaxmpi.config.data import Data
-from jaxmpi.config.exchange_config import ExchangeConfig
-from jaxmpi.config.schema import Experiment
-from jaxmpi.config.optim import Optim
-from jaxmpi.config.rule_config import RuleConfig
-from jaxmpi.models.cnn import digits_cnn_tiny
-
-experiment = Experiment(
-    model=digits_cnn_tiny(),
-    data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
-    optim=Optim("adam", lr=0.01),
-    rule=RuleConfig("diloco", local_steps=8),
-    exchange=ExchangeConfig("ring16"),
-    effective_batch=60, train_for="20st", eval_every="10st", checkpoint_every="10st", log_every=1,
-)
-"""
-
-
-def rows_of(folder: Path, kind: str) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == kind]
-
-
-def files_of(folder: Path, step: int) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (folder / "checkpoints" / f"step_{step:08d}").glob("*.bin")}
-
-
-def started(folder: Path, name: str, *args: str, ranks: int = 2) -> Path:
-    ended = run(ranks, str(folder / "tiny.py"), "--run-dir", str(folder / name), *args)
-    assert ended.code == 0, ended.out
-    return folder / name
-
-
-@pytest.mark.slow
-def test_resume_between_two_meetings_is_bit_exact(tmp_path):
-    (tmp_path / "tiny.py").write_text(TINY)
-    whole = started(tmp_path, "whole")
-    started(tmp_path, "parts", "--train-for", "10st")
-    parts = started(tmp_path, "parts", "--resume")
-    assert files_of(parts, 20) == files_of(whole, 20)
-    own = [files_of(whole, 20)[f"worker_{i:05d}.bin"] for i in range(2)]
-    assert own[0] != own[1]  # each has its own params and moments, two steps after the second meeting
-    assert len(files_of(whole, 20)["common.bin"]) == 4  # the step
-    losses = [[row["eval_loss"] for row in rows_of(folder, "eval")] for folder in (whole, parts)]
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.slow
-def test_every_form_of_the_step_is_the_same_algorithm(tmp_path):
-    """Losses of 20 steps of Adam at 0.01, which moves a param by 0.2 at most, from 2.3 down: rounding stays small."""
-    (tmp_path / "tiny.py").write_text(TINY)
-    args = ("--exchange.strategy", "asa32", "--optim.name", "momentum", "--eval-every", "20st")
-    forms = {"split": (2, ()), "devices": (1, ("--devices", "2"))}
-    folders = [started(tmp_path, name, *args, *more, ranks=ranks) for name, (ranks, more) in forms.items()]
-    split, *others = ([row["loss"] for row in rows_of(folder, "train")] for folder in folders)
-    for other in others:
-        np.testing.assert_allclose(other, split, atol=2.0**-24 * 60 * 2.3 * 20)
-    evaluated = [rows_of(folder, "eval")[-1]["eval_loss"] for folder in folders]
-    np.testing.assert_allclose(evaluated, evaluated[0], atol=2.0**-24 * 60 * 2.3 * 20)
-    assert len({json.loads((folder / "config.json").read_text())["form"] for folder in folders}) == 3

@@ -9,44 +9,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from jaxmpi.allreduce.wires import BLOCK
-from jaxmpi.checkpoint.held_folder import HeldFolder
-from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint
 from jaxmpi.checkpoint.manifests import found
-from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.train_state import TrainState
 from jaxmpi.launch import command, postmortem
 from jaxmpi.launch.experiment_facts import facts_of
 from jaxmpi.launch.options import Options
-from jaxmpi.observe.recorder import Recorder
-from jaxmpi.rules import registry
-from jaxmpi.rules.asynchronous.center import (
-    CenterClient,
-    CenterLayout,
-    CenterServer,
-    Counters,
-    GlobalProgress,
-    Report,
-)
-from jaxmpi.rules.asynchronous.start import AsyncStart
-from jaxmpi.rules.asynchronous.worker import AsyncWorker
 from jaxmpi.runtime import failures, job_folder
-from jaxmpi.trainer import asynchronous
-from jaxmpi.trainer.asynchronous import AsyncLeader
 from jaxmpi.trainer.build import center_strategy
-from jaxmpi.trainer.callbacks import Callback
-from jaxmpi.trainer.loop import RunProgress
-from jaxmpi.trainer.timetable import DueEvents, Timetable
-from launching import ROOT, kill_session, mpirun_line, run, train, train_here
-from simulated_mpi import Line
+from launching import ROOT, kill_session, mpirun_line, ranks_of, run, train, train_here, wait_until
+from runs import checkpoint, record, steps_saved
 from traces import check_schema
 
 DIGITS = "experiments/digits.py"
@@ -70,11 +47,6 @@ def check_lines(run_dir: Path) -> None:
         seconds = line["elapsed_s"] - before["elapsed_s"]
         if seconds > 0.1:  # of which the record has six digits
             assert line["images_per_s"] == pytest.approx((line["examples"] - before["examples"]) / seconds, rel=0.05)
-
-
-def record(run_dir: Path, kind: str) -> list[dict]:
-    rows = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == kind]
 
 
 @pytest.mark.slow
@@ -105,8 +77,7 @@ def test_a_run_learns_records_saves_and_is_resumed(name, tmp_path):
     if "gosgd" not in name:
         # The center counts an exchange as it begins, but each worker's first; the next report tells of it.
         assert 0 <= sum(workers["staleness"]) - (workers["exchanges"] - 3) <= 3
-    [saved] = [path for path in found(tmp_path / "checkpoints") if path.name == "step_00000090"]
-    files = json.loads((saved / "manifest.json").read_text())["files"]
+    files = json.loads((checkpoint(tmp_path, 90) / "manifest.json").read_text())["files"]
     assert set(files) == {"common.bin", *(f"worker_{i:05d}.bin" for i in range(3))}
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
     ended = train(ranks, *args, "--train-for", "5ep", "--resume")
@@ -207,119 +178,6 @@ def test_a_step_that_any_worker_leaves_out_is_told(tmp_path):
     assert re.search(r"rank 1/2 on \S+: the gradient of \S+ of worker 1 is not finite at step 5: skipped", ended.out)
 
 
-class ServedWorker(AsyncWorker):
-    """A worker with server 0 at hand."""
-
-    def __init__(self, number: int, workers: int, server: CenterServer, layout: CenterLayout) -> None:
-        client = CenterClient(Line(server, number), layout, [0], 0 if number else workers)
-        params = {"w": np.zeros(2, np.float32)}
-        state = TrainState(0, params, {}, {}, np.zeros(2, np.uint32))
-        rule = SimpleNamespace(is_gossip=False, gossip=None)
-        super().__init__(number, workers, rule, AsyncStart(np.zeros(2, np.float32), state, Counters()), client)  # pyright: ignore[reportArgumentType]
-
-
-def served(workers: int, target: float) -> tuple[CenterServer, list[ServedWorker]]:
-    layout = CenterLayout(BLOCK, 1, "32")
-    progress = GlobalProgress(workers, target, 0)
-    server = CenterServer(layout, 0, np.ones(BLOCK, np.float32), lambda *segment: None, workers, progress)
-    for number in range(workers):
-        progress.report(number, Report())
-    for _ in progress.answers():
-        pass
-    return server, [ServedWorker(number, workers, server, layout) for number in range(workers)]
-
-
-class Saves(Callback):
-    saves = 0
-    whole = ()
-
-    def state(self):
-        self.saves += 1
-        return {"saves": self.saves}
-
-    def after_checkpoint(self, step, folder):
-        self.whole += ((step, (folder / "manifest.json").is_file()),)
-
-
-def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(asynchronous, "run_facts", lambda *run: {})
-    saves = Saves()
-    state = TrainState(*(np.zeros(2, np.float32) for _ in TrainState._fields))
-    timetable = Timetable(compare_every=100, log_every=1, eval_every=100, save_every=1, total_steps=10)
-    feed = SimpleNamespace(source=range(100), samplers=[SimpleNamespace(steps_per_epoch=1)])
-    plan = SimpleNamespace(
-        timetable=timetable,
-        clock=SimpleNamespace(total_steps=10),
-        feed=feed,
-        validation=feed,
-        step=lambda examples: int(examples) // 10,
-        lr_of=lambda step: 0.1,
-    )
-    (checkpoints := tmp_path / "checkpoints").mkdir()
-    _, [worker] = served(1, target=100)
-    monkeypatch.setattr(asynchronous.AsyncCoordinator, "__init__", lambda self, *parts: None)
-    start: Any = AsyncStart(np.zeros(2, np.float32), state, Counters())
-    run: Any = SimpleNamespace(
-        plan=plan,
-        write=lambda *line, **more: None,
-        recorder=Recorder(None),
-        home=HeldFolder(tmp_path),
-        notice=SimpleNamespace(say_saved=lambda say, step, folder: None),
-        experiment=SimpleNamespace(callbacks=(saves,)),
-        callbacks=(saves,),
-        workers=SimpleNamespace(processes=SoloProcesses(), asynchronous=True),
-        folder=tmp_path,
-        functions=None,
-    )
-    leader = AsyncLeader(run, start, worker)
-    trace: Any = SimpleNamespace(merge=lambda workers: "")
-    leader.run, leader.worker, leader.trace, leader.is_left = run, worker, trace, True
-    leader.parts = UncoordinatedCheckpoint(checkpoints, 1, Retention(2))
-    worker.count(examples=10)
-    assert leader.progress(1, state, worker.report()) == RunProgress(1, DueEvents(log=True, save=True))
-    leader.log(1, state)
-    leader.save(1, state, is_last=False)
-    while leader.is_writing:
-        leader.wait(state)
-    worker.count(examples=5)
-    assert leader.progress(1, state, worker.report(leave=True)) == RunProgress(1, is_over=True)
-    worker.is_done = True
-    leader.complete_run(state)
-    [saved] = found(checkpoints)
-    assert saves.whole == ((1, True), (1, True))  # the second takes the place of the first
-    assert saved.name == "step_00000001"
-    manifest = json.loads((saved / "manifest.json").read_text())
-    assert manifest["files"]["worker_00000.bin"]
-    assert manifest["extra"]["callbacks"] == [["Saves", {"saves": 2}]]
-
-
-def test_worker_0_evaluates_every_batch_by_the_center_and_its_own_state():
-    def eval_step(params, model_state, batch):
-        return {"loss": (params["w"] * batch + model_state["n"], 1.0), "count": (1.0, 1.0), "far": (batch * 2, 4.0)}
-
-    _, [worker, _] = served(2, target=1e9)
-    leader, data = AsyncLeader.__new__(AsyncLeader), np.arange(1.0, 8)
-    feed = SimpleNamespace(batches=lambda: (batch for batch in data), tokens_per_byte=1.0)
-    own = {"eval_params": lambda params, rule_state: params, "mean_state": lambda state: state}
-    leader.worker, leader.run = (
-        worker,
-        SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
-            plan=SimpleNamespace(validation=feed, epoch=float, examples=int),
-            functions=SimpleNamespace(eval_step=eval_step, **own),
-            recorder=Recorder(None),
-            experiment=SimpleNamespace(callbacks=()),
-            workers=SimpleNamespace(mesh=None, processes=SoloProcesses()),
-        ),
-    )
-    state = TrainState(0, {"w": np.full(2, 5.0, np.float32)}, {"n": np.float32(70_000)}, {}, np.zeros(2, np.uint32))
-    worker.center = lambda: {"w": np.float32(3)}  # pyright: ignore[reportAttributeAccessIssue]
-    leader.evaluate(40, state)
-    assert leader.evaluated == 40
-    assert leader.result["eval_count"] == len(data)
-    assert leader.result["eval_loss"] == pytest.approx(3 * data.mean() + 70_000, rel=1e-7)
-    assert leader.result["eval_far"] == pytest.approx(data.mean() / 2)
-
-
 # ---------------------------------------------------------------- who dies
 
 
@@ -352,24 +210,9 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
     args = [*COMMON, *fault.args, "--train-for", "8ep", "--checkpoint-every", "1ep", "--eval-every", "8ep"]
     args += ["--run-dir", str(run_dir)]
     slowly = ("--inject", "slow:rank=all,seconds=0.01,times=0")  # so that the death comes before the end
-    line = surviving(fault.ranks, *args, *slowly)
-    with (tmp_path / "out").open("w") as out:
-        job = subprocess.Popen(
-            job_folder.remove_leftovers_first(line), cwd=ROOT, stdout=out, stderr=out, start_new_session=True
-        )
-    try:
-        deadline = time.monotonic() + 90
-        while not found(run_dir / "checkpoints") and time.monotonic() < deadline:
-            time.sleep(0.01)
-        os.kill(rank_of(fault.killed, run_dir), signal.SIGKILL)
-        code = job.wait(timeout=120)
-    finally:
-        kill_session(job.pid)
-        job.wait()
-    printed = (tmp_path / "out").read_text()
+    code, printed = signalled(surviving(fault.ranks, *args, *slowly), fault.killed, signal.SIGKILL, run_dir)
     assert code == fault.code, printed
     assert fault.message in printed, printed
-    steps = [int(path.name[5:]) for path in found(run_dir / "checkpoints")]
     if fault.code == 0:
         assert record(run_dir, "workers")[-1]["alive"] == 2
         last = record(run_dir, "train")[-1]
@@ -379,12 +222,29 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
         assert seen["own_s"][fault.killed] == 0 < max(seen["own_s"])
         assert seen["anatomy"]["compute"][3] != fault.killed
         assert 0.01 < seen["gradient_norm"] < 100
-        assert steps[-1] == 8 * 30
+        assert steps_saved(run_dir)[-1] == 8 * 30
     else:
+        last = steps_saved(run_dir)[-1]
         ended = train(fault.ranks, *args, "--resume")  # from the last checkpoint, to the end
         assert ended.code == 0, ended.out
-        assert f"resumed at step {steps[-1]}" in ended.out
+        assert f"resumed at step {last}" in ended.out
         assert record(run_dir, "eval")[-1]["step"] == 8 * 30
+
+
+def signalled(line: list[str], rank: int, number: int, run_dir: Path) -> tuple[int, str]:
+    """A job of which a rank gets a signal after the first checkpoint: its exit code and what it printed."""
+    with (run_dir.parent / "out").open("w") as out:
+        job = subprocess.Popen(
+            job_folder.remove_leftovers_first(line), cwd=ROOT, stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        wait_until(lambda: bool(found(run_dir / "checkpoints")), timeout_s=90)
+        os.kill(ranks_of(run_dir)[rank], number)
+        code = job.wait(timeout=120)
+    finally:
+        kill_session(job.pid)
+        job.wait()
+    return code, (run_dir.parent / "out").read_text()
 
 
 def surviving(ranks: int, *args: str) -> list[str]:
@@ -395,19 +255,6 @@ def surviving(ranks: int, *args: str) -> list[str]:
     line = command.command(options, cores=2, is_root=os.geteuid() == 0, outlives_ranks=facts.outlives_ranks)
     assert "--with-ft" in line
     return line
-
-
-def rank_of(rank: int, run_dir: Path) -> int:
-    """The process of a rank that trains into a folder."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                is_job = str(run_dir).encode() in (entry / "cmdline").read_bytes()
-                if is_job and f"OMPI_COMM_WORLD_RANK={rank}\0".encode() in (entry / "environ").read_bytes():
-                    return int(entry.name)
-            except OSError:
-                continue
-    raise AssertionError(f"no rank {rank}")
 
 
 @pytest.mark.e2e
@@ -432,35 +279,25 @@ def test_an_error_of_one_rank_ends_all_where_ranks_may_die(tmp_path):
 @pytest.mark.parametrize(("told", "ranks"), [(1, 3), (3, 5)], ids=["worker, then fewer", "server, then more"])
 def test_a_run_that_is_asked_to_leave_is_gone_on_with_on_another_number_of_ranks(told, ranks, tmp_path):
     """By a signal to one rank alone; nothing is lost, since all have reported and saved when they leave."""
-    args = (*COMMON, *RULES["easgd-servers"], "--eval-every", "9ep", "--run-dir", str(tmp_path / "run"))
-    line = job_folder.remove_leftovers_first(surviving(4, *args, "--train-for", "2000ep", "--checkpoint-every", "2ep"))
-    job = subprocess.Popen(
-        line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        deadline = time.monotonic() + 90
-        while not found(tmp_path / "run" / "checkpoints") and time.monotonic() < deadline:
-            time.sleep(0.05)
-        os.kill(rank_of(told, tmp_path / "run"), signal.SIGTERM)
-        out, _ = job.communicate(timeout=90)
-    finally:
-        kill_session(job.pid)
-        job.wait()
-    assert job.returncode == failures.PREEMPTED, out
+    run_dir = tmp_path / "run"
+    args = (*COMMON, *RULES["easgd-servers"], "--eval-every", "9ep", "--run-dir", str(run_dir))
+    line = surviving(4, *args, "--train-for", "2000ep", "--checkpoint-every", "2ep")
+    code, out = signalled(line, told, signal.SIGTERM, run_dir)
+    assert code == failures.PREEMPTED, out
     assert "asked to leave: saved at step" in out
-    left = record(tmp_path / "run", "train")[-1]
-    newest = found(tmp_path / "run" / "checkpoints")[-1]
+    left = record(run_dir, "train")[-1]
+    newest = found(run_dir / "checkpoints")[-1]
     saved = json.loads((newest / "manifest.json").read_text())["extra"]["tally"]
     assert saved[1] >= left["examples"]  # every example that was told of
     until = left["epoch"] + 3
     ended = run(surviving(ranks, *args, "--train-for", f"{until:.0f}ep", "--resume"), timeout_s=200)
     assert ended.code == 0, ended.out
-    rows = record(tmp_path / "run", "train")
+    rows = record(run_dir, "train")
     after = [row["examples"] for row in rows if row["examples"] > saved[1]]
     assert [row["examples"] for row in rows] == sorted(row["examples"] for row in rows)
     # Counting goes on from there: the first line comes within log_every steps of each worker, a report behind.
     assert saved[1] < after[0] <= saved[1] + (ranks - 1) * 20 * 24
-    assert record(tmp_path / "run", "workers")[-1]["alive"] == ranks - 1
+    assert record(run_dir, "workers")[-1]["alive"] == ranks - 1
 
 
 @pytest.mark.slow
@@ -480,16 +317,7 @@ def test_a_worker_that_hangs_is_named_and_ends_the_job(tmp_path):
 @pytest.mark.slow
 def test_who_ends_its_gossip_while_worker_0_evaluates_is_not_late(tmp_path):
     """Worker 0 may evaluate for longer than `stall_timeout_s`; the others, who come to the end meanwhile, wait."""
-    args = (
-        "--eval-every",
-        "40st",
-        "--train-for",
-        "90st",
-        "--stall-timeout-s",
-        "10",
-        "--run-dir",
-        str(tmp_path / "run"),
-    )
+    args = ("--eval-every", "40st", "--train-for", "90st", "--stall-timeout-s", "10", "--run-dir", str(tmp_path))
     line = surviving(3, *COMMON, *RULES["gosgd"], *args, "--inject", "slow:rank=0,at=eval,seconds=25")
     ended = run(line, timeout_s=150)
     assert ended.code == 0, ended.out
@@ -507,23 +335,6 @@ BAD |= {"outer_lr": 0.0, "outer_momentum": 1.0, "momentum": 1.0}
 def test_numbers_out_of_range_are_named(name):
     with pytest.raises(UsageError, match=rf"rule\.{name}: got {BAD[name]}"):
         RuleConfig("easgd", **{name: BAD[name]})
-
-
-RANKS = {
-    "got one rank": (RuleConfig("easgd"), 1),
-    "rule.servers: got 3 of 3 ranks; expected at most 2": (RuleConfig("easgd", servers=3), 3),
-    "rule.servers: got 1 with rule gosgd": (RuleConfig("gosgd", servers=1), 3),
-    "rule.servers: got 1 with rule gradients": (RuleConfig(servers=1), 3),
-    "rule.staleness: got 2 with rule gosgd": (RuleConfig("gosgd", staleness=2), 3),
-    "rule.staleness: got 2 with rule easgd_sync": (RuleConfig("easgd_sync", alpha=0.1, staleness=2), 3),
-    "expected at most 1/4 = 0.25": (RuleConfig("easgd_sync"), 4),
-}
-
-
-@pytest.mark.parametrize("message", RANKS)
-def test_ranks_and_rules_that_do_not_fit_are_refused(message):
-    with pytest.raises(UsageError, match=re.escape(message)):
-        registry.check_ranks(*RANKS[message])
 
 
 def test_a_single_rank_is_told_to_start_several(tmp_path):

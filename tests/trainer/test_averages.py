@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from jaxmpi.config import Optim, RuleConfig
 from jaxmpi.core.errors import UsageError
 from jaxmpi.trainer import main
 from line_task import STEPS, line, lines
+from runs import checkpoint, checkpoint_files, copy_until
 
 D = 0.8
 
@@ -25,7 +25,7 @@ def averaged(folder: Path, **fields):
 
 def params_at(run_dir: str, step: int) -> np.ndarray:
     """Return the params that the steps made, not their average."""
-    folder = Path(run_dir) / "checkpoints" / f"step_{step:08}"
+    folder = checkpoint(run_dir, step)
     rows = json.loads((folder / "manifest.json").read_text())["files"]["common.bin"]
     [row] = [row for row in rows if row["path"] == "params/w"]
     return np.frombuffer((folder / "common.bin").read_bytes()[row["offset"] :][:12], np.float32).astype(np.float64)
@@ -70,14 +70,11 @@ def test_x_of_a_schedule_free_optimizer_is_evaluated_and_exported_and_is_that_of
 
 @pytest.mark.parametrize("fields", [{}, FREE], ids=["ema", "schedule-free"])
 def test_a_resumed_run_has_the_same(fields, tmp_path):
-    whole, part = averaged(tmp_path, **fields), averaged(tmp_path, **fields, run_dir=str(tmp_path / "part"))
+    whole = averaged(tmp_path, **fields)
     want = main.train(whole, "lines")
-    shutil.copytree(whole.run_dir, part.run_dir)
-    for later in range(4, STEPS + 1):
-        shutil.rmtree(Path(part.run_dir) / "checkpoints" / f"step_{later:08}")
+    part = dataclasses.replace(whole, run_dir=str(copy_until(whole.run_dir, 3, tmp_path / "part")))
     assert main.train(dataclasses.replace(part, resume=True), "lines") == want
-    files = [Path(run.run_dir) / "checkpoints" / f"step_{STEPS:08}" / "common.bin" for run in (whole, part)]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    assert checkpoint_files(whole.run_dir, STEPS) == checkpoint_files(part.run_dir, STEPS)
 
 
 def test_rules_whose_workers_differ_refuse_it(tmp_path):

@@ -1,9 +1,7 @@
 """Callbacks of the user's own: their moments, the end of a run, the learning rate, resuming, and what is refused."""
 
 import dataclasses
-import json
 import runpy
-import shutil
 import threading
 from pathlib import Path
 
@@ -19,15 +17,7 @@ from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.trainer import callbacks, main
 from launching import PATH, ROOT, mpirun
 from line_task import lines
-
-
-def record(experiment: Experiment, kind: str) -> list[dict]:
-    rows = map(json.loads, (Path(experiment.run_dir) / "record.jsonl").read_text().splitlines())
-    return [row for row in rows if row["kind"] == kind]
-
-
-def steps_saved(experiment: Experiment) -> list[int]:
-    return sorted(int(path.name[5:]) for path in (Path(experiment.run_dir) / "checkpoints").glob("step_*"))
+from runs import checkpoint_files, copy_until, record, steps_saved
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -36,10 +26,10 @@ def test_a_run_that_does_not_improve_stops_with_a_checkpoint(devices, tmp_path):
     asked = {"callbacks": (jaxmpi.EarlyStop(patience=2),), "checkpoint_every": "0st", "devices": devices}
     experiment = lines(tmp_path, optim=frozen, train_for="40st", eval_every="3st", **asked)
     means = main.train(experiment, "lines")
-    [stopped] = record(experiment, "stopped")
+    [stopped] = record(experiment.run_dir, "stopped")
     assert stopped["step"] == 9  # the first evaluation is the best, two more are no better
     assert stopped["why"] == "eval_loss has not improved for 2 evaluations"
-    assert steps_saved(experiment) == [9]
+    assert steps_saved(experiment.run_dir) == [9]
     assert means["eval_count"] == 13
 
 
@@ -65,7 +55,7 @@ def whole(tmp_path_factory) -> tuple[Experiment, dict[str, float]]:
 
 def test_the_rate_falls_on_a_plateau(whole):
     experiment, _ = whole
-    rates = [row["lr"] for row in record(experiment, "train")]
+    rates = [row["lr"] for row in record(experiment.run_dir, "train")]
     # The first evaluation is the best so far, so the rate falls after the second and third.
     np.testing.assert_allclose(rates, [0.01] * 8 + [0.001] * 3, rtol=1e-5)
 
@@ -73,18 +63,14 @@ def test_the_rate_falls_on_a_plateau(whole):
 @pytest.mark.parametrize("step", [7, 8, 9])  # before, at and after an evaluation by which the rate falls
 def test_a_resumed_run_is_that_which_did_not_end(step, whole, tmp_path):
     experiment, want = whole
-    part = dataclasses.replace(experiment, run_dir=str(tmp_path / "part"))
-    shutil.copytree(experiment.run_dir, part.run_dir)
-    for later in range(step + 1, 12):
-        shutil.rmtree(Path(part.run_dir) / "checkpoints" / f"step_{later:08}")
+    part = dataclasses.replace(experiment, run_dir=str(copy_until(experiment.run_dir, step, tmp_path / "part")))
     assert main.train(dataclasses.replace(part, resume=True), "lines") == want
-    last = [Path(run.run_dir) / "checkpoints" / "step_00000011" / "common.bin" for run in (experiment, part)]
-    assert last[0].read_bytes() == last[1].read_bytes()
+    assert checkpoint_files(experiment.run_dir, 11) == checkpoint_files(part.run_dir, 11)
 
 
 def test_a_callback_that_is_new_takes_no_other_s_state():
     kept = [["EarlyStop", {"best": 1.0, "count": 1}], ["EarlyStop", {"best": 2.0, "count": 2}]]
-    new = [Keeps(), jaxmpi.EarlyStop(), jaxmpi.EarlyStop(), jaxmpi.EarlyStop()]
+    new = [jaxmpi.ReduceOnPlateau(), jaxmpi.EarlyStop(), jaxmpi.EarlyStop(), jaxmpi.EarlyStop()]
     callbacks.restore(new, kept)
     assert [stop.count for stop in new[1:]] == [1, 2, 0]
 
@@ -95,7 +81,7 @@ def shown(name: str, folder: Path, **fields) -> tuple[Experiment, dict[str, floa
     experiment = dataclasses.replace(example, run_dir=str(folder / "run"), quiet=True, **fields)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
         figures = main.train(experiment, name)
-    return experiment, figures, record(experiment, "sample")
+    return experiment, figures, record(experiment.run_dir, "sample")
 
 
 def picture(experiment: Experiment, sample: dict) -> np.ndarray:
@@ -106,7 +92,7 @@ def picture(experiment: Experiment, sample: dict) -> np.ndarray:
 def test_a_confusion_matrix_is_a_callback(tmp_path):
     small = {"model": digits_cnn_tiny(), "effective_batch": 48, "train_for": "1ep", "devices": 3}
     experiment, means, [sample] = shown("confusion", tmp_path, **small)
-    [row] = record(experiment, "confusion")
+    [row] = record(experiment.run_dir, "confusion")
     counts = np.array(row["counts"])
     assert counts.sum() == 360
     assert np.trace(counts) / 360 == pytest.approx(means["eval_top1"], abs=1e-6)
@@ -133,18 +119,14 @@ class Greedy(jaxmpi.Callback):
         return state, self.change(batch)
 
 
-CHANGES = {
-    "gone": (lambda batch: {"x": batch["x"], "y": batch["y"]}, "Greedy: before_step: batch/tokens: got nothing"),
-    "shape": (lambda batch: {**batch, "x": batch["x"][:5]}, r"batch/x: got float32\[5, 3\]; expected float32\[12, 3\]"),
-}
-
-
 def in_place(**fields):
     """A change of the batch that is given, which is returned."""
     return lambda batch: batch.update({name: change(batch[name]) for name, change in fields.items()}) or batch
 
 
-CHANGES |= {
+CHANGES = {
+    "gone": (lambda batch: {"x": batch["x"], "y": batch["y"]}, "Greedy: before_step: batch/tokens: got nothing"),
+    "shape": (lambda batch: {**batch, "x": batch["x"][:5]}, r"batch/x: got float32\[5, 3\]; expected float32\[12, 3\]"),
     "no array": (in_place(x=lambda x: "text"), r"batch/x: got str; expected float32\[12, 3\]"),
 }
 
@@ -194,19 +176,13 @@ def test_a_second_run_begins_with_callbacks_as_they_were():
     assert stop.count == 0
 
 
-class Keeps(jaxmpi.Callback):
-    def __init__(self, *seen):
-        self.seen = [*seen]
-
-    def state(self):
-        return {"seen": self.seen}
-
-
 def test_a_state_that_is_no_json_is_refused_before_the_first_step(tmp_path):
-    experiment = lines(tmp_path, callbacks=(Keeps(np.zeros(2)),))
-    with pytest.raises(UsageError, match=r"callback Keeps: state: .*; expected JSON values"):
+    stop = jaxmpi.EarlyStop()
+    stop.state = lambda: {"seen": np.zeros(2)}
+    experiment = lines(tmp_path, callbacks=(stop,))
+    with pytest.raises(UsageError, match=r"callback EarlyStop: state: .*; expected JSON values"):
         main.train(experiment, "lines")
-    assert not record(experiment, "train")
+    assert not record(experiment.run_dir, "train")
 
 
 class Moments(jaxmpi.Callback):
@@ -278,8 +254,7 @@ def test_messages_may_be_sent_where_nothing_is_under_way(tmp_path):
 ONE_RANK = """
 import numpy as np, jaxmpi
 from pathlib import Path
-from launching import PATH, ROOT, mpirun
-from line_task import line, lines
+from line_task import lines
 
 class Alone(jaxmpi.Callback):
     first_rank_only = True

@@ -1,90 +1,23 @@
 """`--comm xla`: XLA's collectives over a jax.distributed job that MPI sets up, here gloo between CPU processes."""
 
-import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from jaxmpi.allreduce.algorithms import parse
-from launching import PATH, ROOT, Ended, mpirun, train
-from tolerances import WIRE, U
-
-sys.path.insert(0, str(ROOT / "scripts"))
+from launching import PATH, ROOT, Ended, mpirun
+from runs import TINY
 
 ON_CPU = {"JAX_PLATFORMS": "cpu"}
-EXPERIMENT = """
-from jaxmpi.config.data import Data
-from jaxmpi.config.schema import Experiment
-from jaxmpi.config.optim import Optim
-from jaxmpi.models.cnn import digits_cnn_tiny
-
-experiment = Experiment(
-    model=digits_cnn_tiny(),
-    data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
-    optim=Optim("momentum", lr=0.05),
-    effective_batch=60, train_for="20st", eval_every="20st", checkpoint_every="10st", log_every=1,
-)
-"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny experiment, and the runs of this module."""
     made = tmp_path_factory.mktemp("xla")
-    (made / "tiny.py").write_text(EXPERIMENT)
+    (made / "tiny.py").write_text(TINY)
     return made
-
-
-def trained(folder: Path, name: str, *args: str) -> Path:
-    """The run directory of a run of four processes that went well."""
-    ended = train(4, str(folder / "tiny.py"), "--run-dir", str(folder / name), *args, env=ON_CPU)
-    assert ended.code == 0, ended.out
-    return folder / name
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [row["loss"] for row in record(run_dir, "train")]
-
-
-def record(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """The record's lines of a kind."""
-    rows = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == kind]
-
-
-def params(run_dir: Path) -> np.ndarray:
-    """f32[n]: of the last checkpoint, one leaf after another."""
-    folder = run_dir / "checkpoints/step_00000020"
-    index = json.loads((folder / "manifest.json").read_text())["files"]["common.bin"]
-    raw = (folder / "common.bin").read_bytes()
-    leaves = [row for row in index if row["path"].startswith("params")]
-    return np.concatenate([np.frombuffer(raw, np.float32, int(np.prod(row["shape"])), row["offset"]) for row in leaves])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["asa16", "ar"])
-def test_other_strategies_leave_what_they_leave_over_mpi(strategy, folder):
-    mpi, xla = (
-        trained(folder, f"{strategy}-{comm}", "--comm", comm, "--exchange.strategy", strategy)
-        for comm in ("mpi", "xla")
-    )
-    assert_close(xla, mpi, strategy)
-
-
-def assert_close(a: Path, b: Path, strategy: str) -> None:
-    """Gradients are compiled apart, and so differ by rounding: sums of 60 x 64 terms in f32, and the wire's twice.
-
-    A gradient's entry is below 4 here. The 20 updates of lr 0.05 at momentum 0.9 add at most ten of each to a param.
-    """
-    r, _ = WIRE[parse(strategy).name.partition(":")[2]]
-    apart = 20 * 0.05 * 10 * 4 * (60 * 64 * U + 2 * 2 * r)
-    np.testing.assert_allclose(params(a), params(b), rtol=0, atol=apart)
-    if not r:
-        np.testing.assert_allclose(losses(a), losses(b), rtol=0, atol=U * 60 * 2.3 * 20)  # as in test_train.py
 
 
 @pytest.mark.slow  # compiles every strategy; over devices of one process they are in test_strategies.py

@@ -39,12 +39,6 @@ ROUNDING = 1e-5  # logits near 1, of sums of some thousand f32 terms in another 
 
 
 @pytest.fixture
-def as_users_have_it():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
-@pytest.fixture
 def project(tmp_path, monkeypatch):
     """A folder with the page's experiment files, in which modules are found."""
     (tmp_path / "experiments").mkdir()

@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,10 @@ from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.local_devices import layout_of
 from jaxmpi.comm.axis import AxisComm
 from launching import Ended, mpirun, train
-from test_comm_xla import EXPERIMENT, ON_CPU, assert_close
+from runs import TINY, checkpoint, checkpoint_files, column, copy_until
+from tolerances import U
 
+ON_CPU = {"JAX_PLATFORMS": "cpu"}
 PROCESSES, DEVICES = 3, 2
 A_PROXY = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # nobody is there
 # `python -m jaxmpi.train`, with the first half of the ranks on one host and the other half on another.
@@ -60,7 +61,7 @@ def test_a_sum_of_devices_lies_as_hier_would_cut_it(strategy):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny experiment, and the runs of this module."""
     made = tmp_path_factory.mktemp("devices")
-    (made / "tiny.py").write_text(EXPERIMENT)
+    (made / "tiny.py").write_text(TINY)
     (made / "two_hosts.py").write_text(TWO_HOSTS)
     return made
 
@@ -82,23 +83,17 @@ def ended_well(ended: Ended) -> Ended:
     return ended
 
 
-def from_step_10(run_dir: Path, name: str) -> None:
-    """A copy of a run as it was after ten steps, to resume."""
-    shutil.copytree(run_dir, run_dir.parent / name)
-    shutil.rmtree(run_dir.parent / name / "checkpoints/step_00000020")
-
-
 def assert_same_run(a: Path, b: Path) -> None:
     """Losses, evaluation and every byte of the last checkpoint: params, model state, optimizers, keys."""
     for kind, figure in (("train", "loss"), ("eval", "eval_loss"), ("eval", "eval_top1")):
-        assert figures(a, kind, figure) == figures(b, kind, figure)
-    assert binaries(a) == binaries(b)
-    assert len(binaries(a)) == 5
+        assert column(a, kind, figure) == column(b, kind, figure)
+    assert checkpoint_files(a, 20) == checkpoint_files(b, 20)
+    assert len(checkpoint_files(a, 20)) == 5
 
 
 def whole_leaves(run_dir: Path) -> dict[str, np.ndarray]:
     """Params and the optimizer's state of the last checkpoint, flat; slices are put together by their numbers."""
-    last = run_dir / "checkpoints/step_00000020"
+    last = checkpoint(run_dir, 20)
     manifest = json.loads((last / "manifest.json").read_text())
     chunks, leaves = manifest["extra"].get("chunks", []), {}
     for name, rows in manifest["files"].items():
@@ -108,16 +103,6 @@ def whole_leaves(run_dir: Path) -> dict[str, np.ndarray]:
             if number is not None and row["path"].startswith(("params", "rule_state")):
                 leaves.setdefault(row["path"], {})[number] = flat
     return {path: np.concatenate([parts[c] for c in sorted(parts)]) for path, parts in leaves.items()}
-
-
-def figures(run_dir: Path, kind: str, figure: str) -> list[float]:
-    rows = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
-    return [row[figure] for row in rows if row["kind"] == kind]
-
-
-def binaries(run_dir: Path) -> dict[str, bytes]:
-    """Every file of the last checkpoint but the manifest, which holds times."""
-    return {path.name: path.read_bytes() for path in (run_dir / "checkpoints/step_00000020").glob("*.bin")}
 
 
 def facts(run_dir: Path) -> dict[str, Any]:
@@ -137,17 +122,17 @@ def over_devices(folder: Path) -> Path:
 @pytest.mark.slow  # a third job beside the fixture's two; bits are proven in one process above
 def test_one_process_a_device_goes_on_with_the_same_bits(over_devices, folder):
     """Its steps 11 to 20 with hier-ring, on two hosts of two ranks."""
-    from_step_10(over_devices, "processes")
+    copy_until(over_devices, 10, folder / "processes")
     of_processes(folder, "processes", "--exchange.strategy", "hier-ring32", "--resume")
     assert_same_run(over_devices, folder / "processes")
 
 
 @pytest.mark.e2e
 def test_sharded_updates_go_on_from_whole_ones_with_the_same_bits_and_leave_slices(over_devices, folder):
-    from_step_10(over_devices, "sharded")
+    copy_until(over_devices, 10, folder / "sharded")
     ended = of_devices(folder, "sharded", "--exchange.strategy", "ring32", "--exchange.shard-update", "on", "--resume")
     assert "updates sharded over 4 workers" in ended.out
-    assert figures(over_devices, "train", "loss") == figures(folder / "sharded", "train", "loss")
+    assert column(over_devices, "train", "loss") == column(folder / "sharded", "train", "loss")
     whole, sliced = whole_leaves(over_devices), whole_leaves(folder / "sharded")
     assert whole.keys() == sliced.keys()
     for name, leaf in whole.items():
@@ -166,23 +151,40 @@ def over_xla(folder: Path) -> Path:
 
 @pytest.mark.e2e
 def test_a_run_over_xla_leaves_what_one_over_mpi_leaves(over_xla, over_devices):
-    assert figures(over_xla, "train", "step") == list(range(1, 21))
+    assert column(over_xla, "train", "step") == list(range(1, 21))
     assert facts(over_xla)["transport"] == "XLA collectives between processes, gloo"
     assert facts(over_xla)["workers"] == 4
-    assert sorted(binaries(over_xla)) == ["common.bin", *(f"worker_0000{i}.bin" for i in range(4))]
-    assert_close(over_xla, over_devices, "ring32")
-    assert figures(over_xla, "eval", "eval_count") == [360]
+    assert sorted(checkpoint_files(over_xla, 20)) == ["common.bin", *(f"worker_0000{i}.bin" for i in range(4))]
+    assert_close(over_xla, over_devices)
+    assert column(over_xla, "eval", "eval_count") == [360]
+
+
+def params(run_dir: Path) -> np.ndarray:
+    """f32[n]: of the last checkpoint, one leaf after another."""
+    leaves = whole_leaves(run_dir)
+    return np.concatenate([leaves[path] for path in sorted(leaves) if path.startswith("params")])
+
+
+def assert_close(a: Path, b: Path) -> None:
+    """Gradients are compiled apart, and so differ by rounding: sums of 60 x 64 terms in f32.
+
+    A gradient's entry is below 4 here. The 20 updates of lr 0.05 at momentum 0.9 add at most ten of each to a param.
+    """
+    apart = 20 * 0.05 * 10 * 4 * 60 * 64 * U
+    np.testing.assert_allclose(params(a), params(b), rtol=0, atol=apart)
+    losses = [column(run_dir, "train", "loss") for run_dir in (a, b)]
+    np.testing.assert_allclose(*losses, rtol=0, atol=U * 60 * 2.3 * 20)  # as in test_train.py
 
 
 @pytest.mark.e2e
 @pytest.mark.slow  # a job more
 def test_resume_is_bit_exact_and_so_are_two_devices_a_process(over_xla, folder):
     """The first ten steps by 4 processes, the others by 2 of 2 devices each."""
-    from_step_10(over_xla, "xla-resumed")
+    copy_until(over_xla, 10, folder / "xla-resumed")
     of_devices(folder, "xla-resumed", "--comm", "xla", "--exchange.strategy", "ring32", "--resume")
     assert facts(folder / "xla-resumed")["workers"] == 4
-    assert binaries(folder / "xla-resumed") == binaries(over_xla)
-    assert figures(folder / "xla-resumed", "train", "loss") == figures(over_xla, "train", "loss")
+    assert checkpoint_files(folder / "xla-resumed", 20) == checkpoint_files(over_xla, 20)
+    assert column(folder / "xla-resumed", "train", "loss") == column(over_xla, "train", "loss")
 
 
 RULES = {
@@ -198,6 +200,6 @@ RULES = {
 def test_several_devices_go_on_with_the_bits_of_a_process_each_by_every_rule(rule, folder):
     args = ("--rule.name", rule, *RULES[rule], "--exchange.overlap", "off", "--exchange.strategy")
     of_processes(folder, rule, *args, "hier-asa:32")
-    from_step_10(folder / rule, f"{rule}-resumed")
+    copy_until(folder / rule, 10, folder / f"{rule}-resumed")
     of_devices(folder, f"{rule}-resumed", *args, "asa32", "--resume")
     assert_same_run(folder / rule, folder / f"{rule}-resumed")

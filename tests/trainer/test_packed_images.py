@@ -54,7 +54,7 @@ def test_a_folder_of_jpegs_is_trained_on_from_memory_in_two_commands(tmp_path, c
     ended = train(2, str(tmp_path / "small.py"), "--data.dir", str(tmp_path / "packed"), *args)
     assert ended.code == 0, ended.out
     assert "softmax: 2 workers x local batch 4 = effective batch 8; 24 examples, 3 steps an epoch" in ended.out
-    assert "lr 0.1 x 0.03125 (linear, local batch / 256) = 0.003125; rule gradients, strategy color4:32" in ended.out
+    assert "lr 0.1 x 0.03125 (batch 8 / 256) = 0.003125; rule gradients, strategy color4:32" in ended.out
     rows = [json.loads(line) for line in (tmp_path / "run/record.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
     assert len(losses) == 6

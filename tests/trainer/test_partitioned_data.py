@@ -4,7 +4,6 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,41 +13,18 @@ from jaxmpi.data import command
 from jaxmpi.observe import record_reader
 from jaxmpi.observe.report_data import charts
 from launching import Ended, leaked, mpirun, shared_memory, train, train_here
+from runs import TINY, checkpoint_files, record
 
-TINY = """
-from jaxmpi.config.data import Data
-from jaxmpi.config.schema import Experiment
-from jaxmpi.config.optim import Optim
-from jaxmpi.models.cnn import digits_cnn_tiny
-
-experiment = Experiment(
-    model=digits_cnn_tiny(),
-    data=Data(channels=1, mean=(0.305,), std=(0.376,)),
-    optim=Optim("momentum", lr=0.05),
-    effective_batch=60, eval_every="100st", log_every=5,
-)
-"""
 PARTITION = ("--data.memory", "partition")
 SLOW = pytest.mark.slow
 pytestmark = pytest.mark.timeout(1200)  # each job has a limit of its own
-
-
-def result(folder: Path, step: int) -> dict[str, bytes]:
-    """Return what a checkpoint holds, times apart."""
-    place = folder / "checkpoints" / f"step_{step:08d}"
-    return {path.name: path.read_bytes() for path in sorted(place.glob("*.bin"))}
-
-
-def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The lines of a record of one kind."""
-    lines = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
 
 
 def run(folder: Path, until: str, *args: str, ranks: int = 2, timeout_s: float = 300) -> Ended:
     experiment = folder.parent / "tiny.py"
     experiment.write_text(TINY)
     line = (str(experiment), "--exchange.strategy", "ring16", "--run-dir", str(folder), "--train-for", until)
+    line += ("--eval-every", "100st", "--log-every", "5", "--checkpoint-every", "1ep")
     return train(ranks, *line, *args, timeout_s=timeout_s) if ranks > 1 else train_here(*line, *args)
 
 
@@ -64,21 +40,21 @@ def test_a_run_from_memory_is_that_from_files(tmp_path, packed):
     for name, args in (("files", ()), ("memory", (*PARTITION, "--data.shuffle-period", "8st", "--trace", "9:30"))):
         ended = run(tmp_path / name, "50st", *packed, *args)
         assert ended.code == 0, ended.out
-    files = result(tmp_path / "files", 50)
+    files = checkpoint_files(tmp_path / "files", 50)
     assert sorted(files) == ["common.bin", "worker_00000.bin", "worker_00001.bin"]
-    assert result(tmp_path / "memory", 50) == files
+    assert checkpoint_files(tmp_path / "memory", 50) == files
     assert "evaluation on 360" in ended.out
     said = r"training data in memory, 0\.\d MB a worker: groups of 2 workers .*, shuffled in pieces of 8 steps"
     assert re.search(said, ended.out), ended.out
     assert re.search(r"step \d+/50 .* shuffles? [\d.e-]+ s [\d.]+ [kM]B", ended.out), ended.out
-    [loaded] = records(tmp_path / "memory", "memory")
+    [loaded] = record(tmp_path / "memory", "memory")
     assert (loaded["group_size"], loaded["examples"]) == (2, 1437)
     assert 0 < loaded["worker_bytes"] < 400_000
-    moved = records(tmp_path / "memory", "shuffle")
+    moved = record(tmp_path / "memory", "shuffle")
     assert [row["shuffle"] for row in moved] == [1, 2, 3, 4, 5, 6, 7]
     assert all(0 < row["moved_bytes"] < loaded["worker_bytes"] and row["shuffle_s"] > 0 for row in moved)
-    record = record_reader.read(tmp_path / "memory")
-    assert {"Shuffles of data in memory", "What shuffles move"} <= {chart.title for chart in charts([record])}
+    drawn = charts([record_reader.read(tmp_path / "memory")])
+    assert {"Shuffles of data in memory", "What shuffles move"} <= {chart.title for chart in drawn}
     events = json.loads((tmp_path / "memory" / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events if event.get("cat") == "shuffle"} == {0, 1}
 
@@ -98,7 +74,7 @@ def test_resume_in_the_middle_of_an_epoch_is_bit_exact(tmp_path, packed, group):
         ended = run(tmp_path / folder, until, *more, ranks=4)
         assert ended.code == 0, ended.out
     assert "resumed at step 50" in ended.out
-    assert result(tmp_path / "parts", 60) == result(tmp_path / "whole", 60)
+    assert checkpoint_files(tmp_path / "parts", 60) == checkpoint_files(tmp_path / "whole", 60)
 
 
 @pytest.mark.e2e
@@ -123,13 +99,6 @@ def test_a_damaged_record_ends_the_job_or_is_counted(tmp_path, packed, ranks, on
     assert not ended.timed_out
 
 
-@pytest.mark.e2e
-def test_a_group_that_does_not_divide_the_workers(tmp_path):
-    ended = run(tmp_path / "run", "5st", *PARTITION, "--data.group-size", "3", ranks=1)
-    assert ended.code != 0
-    assert "data.group_size: got 3 with 1 workers; expected one of 1" in ended.out
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "comm"), [(1, "mpi"), (2, "xla")])
 def test_workers_of_one_process_share_one_copy(tmp_path, packed, ranks, comm):
@@ -137,7 +106,7 @@ def test_workers_of_one_process_share_one_copy(tmp_path, packed, ranks, comm):
     for name, more in (("files", ()), ("memory", PARTITION)):
         ended = run(tmp_path / name, "30st", *args, *more, ranks=ranks)
         assert ended.code == 0, ended.out
-    assert result(tmp_path / "memory", 30) == result(tmp_path / "files", 30)
+    assert checkpoint_files(tmp_path / "memory", 30) == checkpoint_files(tmp_path / "files", 30)
 
 
 KILLED = """

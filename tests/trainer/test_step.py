@@ -47,12 +47,6 @@ def test_ranking(logits, label, ahead):
     assert classes.ranking(jnp.array([logits]), jnp.array([label])).tolist() == [ahead]
 
 
-def test_ranking_is_a_permutation_of_the_classes():
-    logits = np.random.default_rng(0).integers(0, 3, 7).astype(np.float32)  # ties for sure
-    places = classes.ranking(jnp.tile(logits, (7, 1)), jnp.arange(7))
-    assert sorted(places.tolist()) == list(range(7))
-
-
 def forward(apply, loss=classes.cross_entropy, **kwargs) -> step.Forward:
     model = Model("test", lambda key, image: ({}, {}), apply, kwargs.pop("shape", (3,)), 2, **kwargs.pop("facts", {}))
     dtypes = [kwargs[name] for name in ("compute_dtype",) if name in kwargs]
@@ -367,18 +361,8 @@ def test_waiting_gradients_that_are_not_finite_stay_so():
 
 
 @pytest.mark.parametrize("bad", ["loss", "a gradient", "nothing"])
-def test_marked_gradients_tell_all_workers_what_is_not_finite_on_one(bad):
+def test_a_step_that_is_not_finite_is_skipped_and_changes_nothing(bad):
     """The vote calls a gradient beyond 1.8e19 infinite, whose update would be finite."""
-    grads = {"w": jnp.ones((2, 3)), "b": jnp.ones(3), "empty": jnp.zeros(0)}
-    loss = jnp.inf if bad == "loss" else 1.0
-    metrics = step.Metrics(jnp.asarray(loss), jnp.ones(()), jnp.array([True, True, bad != "a gradient"]))
-    told, _, _ = step.poison_nonfinite(lambda: (grads, {}, metrics))()
-    assert np.isnan(told["b"]).all() == (bad != "nothing")
-    assert (told["w"] == 1).all()
-
-
-@pytest.mark.parametrize("bad", ["loss", "a gradient"])
-def test_a_step_that_is_skipped_changes_nothing(bad):
     params = {"w": np.ones((2, 3), np.float32), "b": np.ones(3, np.float32)}
     finite = jnp.array([True, bad != "a gradient"])
     metrics = step.Metrics(jnp.asarray(jnp.inf if bad == "loss" else 1.0), jnp.ones(()), finite, squares=jnp.ones(()))
@@ -390,7 +374,7 @@ def test_a_step_that_is_skipped_changes_nothing(bad):
     made = step.poison_nonfinite(lambda *_: (grads, {"mean": jnp.ones(2)}, metrics))
     one = functools.partial(step.train_step, gradients=made, rule=rule, guard=step.revert_if_nonfinite)
     after, told = jax.jit(one)(before, {})
-    assert not told.applied
+    assert told.applied == (bad == "nothing")
     assert after.step == before.step + 1
     same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), before, after)
-    assert all(jax.tree.leaves(same._replace(step=True)))
+    assert all(jax.tree.leaves(same._replace(step=True))) == (bad != "nothing")

@@ -7,39 +7,26 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmpi.checkpoint import manifests
 from jaxmpi.config.data import Data
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import Sampler
 from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.runtime import failures
 from jaxmpi.trainer.main import train as fit
 from launching import PATH, Ended, mpirun_line, run, train, train_here
+from line_task import line, lines
+from runs import TINY, checkpoint, checkpoint_files, column, copy_until, record, steps_saved
 
 DIGITS = "experiments/digits.py"
 DATA = Data("digits", channels=1, mean=(0.305,), std=(0.376,))
-TINY = ("--exchange.strategy", "ring16", "--effective-batch", "60", "--log-every", "5")
-
-
-def record(run_dir: Path, kind: str) -> list[dict]:
-    """The record's lines of a kind."""
-    rows = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == kind]
-
-
-def checkpoint_bytes(run_dir: Path, step: int) -> dict[str, bytes]:
-    """Every file of a checkpoint but the manifest, which holds times."""
-    folder = run_dir / "checkpoints" / f"step_{step:08d}"
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
+FLAGS = ("--exchange.strategy", "ring16", "--effective-batch", "60", "--log-every", "5")
 
 
 # ---------------------------------------------------------------- what comes out
@@ -47,7 +34,7 @@ def checkpoint_bytes(run_dir: Path, step: int) -> dict[str, bytes]:
 
 @pytest.mark.e2e
 def test_ranks_learn_and_record(tmp_path):
-    args = (*TINY, "--train-for", "3ep", "--eval-every", "3ep", "--run-dir", str(tmp_path / "run"))
+    args = (*FLAGS, "--train-for", "3ep", "--eval-every", "3ep", "--run-dir", str(tmp_path / "run"))
     ended = train(2, DIGITS, *args)
     assert ended.code == 0, ended.out
     rows = record(tmp_path / "run", "train")
@@ -68,8 +55,18 @@ def test_ranks_learn_and_record(tmp_path):
     assert re.fullmatch(r"[0-9a-f]{40}\+?", facts["commit"])
 
 
-def losses(run_dir: Path) -> np.ndarray:
-    return np.array([row["loss"] for row in record(run_dir, "train")])
+def test_the_gradient_norm_of_a_line_is_the_root_mean_square_over_its_steps(tmp_path, no_launcher):
+    """The rate is so low that every step has the gradient of the start, on all data."""
+    asked = {"optim": Optim("sgd", lr=1e-30), "effective_batch": 50, "train_for": "4st", "log_every": 4}
+    experiment = lines(tmp_path, **asked)
+    fit(experiment, "lines")
+    data = line(50)
+    expected = np.linalg.norm(2 / 50 * data["x"].T @ data["y"])
+    assert column(experiment.run_dir, "train", "gradient_norm") == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def losses(run_dir: str | Path) -> np.ndarray:
+    return np.array(column(run_dir, "train", "loss"))
 
 
 def train_on(ranks: int, *args: str) -> Ended:
@@ -84,7 +81,7 @@ FOURS = {"four": (4, ()), "devices": (1, ("--devices", "4")), "xla": (4, ("--com
 @pytest.mark.parametrize("fours", [["four"], pytest.param([*FOURS], marks=pytest.mark.slow)], ids=len)
 def test_one_worker_and_four_see_the_same_examples(fours, tmp_path):
     """N workers x B/N = 1 worker x B: dropout apart, which is off here, the runs differ by rounding only."""
-    (tmp_path / "tiny.py").write_text(TINY_EXPERIMENT)
+    (tmp_path / "tiny.py").write_text(TINY)
     runs = {"one": (1, ())} | {name: FOURS[name] for name in fours}
     for name, (ranks, args) in runs.items():
         ended = train_on(ranks, str(tmp_path / "tiny.py"), "--run-dir", str(tmp_path / name), *args)
@@ -100,44 +97,10 @@ def test_one_worker_and_four_see_the_same_examples(fours, tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("rate", [None, lambda step: 0.01 / (1 + step)], ids=["constant", "own schedule"])
-def test_the_rate_of_one_worker_is_that_of_many(rate, tmp_path, no_launcher):
-    losses_of = []
-    for devices in (1, 2, 4):
-        optim, home = Optim("adamw", lr=0.01, eps=1e-3), str(tmp_path / str(devices))
-        rest: dict[str, Any] = {"effective_batch": 60, "train_for": "8st", "log_every": 1, "checkpoint_every": "0st"}
-        one = Experiment(digits_cnn_tiny(), data=DATA, optim=optim, schedule=Schedule(rate=rate), run_dir=home, **rest)
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
-            fit(dataclasses.replace(one, devices=devices), "digits")
-        losses_of.append(losses(Path(home)))
-    assert losses_of[0][0] - losses_of[0][-1] > 0.01
-    # A gradient below 1 is off by 60 x 2^-24; eps lets its update be off by lr / eps times as much, at every step.
-    np.testing.assert_allclose(losses_of[1:], [losses_of[0]] * 2, atol=8 * 60 * 2.0**-24 * 0.01 / 1e-3 * 10)
-
-
-TINY_EXPERIMENT = """
-from jaxmpi.config.data import Data
-from jaxmpi.config.schema import Experiment
-from jaxmpi.config.optim import Optim
-from jaxmpi.models.cnn import digits_cnn_tiny
-
-experiment = Experiment(
-    model=digits_cnn_tiny(),
-    data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
-    optim=Optim("momentum", lr=0.05),
-    effective_batch=60, train_for="20st", eval_every="20st", checkpoint_every="20st", log_every=1,
-)
-"""
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize(
-    "rule", ["gradients", *(pytest.param(name, marks=pytest.mark.slow) for name in ("subgd", "awagd"))]
-)
-def test_kill_and_resume_is_bit_exact(rule, tmp_path):
-    (tmp_path / "tiny.py").write_text(TINY_EXPERIMENT)
+def test_kill_and_resume_is_bit_exact(tmp_path):
+    (tmp_path / "tiny.py").write_text(TINY)
     periods = ("--train-for", "60st", "--checkpoint-every", "20st", "--eval-every", "60st")
-    args = (str(tmp_path / "tiny.py"), "--rule.name", rule, *periods, *TINY, "--optim.lr", "0.01", "--run-dir")
+    args = (str(tmp_path / "tiny.py"), *periods, *FLAGS, "--optim.lr", "0.01", "--run-dir")
     ended = train(2, *args, str(tmp_path / "whole"))
     assert ended.code == 0, ended.out
     killed = train(2, *args, str(tmp_path / "killed"), "--inject", "kill:rank=1,step=50")
@@ -146,9 +109,9 @@ def test_kill_and_resume_is_bit_exact(rule, tmp_path):
     ended = train(2, *args, str(tmp_path / "killed"), "--resume")
     assert ended.code == 0, ended.out
     assert "resumed at step" in ended.out
-    whole = checkpoint_bytes(tmp_path / "whole", 60)
+    whole = checkpoint_files(tmp_path / "whole", 60)
     assert sorted(whole) == ["common.bin", "worker_00000.bin", "worker_00001.bin"]
-    assert checkpoint_bytes(tmp_path / "killed", 60) == whole
+    assert checkpoint_files(tmp_path / "killed", 60) == whole
 
 
 # ---------------------------------------------------------------- bad input: clear error, non-zero exit, no hang
@@ -158,11 +121,7 @@ BAD = {
     "run dir": ([DIGITS, "--run-dir", "README.md/run"], "the run directory cannot be used"),
     "no file": ([], "name an experiment file"),
     "field": ([DIGITS, "--optim.learning-rate", "1"], "did you mean 'optim.lr'"),
-    "strategy": ([DIGITS, "--exchange.strategy", "rign32"], "did you mean 'ring32'"),
-    "range": ([DIGITS, "--optim.momentum", "1.5"], "expected [0, 1)"),
     "duration": ([DIGITS, "--train-for", "10 weeks"], "expected a number and a unit"),
-    "source": ([DIGITS, "--data.source", "digit"], "did you mean 'digits'"),
-    "adam": ([DIGITS, "--rule.name", "subgd", "--optim.name", "adam"], "not linear"),
     "scaling": ([DIGITS, "--rule.name", "subgd", "--optim.lr-for-batch", "32"], "optim.lr_for_batch: got 32"),
     "resume": ([DIGITS, "--resume", "--run-dir", "/nowhere"], "'/nowhere' is no run directory"),
     "devices": ([DIGITS, "--devices", "2", "--effective-batch", "63"], "nearest that are: 62 or 64"),
@@ -191,42 +150,20 @@ def test_a_wrong_field_is_said_once_by_several_ranks():
 
 
 @pytest.mark.e2e
-def test_a_loss_that_turns_nan_leaves_the_checkpoint_before_it(tmp_path):
-    """One example is NaN; the sampler says at which step it comes."""
-    at_step = 4
-    index = Sampler(80, 8, 0, 2, seed=0, shuffle=True).indices(at_step - 1).indices[0]
-    (tmp_path / "broken.py").write_text(ONE_NAN.format(index=index))
-    args = ("--checkpoint-every", "1st", "--keep-checkpoints", "9", "--run-dir", str(tmp_path / "run"))
-    ended = train(2, str(tmp_path / "broken.py"), *args)
+def test_a_step_that_is_not_finite_leaves_the_checkpoint_before_it(tmp_path):
+    (tmp_path / "tiny.py").write_text(TINY)
+    args = ("--inject", "nan:rank=1,step=4", "--checkpoint-every", "1st", "--keep-checkpoints", "9")
+    ended = train(2, str(tmp_path / "tiny.py"), *args, "--run-dir", str(tmp_path / "run"))
     assert not ended.timed_out
     assert ended.code != 0
-    kept = [folder.name for folder in manifests.found(tmp_path / "run" / "checkpoints")]
-    assert kept == [f"step_{step:08d}" for step in range(1, at_step)]
-    assert f"the loss of worker 0 is not finite at step {at_step}; last good checkpoint: " in ended.out
-    assert f"{kept[-1]}. Lower" in ended.out
-    for name in kept:
-        folder = tmp_path / "run" / "checkpoints" / name
+    assert re.search(r"of worker 1 is not finite at step 4; last good checkpoint: \S+step_00000003", ended.out)
+    kept = steps_saved(tmp_path / "run")
+    assert kept == [1, 2, 3]
+    for step in kept:
+        folder = checkpoint(tmp_path / "run", step)
         for row in json.loads((folder / "manifest.json").read_text())["files"]["common.bin"]:
             count = int(np.prod(row["shape"]))
             assert np.isfinite(np.fromfile(folder / "common.bin", row["dtype"], count, offset=row["offset"])).all()
-
-
-ONE_NAN = """
-import numpy as np
-from jaxmpi.config.data import Data
-from jaxmpi.config.schema import Experiment
-from jaxmpi.config.optim import Optim
-from jaxmpi.data import ArraySource
-from jaxmpi.models.cnn import digits_cnn_tiny
-
-images = np.random.default_rng(0).standard_normal((80, 8, 8, 1), np.float32)
-images[{index}] = np.nan
-source = ArraySource(images, np.arange(80) % 10, classes=10)
-experiment = Experiment(
-    model=digits_cnn_tiny(), data=Data(source="array", train=source, validation=source, channels=1),
-    optim=Optim("sgd", lr=0.01), effective_batch=8, train_for="1ep",
-)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -245,23 +182,12 @@ def begun(tmp_path, begun_once) -> tuple[str, ...]:
     return ("--train-for", "2st", "--run-dir", str(tmp_path / "run"))
 
 
-OTHER_RUNS = {
-    "seed and batch": (
-        ("--seed", "1", "--effective-batch", "64"),
-        ("seed: got 1, expected 0", "effective batch: got 64, expected 32"),
-    ),
-}
-
-
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", OTHER_RUNS)
-def test_resume_goes_on_with_the_same_run_only(name, begun):
-    flags, messages = OTHER_RUNS[name]
-    ended = train_here(DIGITS, *begun, "--resume", *flags)
+def test_resume_goes_on_with_the_same_run_only(begun):
+    ended = train_here(DIGITS, *begun, "--resume", "--seed", "1", "--effective-batch", "64")
     assert ended.code != 0
-    for message in messages:
-        assert f"{message} (the checkpoint's)" in ended.out
-    assert "leaves" not in ended.out
+    assert "seed: got 1, expected 0 (the checkpoint's)" in ended.out
+    assert "effective batch: got 64, expected 32 (the checkpoint's)" in ended.out
 
 
 @pytest.mark.e2e
@@ -269,15 +195,12 @@ def test_a_resumed_run_says_what_changed_since_its_checkpoint(tmp_path, no_launc
     schedule, rest = Schedule("poly", power=1.0), {"effective_batch": 60, "run_dir": str(tmp_path)}
     begun = Experiment(digits_cnn_tiny(), data=DATA, optim=Optim("momentum", lr=0.01), schedule=schedule, **rest)
     fit(dataclasses.replace(begun, train_for="4st", checkpoint_every="2st"), "digits")
-    gone = tmp_path / "checkpoints" / "step_00000004"
-    shutil.rmtree(gone)
+    shutil.rmtree(checkpoint(tmp_path, 4))
     same = dataclasses.replace(begun, resume=True, train_for="4st", log_every=1, eval_every="1st", keep_best=2)
     fit(same, "digits")
-    said = capsys.readouterr()
-    assert "changed since" not in said.out
-    assert said.err.count("passed over: ") == 1
+    assert "changed since" not in capsys.readouterr().out
     assert record(tmp_path, "changed") == []
-    shutil.rmtree(tmp_path / "checkpoints" / "step_00000004")
+    shutil.rmtree(checkpoint(tmp_path, 4))
     fit(dataclasses.replace(same, train_for="8st", optim=Optim("momentum", lr=0.02)), "digits")
     changed = {
         "optim.lr": {"was": 0.01, "is": 0.02},
@@ -367,9 +290,8 @@ def test_skipped_examples_stay_counted_when_a_run_goes_on(tmp_path):
 
 
 STATEFUL = """
-from dataclasses import dataclass
 from flax import nnx
-import jax, jax.numpy as jnp
+import jax.numpy as jnp
 from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.config.optim import Optim
@@ -390,33 +312,15 @@ class Net(nnx.Module):
 experiment = Experiment(
     model=nnx_model(Net, name="net", input_shape=(8, 8, 1), classes=10),
     data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
-    optim=Optim("sgd", lr=0.1), effective_batch=64, train_for="30st", eval_every="30st",
-    checkpoint_every="10st", exchange=__import__("jaxmpi.config").config.ExchangeConfig("asa16"),
+    optim=Optim("sgd", lr=0.1), effective_batch=60,
 )
 """
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize(
-    ("ranks", "args"),
-    [(1, ()), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, ()), (1, ("--devices", "2"))))],
-)
-def test_batch_statistics_and_counters_are_evaluated_saved_and_resumed(ranks, args, tmp_path):
-    (tmp_path / "net.py").write_text(STATEFUL)
-    line = (str(tmp_path / "net.py"), *args, "--run-dir")
-    ended = train_on(ranks, *line, str(tmp_path / "whole"))
-    assert ended.code == 0, ended.out
-    shutil.copytree(tmp_path / "whole", tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000030")
-    ended = train_on(ranks, *line, str(tmp_path / "run"), "--resume")
-    assert ended.code == 0, ended.out
-    assert "resumed at step 20" in ended.out
-    assert checkpoint_bytes(tmp_path / "run", 30) == checkpoint_bytes(tmp_path / "whole", 30)
-    assert record(tmp_path / "run", "eval")[-1]["eval_top1"] > 0.5  # a linear model after 30 steps; chance is 0.1
-
-
-RESUMED = {  # ranks, options
+RESUMED = {  # ranks, options; those with statistics are of a model with batch norm and a counter
+    "statistics": (1, ""),
+    "statistics of two": (2, "--exchange.strategy asa16"),
+    "statistics over devices": (1, "--devices 2"),
     "awagd, momentum averaged, shm": (2, "--rule.name awagd --rule.average-momentum --exchange.strategy shm"),
+    "diloco, between meetings": (2, "--rule.name diloco --rule.local-steps 8 --optim.name adam"),
     "compressed": (2, "--exchange.strategy lowrank2/ring16"),
     "compressed, over devices": (1, "--devices 3 --exchange.strategy topk5"),
     "subgd, micro-batches": (2, "--rule.name subgd --compute-dtype bfloat16 --micro-batch 5 --exchange.strategy asa16"),
@@ -428,21 +332,25 @@ RESUMED = {  # ranks, options
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if "mirror" in case else pytest.mark.slow) for case in RESUMED]
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (case not in ("statistics", "devices, mirror")))
+        for case in RESUMED
+    ],
 )
 def test_resume_is_bit_exact_whatever_the_options(case, tmp_path):
     """Through an epoch's short last step: 24 steps are an epoch."""
     ranks, options = RESUMED[case]
-    (tmp_path / "net.py").write_text(TINY_EXPERIMENT)
-    periods = ("--train-for", "30st", "--checkpoint-every", "15st", "--eval-every", "0st")
+    (tmp_path / "net.py").write_text(STATEFUL if "statistics" in case else TINY)
+    periods = ("--train-for", "30st", "--checkpoint-every", "15st", "--eval-every", "30st")
     line = (str(tmp_path / "net.py"), *options.split(), *periods)
     assert train_on(ranks, *line, "--run-dir", str(tmp_path / "whole")).code == 0
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_00000030")
-    ended = train_on(ranks, *line, "--run-dir", str(tmp_path / "cut"), "--resume")
+    cut = copy_until(tmp_path / "whole", 15, tmp_path / "cut")
+    ended = train_on(ranks, *line, "--run-dir", str(cut), "--resume")
     assert ended.code == 0, ended.out
     assert "resumed at step 15" in ended.out
-    assert checkpoint_bytes(tmp_path / "cut", 30) == checkpoint_bytes(tmp_path / "whole", 30)
+    assert checkpoint_files(cut, 30) == checkpoint_files(tmp_path / "whole", 30)
+    assert column(cut, "eval", "eval_top1")[-1] == column(tmp_path / "whole", "eval", "eval_top1")[-1]
 
 
 def test_a_run_directory_is_never_overwritten(begun, tmp_path):

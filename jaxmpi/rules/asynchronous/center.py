@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.allreduce.wires import BLOCK, WIRES, HostWire, host_wire
+from jaxmpi.allreduce.wires import BLOCK, WIRES, host_wire
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.rules.asynchronous import transport
 from jaxmpi.rules.asynchronous.transport import HEADER_BYTES, NOTHING, Backoff, RankLost, Request, carry_out
@@ -46,12 +46,8 @@ class CenterLayout(NamedTuple):
     def segments(self, server: int) -> list[tuple[int, int]]:
         """[begin, end) of each segment in the shard of a server: whole blocks of the wire, one message."""
         begin, end = self.shard(server)
-        width = (transport.MESSAGE_BYTES - HEADER_BYTES) // self.host_wire().size_bytes(BLOCK) * BLOCK
+        width = (transport.MESSAGE_BYTES - HEADER_BYTES) // host_wire(self.wire).size_bytes(BLOCK) * BLOCK
         return [(at, min(at + width, end)) for at in range(begin, end, width)]
-
-    def host_wire(self) -> HostWire:
-        """Codec from floats to bytes."""
-        return host_wire(self.wire)
 
 
 # ---------------------------------------------------------------- what is reported
@@ -120,11 +116,6 @@ class Status(NamedTuple):
     save: Order
     examples: float  # of all workers
     workers: AllWorkers | None  # to worker 0 alone
-
-    @staticmethod
-    def most_bytes(workers: int) -> int:
-        """Bytes that an answer takes at most; to worker 0 with so many workers, else 0."""
-        return 2048 + 1024 * workers
 
 
 class GlobalProgress:
@@ -239,7 +230,7 @@ class CenterServer:
         """
         begin, _ = layout.shard(number)
         self.segments = [(a - begin, b - begin) for a, b in layout.segments(number)]
-        self.wire, self.center, self.apply, self.progress = layout.host_wire(), center, apply, progress
+        self.wire, self.center, self.apply, self.progress = host_wire(layout.wire), center, apply, progress
         self.answers: defaultdict[int, deque[np.ndarray]] = defaultdict(deque)  # by worker, not yet sent
         self.is_left = False  # the run is to be resumed
         self._alive, self._is_closed = set(range(workers)), False
@@ -314,7 +305,7 @@ class Exchange:
             report: for server 0; the last thing sent to it.
             workers: of the job, if worker 0 reports, who is told of all.
         """
-        self.layout, self.kind, self.report, self._wire = layout, kind, report, layout.host_wire()
+        self.layout, self.kind, self.report, self._wire = layout, kind, report, host_wire(layout.wire)
         self._vector = np.empty(0, np.float32) if vector is None else vector
         self._segments = [layout.segments(s) if vector is not None else [] for s in range(layout.servers)]
         # Both ends compute with what the wire has made of the numbers, so sums are conserved to rounding.
@@ -323,7 +314,7 @@ class Exchange:
         self.status: Status | None = None
         self.sent_bytes, self.report_wait_s = 0, 0.0  # seconds in which only the answer to the report was missing
         self._missing, self._complete_s = sum(map(len, self._segments)), time.perf_counter()
-        self._status_bytes = Status.most_bytes(workers)
+        self._status_bytes = 2048 + 1024 * workers  # at most
 
     def requests(self, server: int) -> Iterator[Request]:
         """Requests to a server; segments are encoded when they are sent."""

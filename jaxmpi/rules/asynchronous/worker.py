@@ -1,4 +1,4 @@
-"""An asynchronous worker between its steps: exchanges, and reports to server 0.
+"""An asynchronous rank: its start, its worker between steps, its shard of the center, and who is late.
 
 Workers make different numbers of steps, so no collective can count or stop them. Each worker adds up what it has done
 since its last report and sends the sums. Server 0 adds them for all, which gives steps, epochs and the end of the run.
@@ -7,24 +7,161 @@ the center as it was before, and merges both. A gossip step merges the pushes th
 gives the center the last steps, so none is lost.
 """
 
+import math
+import sys
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.allreduce.wires import host_wire
+from jaxmpi.allreduce.wires import BLOCK, host_wire
+from jaxmpi.checkpoint import manifests
 from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.checkpoint.manager import UncoordinatedCheckpoint, written
-from jaxmpi.core.errors import TrainingError
+from jaxmpi.checkpoint.restore import first_whole, read_file
+from jaxmpi.comm.control import AGREE_TIMEOUT_S, MpiProcesses
+from jaxmpi.comm.topology import Workers
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.config.schema import ON_STALL
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import TrainState
-from jaxmpi.rules.asynchronous.center import ABANDONED, OVER, CenterClient, Counters, Order, Report, Status
+from jaxmpi.optim import optimizers
+from jaxmpi.rules.asynchronous.center import (
+    ABANDONED,
+    OVER,
+    CenterClient,
+    CenterLayout,
+    CenterServer,
+    Counters,
+    GlobalProgress,
+    Order,
+    Report,
+    Status,
+)
 from jaxmpi.rules.asynchronous.gossip import GossipThread
-from jaxmpi.rules.asynchronous.start import AsyncStart, ParamsVector, on_device
+from jaxmpi.rules.asynchronous.transport import MESSAGE_BYTES, Responder
 from jaxmpi.rules.base import Asynchronous
 from jaxmpi.runtime import failures, progress
+
+STALLED = 1  # exit code of a job that `on_stall` ends: to start again may help
+
+# ---------------------------------------------------------------- the start: state 0, or a part of a checkpoint
+
+
+class ParamsVector(NamedTuple):
+    """How a tree of floating-point leaves lies in f32[n].
+
+    Zeros fill up each leaf to whole blocks, the floats that share a scale on wires 16 and 8: no block has two leaves.
+    """
+
+    structure: Any
+    like: list[jax.ShapeDtypeStruct]
+
+    @classmethod
+    def from_params(cls, params: PyTree) -> "ParamsVector":
+        """Layout of params.
+
+        Raises:
+            UsageError: a leaf is no float32, bfloat16 or float16, by path.
+        """
+        for name, leaf in named_leaves(params):
+            if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize > 4:
+                raise UsageError(f"params {name}: got {leaf.dtype}; a center holds float32, bfloat16 or float16")
+        leaves, structure = jax.tree.flatten(params)
+        return cls(structure, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each leaf begins; then n."""
+        return np.cumsum([0, *(-(-leaf.size // BLOCK) * BLOCK for leaf in self.like)]).tolist()
+
+    def vector(self, params: PyTree) -> np.ndarray:
+        """f32[n], a copy."""
+        starts = self.starts
+        flat = np.zeros(starts[-1], np.float32)
+        for start, leaf in zip(starts, jax.tree.leaves(params), strict=False):
+            flat[start : start + leaf.size] = np.asarray(leaf, np.float32).reshape(-1)
+        return flat
+
+    def tree(self, vector: np.ndarray) -> PyTree:
+        """Params of f32[n] as NumPy arrays; those in f32 share its memory."""
+        leaves = [
+            vector[start : start + leaf.size].reshape(leaf.shape).astype(leaf.dtype, copy=False)
+            for start, leaf in zip(self.starts, self.like, strict=False)
+        ]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def on_device(tree: PyTree) -> PyTree:
+    """Copies that are committed to this worker's device, as step results are."""
+    return jax.device_put(jax.tree.map(jnp.array, tree), jax.local_devices()[0])
+
+
+@dataclass
+class AsyncStart:
+    """Start of a run: state 0, or the part of a checkpoint."""
+
+    center: np.ndarray  # f32[n]
+    state: TrainState
+    counters: Counters
+    step: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+    weight: float = 0.0  # weight of this worker in gossip
+
+
+def load_start(
+    folder: Path, state: TrainState, workers: Workers, rule: Asynchronous, resume: bool, say: Callable[[str], None]
+) -> AsyncStart:
+    """State 0; with `resume` the newest checkpoint, for any number of workers.
+
+    Args:
+        folder: RUN/checkpoints.
+        say: is called with a line for each damaged one that is passed over.
+    """
+    read = partial(start_from_checkpoint, state=state, worker=workers.mine[0], workers=workers.size, rule=rule)
+    found = first_whole(folder, workers.processes, read, say) if resume else None
+    workers.processes.assert_same("the checkpoint to resume from", {"step": found.step if found else 0})
+    return found or AsyncStart(ParamsVector.from_params(state.params).vector(state.params), state, Counters())
+
+
+def start_from_checkpoint(path: Path, state: TrainState, worker: int, workers: int, rule: Asynchronous) -> AsyncStart:
+    """A worker's start from its part of a checkpoint, else the center.
+
+    On another number of workers weights of gossip begin anew, so that they sum to 1.
+    """
+    manifest = manifests.read_manifest(path)
+    center = read_file(path, manifest, "common.bin", {"center": state.params})["center"]
+    started, weight = state._replace(step=np.array(manifest["step"], np.int32), params=center), 0.0
+    name = manifests.worker_file(worker)
+    if manifest["files"].get(name):
+        stored = read_file(path, manifest, name, {**state._asdict(), "weight": np.zeros(())})
+        weight = float(stored.pop("weight")) * (manifest["workers"] == workers)
+        started = TrainState(**stored)
+    if rule.starts_at_center:
+        started = started._replace(params=center)
+    # A new worker's optimizer is at step 0: it would warm up while the others' rate has long fallen.
+    started = started._replace(rule_state=optimizers.set_step(started.rule_state, manifest["step"]))
+    tally = manifest["extra"].get("tally")
+    is_whole = isinstance(tally, list) and len(tally) == len(Counters._fields) and all(type(x) is float for x in tally)
+    manifests.undamaged(is_whole, f"{path}: tally: got {tally!r:.80}: damaged")
+    return AsyncStart(
+        center=ParamsVector.from_params(state.params).vector(center),
+        state=started,
+        counters=Counters(*tally),
+        step=manifest["step"],
+        extra=manifest["extra"],
+        weight=weight,
+    )
+
+
+# ---------------------------------------------------------------- between steps
 
 
 class AsyncWorker:
@@ -186,3 +323,104 @@ def check_alive(status: Status | None) -> Status:
     if status.closing == ABANDONED:
         raise TrainingError("rank 0, which keeps the record, is gone; go on from the last checkpoint with --resume")
     return status
+
+
+# ---------------------------------------------------------------- which rank trains and which keeps the center
+
+
+def take_part(
+    workers: Workers,
+    config: RuleConfig,
+    rule: Asynchronous,
+    wire: str,
+    start: AsyncStart,
+    target: float,
+    monitor: "HeartbeatMonitor",
+) -> tuple[AsyncWorker | None, Callable[[], bool] | None]:
+    """This rank's worker, and what keeps its shard of the center, if it has them; all ranks call it together.
+
+    Args:
+        wire: of the strategy that was asked for.
+        target: examples of all workers after which they stop.
+
+    Returns: the second serves to the end, and returns True if the run is to be resumed.
+
+    Raises:
+        UsageError: MPI allows one thread at a time only.
+    """
+    control, rank, size, n = workers.processes, workers.processes.rank, workers.size, start.center.size
+    assert isinstance(control, MpiProcesses)
+    if not control.may_overlap:
+        raise UsageError(
+            "MPI gives MPI_THREAD_SERIALIZED; asynchronous rules exchange from threads of their own and need "
+            "MPI_THREAD_MULTIPLE: use an MPI with full thread support, or rule gradients"
+        )
+    # Communicators of their own, so that no message of another thread is taken for one of these.
+    to_center, between_workers = control.clone(), control.clone()
+    servers = max(config.servers, 1)
+    first = size if config.servers else 0  # rank of server 0
+    # At the end of gossip each worker adds alpha w and alpha to zeros, in 32 bits whatever the wire.
+    layout = CenterLayout(n + 1, 1, "32") if rule.is_gossip else CenterLayout(n, servers, wire)
+    worker = serve = None
+    if 0 <= rank - first < servers:
+        all_progress = GlobalProgress(size, target, config.staleness, start.counters) if rank == first else None
+        begin, end = layout.shard(rank - first)
+        shard = np.zeros(end - begin, np.float32) if rule.is_gossip else start.center[begin:end].copy()
+        server = CenterServer(layout, rank - first, shard, rule.apply, size, all_progress)
+        responder = Responder(to_center, server, range(size), MESSAGE_BYTES)
+
+        def keep_shard() -> bool:
+            responder.run(server.is_over, lambda: monitor.look(server, responder))
+            return server.is_left
+
+        serve = keep_shard
+    if rank < size:
+        client = CenterClient(to_center, layout, range(first, first + servers), 0 if rank else size)
+        body_bytes = host_wire(wire).size_bytes(n)
+        thread = GossipThread(between_workers, rank, size, body_bytes) if rule.is_gossip else None
+        worker = AsyncWorker(rank, size, rule, start, client, tau=config.tau, wire=wire, gossip_thread=thread)
+    return worker, serve
+
+
+def start_limit_s(stall_timeout_s: float) -> float:
+    """Seconds in which a worker must compile and get its first batch."""
+    return failures.LONG * (stall_timeout_s or AGREE_TIMEOUT_S)
+
+
+@dataclass
+class HeartbeatMonitor:
+    """Server 0's watch over workers that hang, and over signals to leave.
+
+    No other rank would notice a worker that hangs. A worker reports every tau steps or so. Worker 0, which evaluates
+    and saves, is given more time.
+    """
+
+    stall_timeout_s: float  # without a message of a worker; 0: no limit
+    on_stall: str
+    hosts: Sequence[str]  # by rank
+    must_leave: Callable[[], bool]  # this rank has been sent a signal
+    named: set[int] = field(default_factory=set)
+
+    def look(self, server: CenterServer, responder: Responder) -> None:
+        """Name silent workers, pass on signals, and end the job on `abort`."""
+        known = server.progress
+        if known is None:
+            return
+        known.leaving |= self.must_leave()
+        late: dict[int, float] = {}
+        for worker, silent_s in responder.silent_s(known.expected_workers()).items():
+            limit_s = (self.stall_timeout_s or math.inf) * (failures.LONG if worker == 0 else 1.0)
+            if silent_s > (start_limit_s(self.stall_timeout_s) if worker in known.absent else limit_s):
+                late[worker] = silent_s
+        is_news, self.named = bool(late.keys() - self.named), set(late)
+        if not is_news:
+            return
+        names = ", ".join(f"rank {worker} on {self.hosts[worker]}" for worker in late)
+        sys.stderr.write(
+            f"jaxmpi: watchdog of {failures.describe_rank()}: no progress for {max(late.values()):.0f} s; late: "
+            f"{names}; other workers go on, but no checkpoint is made\n"
+            f"jaxmpi: on_stall {self.on_stall}: {ON_STALL[self.on_stall]}\n"
+        )
+        if self.on_stall == "abort":
+            failures.end_job(STALLED)
+        server.begin_without(late.keys() & known.absent)
