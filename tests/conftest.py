@@ -4,7 +4,6 @@ A whole tier runs in two or three processes; named files and slow tests in one.
 """
 
 import gc
-import importlib.metadata
 import os
 import signal
 import sys
@@ -31,7 +30,6 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         "--xla_cpu_use_fusion_emitters=false",
     )
 
-from jaxmpi.comm.job import processes
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.runtime import process
 
@@ -87,17 +85,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             places.setdefault(item.path, len(places))
     long = {f"test_{name}.py": 2 * place - 0.5 for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places[item.path] if item.path in places else long[item.path.name])
-
-
-def pytest_report_header() -> list[str]:
-    names = ("jaxmpi", "jax", "jaxlib", "flax", "optax", "numpy")
-    lines = ["versions: " + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)]
-    if UNDER_MPI:
-        control = processes()
-        from mpi4py import MPI
-
-        lines.append(f"MPI: rank {control.rank} of {control.size}, {MPI.get_vendor()}")
-    return lines
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -123,7 +123,8 @@ def check_trees_of_reductions():
     assert got["most"][1]["each"] is None
     assert (top.get(workers() - 1) == x.max(0)).all()
     assert (got["rows"].gather() == x).all()
-    fails(lambda: jm.function(figures, outputs={"loss": "mean"})(x), "output 0: got a tree")
+    pieces = jm.function(lambda x: x.sum(), jm.scatter, jm.local(jm.sum))(x, slices=3)
+    assert abs(float(pieces.reduce("sum")) - x.sum()) <= 3 * len(x) * U * abs(x).sum()
 
 
 def check_subsets():
@@ -144,11 +145,7 @@ def check_subsets():
         lambda x: (x.sum(), jnp.broadcast_to(x.sum(), (len(x), 1 << 16, 1 << 12))), jm.scatter, ("sum", "gather")
     )
     assert float(big(x, output_subset=[0])[0]) == float(total)  # the other has 1 GB a row
-    odd: list[Any] = [[3], [0, 0], 0, "0", [0.5]]
-    for subset in odd:
-        fails(lambda s=subset: f(x, output_subset=s), "output_subset: got")
-    single = jm.function(lambda x: x.sum(), jm.scatter, "sum")
-    fails(lambda: single(x, output_subset=[0]), "output_subset: got")
+    fails(lambda: f(x, output_subset=[3]), "output_subset: got")
 
 
 def check_arguments_by_name():
@@ -168,8 +165,6 @@ def check_arguments_by_name():
     held = jm.function(figures, {"x": jm.scatter, "shift": shift}, TREE)
     assert (np.asarray(held(x=x)["rows"]) == x + 1).all()
     fails(lambda: by_place(x, 2.0, shift=1.0), "'shift'")
-    fails(lambda: by_place(x, 1.0, x=x), "multiple values for argument 'x'")
-    fails(lambda: by_dict(x, 2.0), "missing a required")
     fails(lambda: jm.function(lambda batch: batch, {"batch": jm.scatter}), "inputs: got 'batch'")
 
 
@@ -240,21 +235,6 @@ def check_updates():
             assert (last.get(rank) == mine).all()
 
 
-def check_local_and_into():
-    n = 3 * workers()
-    x = np.arange(n, dtype=np.float32)
-    grad = jm.variable(np.float32(0))
-    f = jm.function(lambda x: (x.sum(), x, x.sum()), jm.scatter, (jm.sum, jm.local, jm.sum(grad)))
-    total, rows = f(x)
-    assert float(total) == x.sum()
-    assert [float(grad.get(r)) for r in range(workers())] == [x.sum()] * workers()
-    assert (rows.get(workers() - 1) == x[-3:]).all()
-    assert (rows.gather() == x).all()
-    pieces = jm.function(lambda x: x.sum(), jm.scatter, jm.local(jm.sum))(x, slices=3)
-    assert pieces.get(0) == x[:3].sum()
-    assert float(pieces.reduce("sum")) == x.sum()
-
-
 def check_resident():
     """Rows that live on the workers: sliced, chosen by worker, weighted by their numbers."""
     k, n = workers(), 4 * workers() + 1
@@ -304,15 +284,12 @@ def check_variable():
     assert v.value["a"].shape == (3,)
 
 
-EXACT = ("shm", "ar", "asabf16", "ring16", "tree", "color4", "root", "hier-asa:16")
-
-
 def check_strategies():
     """Whole numbers below 2^8 are exact on all wires but `8`, which rounds a share and then a sum."""
     k = workers()
     x = np.random.default_rng(k).integers(-9, 9, (k, 3001)).astype(np.float32)  # a length that no k divides
     total = x.sum(0)
-    for strategy in (*EXACT, "asa8"):
+    for strategy in ("shm", "ring16", "asa8"):
         v = jm.variable(x[0])
         for rank in range(1, k):
             v.set(rank, x[rank])
@@ -337,8 +314,6 @@ def check_unequal_lengths():
     v.set(0, x[:2])
     v.set(k - 1, np.zeros((0, 2), np.float32))
     assert v.lengths() == [*([2] * (k > 1)), *[2] * (k - 2), 0]
-    fails(jm.variable(np.float32(1)).lengths, "leaves whose first axes are [()]")
-    fails(jm.variable({"a": x[:1], "b": x[:2]}).lengths, "leaves whose first axes are [(1,), (2,)]")
     rest = np.concatenate([v.get(r) for r in range(k)])
     assert (v.gather() == rest).all()
     v.all_gather()
@@ -346,7 +321,6 @@ def check_unequal_lengths():
     if k > 1:
         v.set(0, x[:1])
         fails(lambda: v.all_reduce("sum"), "differs between workers")
-        fails(lambda: v.reduce("max"), "differs between workers")
         v.set(0, np.zeros((3, 5), np.float32))
         fails(v.gather, "expected the same")
 
@@ -384,44 +358,6 @@ def synchronise() -> None:
 
 
 # ---------------------------------------------------------------- optimizers
-
-OPTIMIZERS = {
-    "nesterov": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
-    "rmsprop": lambda: optax.rmsprop(0.01),
-    "adadelta": lambda: optax.adadelta(1.0),
-    "adam": lambda: optax.adam(0.01),
-}
-
-
-def check_optimizers():
-    """Three steps of each as one worker makes them; gradients differ by rounding, of which a step keeps a part."""
-    n = 4 * workers()
-    x, y = data(n), data(n, seed=1)[:, 0]
-    start = {name: {"w": f32([1, -1, 2]), "b": np.float32(0.5)} for name in OPTIMIZERS}
-    tx = optax.multi_transform({name: make() for name, make in OPTIMIZERS.items()}, {name: name for name in OPTIMIZERS})
-
-    def loss(params, x, y):
-        return sum((jnp.mean((x @ p["w"] + p["b"] - y) ** 2) for p in params.values()), jnp.zeros(()))
-
-    @jax.jit
-    def alone(params, state):
-        value, grads = jax.value_and_grad(loss)(params, x, y)
-        updates, state = tx.update(grads, state, params)
-        return value, optax.apply_updates(params, updates), state
-
-    with jax.numpy_dtype_promotion("standard"):  # Optax raises floats to integer powers
-        step = jm.optimizer(loss, start, tx)
-        params, state = jax.tree.map(jnp.asarray, start), tx.init(jax.tree.map(jnp.asarray, start))
-        for _ in range(3):
-            value, params, state = alone(params, state)
-            got = step(x, y, slices=2)
-            assert abs(float(got) - float(value)) <= 1e-5 * abs(float(value))
-    ours, last = step.params.get(0), step.params.get(workers() - 1)
-    for name in OPTIMIZERS:
-        assert abs(ours[name]["w"] - start[name]["w"]).max() > 1e-3, name
-        for a, b in zip(jax.tree.leaves(params[name]), jax.tree.leaves(ours[name]), strict=True):
-            assert (abs(np.asarray(a) - b) <= 1e-4 * (1 + abs(b))).all(), (name, a, b)
-    assert [a.tobytes() for a in jax.tree.leaves(ours)] == [b.tobytes() for b in jax.tree.leaves(last)]
 
 
 def normalised(params, stats, x, y, key):
@@ -465,6 +401,8 @@ def check_model_state():
         mean = np.sum([w * np.asarray(s["mean"]) for w, s in zip(weights, news, strict=True)], axis=0)
         updates, state = tx.update({"w": sum(w * g for w, g in zip(weights, grads, strict=True))}, state, params)
         params = optax.apply_updates(params, updates)
+    ours = [jax.tree.leaves(step.params.get(rank)) for rank in (0, k - 1)]
+    assert [leaf.tobytes() for leaf in ours[0]] == [leaf.tobytes() for leaf in ours[1]]
     for rank in {0, k - 1}:
         assert (abs(step.params.get(rank)["w"] - np.asarray(params["w"])) <= 1e-5 * abs(params["w"]).max()).all()
         assert (abs(step.model_state["mean"].get(rank) - mean) <= 1e-5 * abs(mean).max()).all()
@@ -486,28 +424,21 @@ def check_profile():
     """Parts add up to the calls' time; waiting for a slow worker is a part of its own."""
     x = np.zeros(4 * workers(), np.float32)
     x[-1] = 2
-    f, held = jm.function(naps, jm.scatter, jm.max), jm.variable(np.ones(300_000, np.float32))
+    f = jm.function(naps, jm.scatter, jm.max)
     f(x)
     with jm.profile() as profile:
         begin = time.perf_counter()
-        for _ in range(2):
-            assert float(f(x)) == 2
-            held.all_reduce("mean")
+        assert float(f(x)) == float(f(x)) == 2
         seconds = time.perf_counter() - begin
         fails(lambda: jm.profile().__enter__(), "profile: another one is under way")
-    rows = {row["function"]: row for row in profile.rows}
-    assert list(rows) == ["naps", "variable.all_reduce"]
-    slow, sums = rows.values()
-    assert slow["calls"] == sums["calls"] == 2
-    for row in (slow, sums):
-        parts = [row[f"{part}_s"] for part in ("function", "shuffle", "straggler", "reduce", "compile", "other")]
-        assert min(parts) >= 0
-        assert abs(sum(parts) - row["total_s"]) < 1e-9
-    assert 0.6 <= slow["total_s"] <= slow["total_s"] + sums["total_s"] <= seconds
+    [row] = profile.rows
+    parts = [row[f"{part}_s"] for part in ("function", "shuffle", "straggler", "reduce", "compile", "other")]
+    assert min(parts) >= 0
+    assert abs(sum(parts) - row["total_s"]) < 1e-9
+    assert 0.6 <= row["total_s"] <= seconds
     if workers() > 1 and len(current_group().workers) == 1 and current_group().worker.rank == 0:
-        assert slow["straggler_s"] >= 0.5 > slow["function_s"]
-    assert (sums["reduce_s"] > sums["function_s"]) or workers() == 1
-    assert (slow["sent_bytes"] > 0) == (current_group().is_serial and workers() > 1)
+        assert row["straggler_s"] >= 0.5 > row["function_s"]
+    assert (row["sent_bytes"] > 0) == (current_group().is_serial and workers() > 1)
     f(x)
     assert profile.rows[0]["calls"] == 2  # no longer under way
 
@@ -515,23 +446,13 @@ def check_profile():
 def check_keys():
     """Typed keys draw on every worker as they draw in one process."""
     k = workers()
-    draw = lambda key: jax.random.normal(key, (3,))  # noqa: E731
     for key in (jax.random.key(7), jax.random.key(7, impl="rbg")):
         keys = jax.random.split(key, 3 * k)
-        alone = np.asarray(jax.vmap(draw)(keys))
         one = jm.function(lambda key: jax.random.normal(key, (1, 3)), jm.broadcast, jm.gather)
         assert (np.asarray(one(key)) == np.repeat(np.asarray(jax.random.normal(key, (1, 3))), k, axis=0)).all()
-        each = jm.function(jax.vmap(draw), jm.scatter, jm.gather)
-        if jax.random.key_impl(key) == "fry":  # draws of the other depend on how many are drawn at once
-            assert (np.asarray(each(keys)) == alone).all()
-            assert (np.asarray(each(keys, batch=slice(None, None, -1), slices=2)) == alone[::-1]).all()
-        back = jm.function(lambda key: key, jm.scatter, jm.gather)(keys)
-        assert (jax.random.key_data(back) == jax.random.key_data(keys)).all()
-        assert back.dtype == keys.dtype
-
+        back = jm.function(lambda key: key, jm.scatter, jm.gather)
+        assert (back(keys, batch=slice(None, None, -1), slices=2) == keys[::-1]).all()
         held = jm.variable({"key": key, "n": np.int32(0)})
-        assert held.shapes == [(), ()]
-        assert held.get(k - 1)["key"] == key
 
         def advance(held, x):
             new, used = jax.random.split(held["key"])
@@ -549,14 +470,8 @@ def check_keys():
         rows = jm.variable(keys)
         rows.scatter(keys)
         assert rows.shapes == [(3,)]
-        mine = jm.function(lambda keys: keys, jm.scatter(rows), jm.gather)()
-        assert (mine == keys).all()
-        apart = jm.function(lambda keys: keys[:1], jm.scatter, jm.local)(keys)
-        apart.all_gather()
-        assert (apart.get(0) == keys[::3]).all()
-    single = jm.variable(key)
+        assert (jm.function(lambda keys: keys, jm.scatter(rows), jm.gather)() == keys).all()
     fails(lambda: wrap("sum")(keys), "output 0: got random keys, which sum cannot take")
-    fails(single.gather, "variable.gather: leaf 0: got one random key")
 
 
 # ---------------------------------------------------------------- what is refused
@@ -566,20 +481,14 @@ def check_refusals():
     k, x = workers(), data(3 * workers())
     two_args = jm.function(lambda x, y: (x.mean(), y.mean()), (jm.scatter, jm.scatter), (jm.mean, jm.mean))
     one, v = wrap("mean", lambda x: x.sum()), jm.variable(np.float32(0))
-    local: Any = (jm.local,)
-    wrong: Any = 0.1
     refused: list[tuple[Any, str]] = [
         (lambda: two_args(x, x[1:]), "scattered inputs have different lengths: argument 1"),
-        (lambda: two_args(x), "missing a required"),
         (lambda: two_args(x[: k - 1], x[: k - 1]), f"got {k - 1} examples for {k} workers"),
         (lambda: one(np.arange(3 * k)), "int32[], which mean cannot take exactly: use sum"),
         (lambda: one(None), "argument 0: got None"),
-        (lambda: one(np.float32(3)), "scatter needs an array with a first axis"),
         (lambda: jax.jit(one)(x), "got a traced value"),
-        (lambda: one(x, batch=[[0]]), "indices in one axis"),
         (lambda: one(x, batch=[0, 3 * k]), f"got index {3 * k}; there are {3 * k} examples"),
         (lambda: one(x, batch=x[1:, 0] > 0), f"got a mask of shape [{3 * k - 1}]"),
-        (lambda: one(x, slices=0), "slices: got 0"),
         (lambda: one(x, batch_local=1), "no input is scatter(variable)"),
         (lambda: wrap("local")(x, slices=2), "nothing says how pieces combine"),
         (
@@ -587,11 +496,7 @@ def check_refusals():
             "slices" if k == 1 else "differs",
         ),
         (lambda: wrap(f=lambda x: x.sum())(x), "gather needs a first axis"),
-        (lambda: wrap("max", lambda x: jax.lax.complex(x, x).sum())(x), "complex64[], which max cannot"),
-        (lambda: wrap(local, lambda x: (x, x))(x), "returned a tuple of 2; expected a tuple of 1"),
-        (lambda: jm.optimizer(lambda p, x: x, {"w": x}, wrong), "got tx 0.1"),
         (lambda: jm.function(lambda x: (x, x), updates=((v, jm.add), (v, jm.max))), "is to take two results"),
-        (lambda: wrap(inputs="scatter"), "inputs: got 'scatter'"),
     ]
     for call, message in refused:
         fails(call, message)

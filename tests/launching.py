@@ -106,16 +106,10 @@ def session_of(pid: int) -> int:
         return 0
 
 
+@functools.cache  # asks mpirun for its version
 def mpirun_line(ranks: int) -> list[str]:
     """The launcher's part of the line that `jaxmpi train -n ranks` uses on this machine."""
-    return [*launcher_line(ranks)]
-
-
-@functools.cache
-def launcher_line(ranks: int) -> tuple[str, ...]:
-    """Ask mpirun for its version once."""
-    options = Options(ranks, "mpirun", (), ())
-    return (*command.mpirun(options, len(os.sched_getaffinity(0)), os.geteuid() == 0),)
+    return command.mpirun(Options(ranks, "mpirun", (), ()), len(os.sched_getaffinity(0)), os.geteuid() == 0)
 
 
 def mpirun(ranks: int, *args: str, timeout_s: float, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Ended:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import jaxmpi
 
 PACKAGE = Path(__file__).parent.parent / "jaxmpi"
@@ -21,27 +23,22 @@ def test_the_contracts_on_imports_hold():
     assert "6 kept, 0 broken" in job.stdout
 
 
-def test_importing_the_package_loads_no_jax():
-    job = run(sys.executable, "-c", "import sys, jaxmpi; print('jax' in sys.modules, 'exchange' in dir(jaxmpi))")
-    assert (job.stdout.split(), job.stderr) == (["False", "True"], "")
+BACKENDS = "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized()"  # JAX has no public word
+IMPORTS = {  # what is run: what it prints
+    "import sys, jaxmpi; print('jax' in sys.modules, 'exchange' in dir(jaxmpi))": "False True",
+    # A job is launched and supervised without JAX, which takes a second, before the ranks start and import it.
+    "import sys, jaxmpi.launch.command; print('jax' in sys.modules)": "False",
+    f"import sys, jaxmpi.train; {BACKENDS}, *(name in sys.modules for name in ('mpi4py', 'mpi4jax', 'matplotlib')))": (
+        "False False False False"
+    ),
+    "import sys, jaxmpi.model; print({'flax', 'equinox'} & set(sys.modules))": "set()",
+}
 
 
-def test_a_job_is_launched_and_supervised_without_jax():
-    """Which takes a second, before the ranks start and import it."""
-    job = run(sys.executable, "-c", "import sys, jaxmpi.launch.command; print('jax' in sys.modules)")
-    assert (job.stdout.split(), job.stderr) == (["False"], "")
-
-
-def test_importing_starts_neither_mpi_nor_a_device_and_loads_no_plotting():
-    job = run(
-        sys.executable,
-        "-c",
-        "import sys, jaxmpi.train, jaxmpi.launch.command\n"
-        "from jax._src import xla_bridge\n"  # JAX has no public word for it
-        "loaded = [name in sys.modules for name in ('mpi4py', 'mpi4jax', 'matplotlib')]\n"
-        "print(*loaded, xla_bridge.backends_are_initialized())",
-    )
-    assert (job.stdout.split(), job.stderr) == (["False"] * 4, "")
+@pytest.mark.parametrize("code", IMPORTS)
+def test_imports_load_nothing_and_start_nothing_that_is_not_needed(code):
+    job = run(sys.executable, "-c", code)
+    assert (job.stdout.strip(), job.stderr) == (IMPORTS[code], "")
 
 
 def test_public_names_are_those_that_types_are_checked_with():

@@ -143,13 +143,9 @@ def decompose(rows: Sequence[StepTimes], step_s: float | None, has_exchange: boo
     travel = [(s.begin_s, s.end_s) for s in noted if s.track == "travel"]
     source = SOURCES.index("measured" if waits else "unknown") if has_exchange else SOURCES.index("none")
     ends = estimate_ends(rows, step_s)
-    busy = [
-        # Its own step has ended, too, if the end of that is known to lie before the row's.
-        busy_intervals(row, max(row.begin_s, min(ended_s, row.start_s)), step_s if after_s <= row.end_s else 0.0)
-        for row, ended_s, after_s in zip(rows, ends, [*ends[1:], 0.0][: len(ends)], strict=True)
-    ]
+    following = [(ended_s, row.begin_s) for row, ended_s in zip(rows, ends, strict=True)][1:]
     seconds = []  # by LOCAL
-    for row, ended_s, intervals in zip(rows, ends, busy, strict=True):
+    for row, ended_s, (own_end_s, next_s) in zip(rows, ends, [*following, (0.0, 0.0)][: len(rows)], strict=True):
         data_s = max(0.0, row.batch_s - max(row.begin_s, ended_s))
         transfer_s = max(0.0, row.handed_s - max(row.batch_s, ended_s))
         idle_s = max(0.0, row.start_s - ended_s)
@@ -158,8 +154,11 @@ def decompose(rows: Sequence[StepTimes], step_s: float | None, has_exchange: boo
         exposed_s = min(length(mine), busy_s) if has_exchange else 0.0
         other_s = idle_s - data_s - transfer_s + row.gap_s
         seconds.append((data_s, transfer_s, busy_s - exposed_s, exposed_s, 0.0, other_s))
-        for step, interval in intervals:
-            noted += [Span("compute", f"step {step}", begin, end) for begin, end in minus([interval], mine)]
+        # Of its own step, what does not lie in the next row; if that step's duration is unknown, all or nothing.
+        late_s, idle_from_s = max(0.0, own_end_s - next_s), max(row.begin_s, min(ended_s, row.start_s))
+        own_s = max(0.0, step_s - late_s) if step_s is not None else 0.0 if late_s else None
+        for step, intervals in busy_intervals(row, idle_from_s, own_s, mine).items():
+            noted += [Span("compute", f"step {step}", begin, end) for begin, end in intervals]
     spent = np.array(seconds).reshape(-1, len(LOCAL))
     parts: dict[str, float] = dict(zip(LOCAL, spent.sum(axis=0).tolist(), strict=True))
     if travel and rows:
@@ -180,18 +179,29 @@ def estimate_ends(rows: Sequence[StepTimes], step_s: float | None) -> list[float
     return ends
 
 
-def busy_intervals(row: StepTimes, idle_from_s: float, own_s: float | None) -> list[tuple[int, Interval]]:
-    """Busy intervals of the device in an iteration, with their steps.
+def busy_intervals(row: StepTimes, idle_from_s: float, own_s: float | None, waits: Intervals) -> dict[int, Intervals]:
+    """Intervals of an iteration in which the device computes, by step.
 
     Args:
         own_s: seconds of its own step, if the device was not idle between the two; None: unknown. If unknown, or if it
-            leaves no time for the step before, each step gets half.
+            leaves no time for the step before, each step gets half of what is no wait: a step that waits longer than
+            the last known one has computed before that wait.
+        waits: for exchanges, which are left out.
     """
-    if own_s is None or own_s >= row.end_s - row.start_s:
-        own_s = (row.end_s - row.begin_s) / 2
-    own_from = max(row.start_s, row.end_s - own_s)
+    computing, own_from = minus([(row.begin_s, row.end_s)], waits), row.end_s
+    if own_s is None or own_s >= length(clipped(computing, row.start_s, row.end_s)):
+        own_s = length(computing) / 2
+    for begin, end in reversed(computing):
+        own_from = max(begin, end - own_s)
+        own_s -= end - own_from
+        if own_s <= 0:
+            break
+    own_from = max(row.start_s, own_from)
     before_to, own_from = (idle_from_s, row.start_s) if idle_from_s < row.start_s else (own_from, own_from)
-    return [(row.step - 1, (row.begin_s, before_to)), (row.step, (own_from, row.end_s))]
+    return {
+        row.step - 1: clipped(computing, row.begin_s, before_to),
+        row.step: clipped(computing, own_from, row.end_s),
+    }
 
 
 # ---------------------------------------------------------------- intervals of time

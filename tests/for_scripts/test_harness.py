@@ -31,10 +31,3 @@ def test_rank_0_returns_the_result_and_a_job_that_fails_is_named():
     assert harness.on_ranks(arguments_of_ranks, "word", [1, 2], ranks=2, env=ENV) == expected
     with pytest.raises(harness.JobFailed, match=r"fail\(\) ended with code 3"):
         harness.on_ranks(fail, env=ENV)
-
-
-def test_runs_take_turns_and_warm_up_rounds_do_not_count():
-    calls: list[str] = []
-    runs = {name: lambda name=name: calls.append(name) or len(calls) for name in ("a", "b")}
-    assert harness.take_turns(runs, rounds=2, warm_up=1, clock=harness.result, swap=True) == {"a": [3, 6], "b": [4, 5]}
-    assert "".join(calls) == "baabba"

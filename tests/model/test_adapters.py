@@ -4,11 +4,10 @@ import contextlib
 import dataclasses
 import itertools
 import re
-import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import cloudpickle
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -29,11 +28,12 @@ from jaxmpi.model.adapters.equinox import equinox_model
 from jaxmpi.model.adapters.functions import plain_model
 from jaxmpi.model.adapters.linen import linen_model
 from jaxmpi.model.adapters.nnx import nnx_model
+from jaxmpi.model.batch_statistics import statistics_over
 from jaxmpi.model.check import check_model
 from jaxmpi.model.contract import Model
 from jaxmpi.models.cnn import digits_cnn_tiny
+from jaxmpi.models.norm import ConvNorm
 from jaxmpi.trainer.main import train as train_here
-from launching import run, train
 
 KEY = jax.random.key(0)
 IMAGE: Any = np.random.default_rng(0).standard_normal((4, 8, 8, 1)).astype(np.float32)
@@ -276,96 +276,35 @@ def test_plain_pairs(pair, as_users_have_it):
         assert (int(model_state["calls"]), int(moved["calls"])) == (0, 1)
 
 
-@pytest.mark.e2e
-def test_importing_the_adapters_imports_no_library():
-    code = "import sys, jaxmpi.model; print(sorted({'flax', 'equinox'} & set(sys.modules)))"
-    assert run([sys.executable, "-c", code], timeout_s=60).out.strip() == "[]"
-
-
 # ---------------------------------------------------------------- bad input
 
 
-KINDS = ("nnx", "linen", "equinox", "plain")
+def plain(classes: int = 10) -> Model:
+    rest: Any = {"name": "net", "input_shape": (8, 8, 1), "classes": classes}
+    return plain_model(lambda key: jnp.zeros((64, classes)), logits, **rest)
 
 
-def adapted(
-    kind: str, outputs: int = 10, classes: int = 10, shape: tuple[int, ...] = (8, 8, 1), heads: int = 0
-) -> Model:
-    """A linear model of each kind; with `heads` it gives a tuple of them in training."""
-    several = lambda x, train: (x,) * heads if heads and train else x  # noqa: E731
-    pixels = int(np.prod(shape))
-    rest: Any = {"name": "net", "input_shape": shape, "classes": classes}
-
-    class Nnx(nnx.Module):
-        def __init__(self, rngs):
-            self.logits = nnx.Linear(pixels, outputs, rngs=rngs)
-
-        def __call__(self, x, train):
-            return several(self.logits(x.reshape(x.shape[0], -1)), train)
-
-    class Linen(nn.Module):
-        @nn.compact
-        def __call__(self, x, train):
-            return several(nn.Dense(outputs)(x.reshape(x.shape[0], -1)), train)
-
-    class Equinox(eqx.Module):
-        logits: eqx.nn.Linear
-        inference: bool = False
-
-        def __call__(self, x):
-            return several(self.logits(x.reshape(-1)), not self.inference)
-
-    def apply(params, image, train):
-        return several(logits(params, image), train)
-
-    make = {
-        "nnx": lambda: nnx_model(Nnx, **rest),
-        "linen": lambda: linen_model(Linen(), **rest),
-        "equinox": lambda: equinox_model(lambda key: Equinox(eqx.nn.Linear(pixels, outputs, key=key)), **rest),
-        "plain": lambda: plain_model(lambda key: jnp.zeros((pixels, outputs)), apply, **rest),
-    }
-    return make[kind]()
+KINDS = {"nnx": nnx_net(NnxNet), "linen": linen(LinenNet()), "equinox": equinox(EquinoxNet), "plain": plain()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_good_model_passes(kind, as_users_have_it):
-    for compute_dtype in ("float32", "bfloat16"):
-        check_model(adapted(kind), compute_dtype=compute_dtype)
-    check_model(
-        adapted(kind, heads=2),
-        lambda outputs, labels: optax.softmax_cross_entropy_with_integer_labels(
-            outputs[0] if isinstance(outputs, tuple) else outputs, labels
-        ),
-    )
+@pytest.mark.parametrize("model", KINDS.values(), ids=KINDS)
+def test_a_good_model_passes_in_16_bits_too(model, as_users_have_it):
+    check_model(model, compute_dtype="bfloat16")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("shape", [(4, 8, 8, 3), (8, 8, 1)])
-def test_image_of_another_size_or_channel_count(kind, shape):
-    model, message = adapted(kind), r"net: got images of .*; expected \(8, 8, 1\)"
+def test_image_of_another_size_or_channel_count(model, shape, as_users_have_it):
     params, model_state = model.init(KEY, IMAGE[:1])
-    with pytest.raises(UsageError, match=message):
-        model.apply(params, model_state, jnp.zeros(shape), KEY, True)
-    with pytest.raises(UsageError, match=message):
-        model.init(KEY, jnp.zeros(shape))
+    for call in (lambda x: model.apply(params, model_state, x, KEY, True), lambda x: model.init(KEY, x)):
+        with pytest.raises(UsageError, match=r"net: got images of .*; expected \(8, 8, 1\)"):
+            call(jnp.zeros(shape))
 
 
-BAD_DATA = {
-    "size": ({"shape": (6, 6, 1)}, {}, "got images of (height, width, channels) (8, 8, 1); expected (6, 6, 1)"),
-    "classes": (
-        {"outputs": 7, "classes": 7},
-        {},
-        "digits has 10 classes, model net has 7; build the model with classes=10",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_DATA)
-def test_data_that_do_not_fit_the_model(case, tmp_path, as_users_have_it, no_launcher):
-    of_model, of_data, message = BAD_DATA[case]
-    data = Data("digits", **({"channels": 1} | of_data))
-    experiment = Experiment(adapted("plain", **of_model), data=data, train_for="1st", run_dir=str(tmp_path / "run"))
-    with pytest.raises(UsageError, match=re.escape(message)):
+def test_data_of_other_classes_than_the_models_are_named(tmp_path, as_users_have_it, no_launcher):
+    data = Data("digits", channels=1)
+    experiment = Experiment(plain(7), data=data, train_for="1st", run_dir=str(tmp_path / "run"))
+    with pytest.raises(UsageError, match="digits has 10 classes, model net has 7"):
         train_here(experiment, "net")
 
 
@@ -389,7 +328,7 @@ def test_a_model_of_the_zoo_follows_the_classes_of_the_training_data(tmp_path, a
 def test_a_label_that_is_no_class_of_the_model_is_named(split, as_users_have_it, no_launcher):
     good, odd = ([(np.zeros((8, 8, 1), np.uint8), label)] * 4 for label in (9, 12))
     splits: Any = {"train": good, "validation": good, split: odd}
-    experiment = Experiment(adapted("plain"), data=Data("array", channels=1, **splits))
+    experiment = Experiment(plain(), data=Data("array", channels=1, **splits))
     feed = open_feed(experiment, split, 4, gather_workers(1))
     with pytest.raises(UsageError, match=rf"data\.{split}\[\d\]: got label 12; expected 0 <= label < 10"):
         next(feed.batches())
@@ -397,21 +336,6 @@ def test_a_label_that_is_no_class_of_the_model_is_named(split, as_users_have_it,
     with contextlib.closing(open_feed(of_its_own, split, 4, gather_workers(1), pool=feed.pool).batches()) as batches:
         assert next(batches)["label"].tolist() == [12] * 4
     feed.pool.stop()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_that_are_not_one_a_class(kind):
-    message = "net: got float32[2, 7] in training, expected logits float32[2, 10]"
-    with pytest.raises(UsageError, match=re.escape(message)):
-        check_model(adapted(kind, outputs=7))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tuple_needs_a_loss_that_takes_it(kind):
-    model = adapted(kind, heads=2)
-    got = "net: got a tuple of 2: (float32[2, 10], float32[2, 10]) in training, expected logits float32[2, 10]"
-    with pytest.raises(UsageError, match=re.escape(got) + ".*give the experiment a `loss` that takes the tuple"):
-        check_model(model)
 
 
 LOSSES = {
@@ -424,7 +348,7 @@ LOSSES = {
 def test_loss_of_the_wrong_shape(case):
     loss, message = LOSSES[case]
     with pytest.raises(UsageError, match=r"the experiment's `loss`.*" + re.escape(message)):
-        check_model(adapted("plain"), loss)
+        check_model(plain(), loss)
 
 
 def with_init(made: Any) -> Model:
@@ -437,13 +361,10 @@ def with_apply(result: Callable[[Any, Any], Any]) -> Model:
 
 
 BROKEN = {
-    "no model": (None, "got None as the experiment's model"),
     "a module": (LinenNet(), "got an instance of LinenNet as the experiment's model"),
-    "params alone": (with_init({"w": W}), "net: init: "),
     "no params": (with_init(({}, {})), "net: init: expected params, got none"),
     "text": (with_init(({"w": "zeros"}, {})), "params/w: got an instance of str"),
     "f64": (with_init(({"w": W}, {})), "params/w: got float64"),
-    "whole": (with_init(([jnp.arange(3)], {})), "params/0: got int32"),
     "random key": (
         with_init((jnp.ones(1), {"key": KEY})),
         "model_state/key: got key",
@@ -461,6 +382,8 @@ BROKEN = {
         with_apply(lambda out, state: (out, {"n": jnp.zeros(4)})),
         "model_state/n: got float32[4]",
     ),
+    "other classes": (with_apply(lambda out, state: (out[:, :7], state)), "got float32[2, 7] in training"),
+    "a tuple": (with_apply(lambda out, state: ((out, out), state)), "got a tuple of 2"),
     "whole logits": (
         with_apply(lambda out, state: (out.astype(jnp.int32), state)),
         "got int32[2, 10]",
@@ -473,6 +396,15 @@ def test_a_model_that_breaks_the_contract(case):
     model, message = BROKEN[case]
     with pytest.raises(UsageError, match=re.escape(message)):
         check_model(model)
+
+
+def test_a_tuple_in_training_needs_a_loss_that_takes_it():
+    def apply(params, state, image, key, train):
+        return (logits(params, image),) * 2 if train else logits(params, image), state
+
+    model = Model("net", lambda *args: (jnp.zeros((64, 10)), {}), apply, (8, 8, 1), 10)
+    loss = optax.softmax_cross_entropy_with_integer_labels
+    check_model(model, lambda outputs, labels: loss(outputs[0] if isinstance(outputs, tuple) else outputs, labels))
 
 
 # ---------------------------------------------------------------- unusual models
@@ -495,54 +427,29 @@ def test_an_array_of_jax_that_is_no_variable_is_named():
             begin()
 
 
-INNER_JIT = """
-from functools import partial
-from flax import nnx
-from jaxmpi.model.adapters.nnx import nnx_model
-from jaxmpi.config.data import Data
-from jaxmpi.config.schema import Experiment
-from jaxmpi.config.optim import Optim
-from jaxmpi.models.norm import ConvNorm
+class Remat(nnx.Module):
+    """A jit of the model's own, around batch statistics."""
 
-class Block(nnx.Module):
     def __init__(self, rngs):
-        self.norm = ConvNorm((4, 4), 3, eps=1e-5, rngs=rngs)
+        self.norm, self.dense = ConvNorm((1, 4), 3, eps=1e-5, rngs=rngs), nnx.Linear(4, 10, rngs=rngs)
 
     @partial(nnx.remat, static_argnums=2)
-    def __call__(self, x, train):
+    def inner(self, x, train):
         return self.norm(x, train)
 
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.stem, self.block = ConvNorm((1, 4), 3, eps=1e-5, rngs=rngs), Block(rngs)
-        self.dense = nnx.Linear(4, 10, rngs=rngs)
-
     def __call__(self, x, train):
-        return self.dense(self.block(self.stem(x, train), train).mean((1, 2)))
-
-experiment = Experiment(
-    model=nnx_model(Net, name="net", input_shape=(8, 8, 1), classes=10), data=Data("digits", channels=1),
-    optim=Optim("sgd", lr=0.1), local_batch=2, train_for="3st", eval_every="3st",
-    batch_statistics="synchronised",
-)
-"""
+        return self.dense(self.inner(x, train).mean((1, 2)))
 
 
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_jits_in_a_model_know_of_synchronised_statistics(tmp_path):
+def test_jits_in_a_model_know_of_synchronised_statistics():
     """Two examples a worker, as in the trial on shapes, whose traces must not be used again."""
-    (tmp_path / "net.py").write_text(INNER_JIT)
-    ended = train(2, str(tmp_path / "net.py"), "--run-dir", str(tmp_path / "run"), timeout_s=100)
-    assert not ended.timed_out
-    assert ended.code == 0, ended.out
+    model, means = nnx_model(Remat, name="net", input_shape=(8, 8, 1), classes=10), []
+    params, model_state = model.init(KEY, IMAGE[:1])
+    check_model(model)
 
+    def apply(image):
+        with statistics_over(lambda tree: (means.append(tree), tree)[1]):
+            return model.apply(params, model_state, image, KEY, True)
 
-def test_a_model_travels_to_another_process_after_it_was_used():
-    """`Trainer(workers=N)` sends it, as `cloudpickle` writes it."""
-    model, image = digits_cnn_tiny(), jnp.zeros((2, 8, 8, 1))
-    state = model.init(jax.random.key(0), image)
-    there = cloudpickle.loads(cloudpickle.dumps(model))
-    for made in (model, there):
-        outputs, _ = made.apply(*state, image, jax.random.key(1), False)
-        assert outputs.shape == (2, 10)
+    jax.eval_shape(apply, IMAGE[:2])
+    assert means

@@ -63,7 +63,22 @@ def test_waits_for_buckets_are_exchange_and_what_travels_beside_them_is_hidden()
     found = window.parts
     assert (found["exposed"], found["hidden"], found["compute"]) == (3.0, 2.0, 7.0)
     assert SOURCES[window.source] == "measured"
-    assert [(s.begin_s, s.end_s) for s in window.spans if s.track == "compute"] == [(10.0, 13.0), (16.0, 20.0)]
+    computing = [(s.begin_s, s.end_s) for s in window.spans if s.track == "compute"]
+    assert step_timing.union(computing) == [(10.0, 13.0), (16.0, 20.0)]
+
+
+def test_a_step_that_waits_longer_than_the_last_known_one_has_its_compute_in_the_trace():
+    """Else the trace shows the compute before its wait as the step's before: the last known step took 3 s."""
+    rows = [
+        StepTimes(6, 4.0, 4.5, 4.5, 4.5, 14.0, (4.5, 9.0)),
+        StepTimes(7, 14.0, 15.0, 15.0, 15.0, 16.0, (14.0, 14.0)),
+    ]
+    waits = [Span("wait", "bucket 1 of 1", 4.0, 7.0), Span("wait", "bucket 1 of 1", 8.0, 14.0)]
+    spans = decompose(rows, 3.0, True, [*waits]).spans
+    computing = [span[1:] for span in spans if span.track == "compute"]
+    assert computing == [("step 5", 7.0, 7.5), ("step 6", 7.5, 8.0), ("step 7", 15.0, 16.0)]
+    rows[1].ended = (14.0, 15.0)  # step 6 ends while the loop waits for the next batch
+    assert [span.name for span in decompose(rows, 10.0, True, waits).spans if span.begin_s == 7.5] == ["step 6"]
 
 
 def test_without_spans_of_buckets_an_exchange_is_part_of_compute():

@@ -22,23 +22,6 @@ def numbered() -> ArraySource:
     return ArraySource(np.zeros((N, 2, 2, 3), np.uint8), np.arange(N))
 
 
-def labels_of(data: jaxmpi.InMemory, batches: int) -> list[int]:
-    """Labels of the next batches, without those that only fill one."""
-    return [
-        n for b in (data.batch() for _ in range(batches)) for n in np.asarray(b["label"])[np.asarray(b["weight"]) > 0]
-    ]
-
-
-def test_each_example_comes_once_an_epoch_and_in_another_order_after_a_shuffle():
-    with jaxmpi.InMemory(numbered(), 5) as data:
-        assert (len(data), data.steps_per_epoch, data.group_size) == (N, 5, 1)
-        epochs = [labels_of(data, 5), labels_of(data, 5)]
-        data.shuffle()
-        epochs.append(labels_of(data, 5))
-    assert all(sorted(epoch) == list(range(N)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-
-
 @pytest.mark.parametrize("done", [3, 13])
 def test_a_loop_goes_on_from_a_state_bit_for_bit(done):
     """In the first reading, and behind a shuffle; crops are random."""
@@ -110,28 +93,21 @@ def test_what_all_ranks_refuse_gives_the_memory_back(monkeypatch):
 
 
 def test_what_cannot_be_is_refused():
-    with jaxmpi.InMemory(numbered(), 5) as data:
-        data.batch()
-        state = data.state()
-    with pytest.raises(UsageError, match=r"got batch\(\) after close\(\); make another one"):
-        data.batch()
-    with pytest.raises(UsageError, match=r"local_batch: got 8\.0; expected a whole number >= 1"):
-        jaxmpi.InMemory(numbered(), 8.0)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(UsageError, match=r"seed: got -1; expected a whole number >= 0"):
-        jaxmpi.InMemory(numbered(), 5, seed=-1)
-    with pytest.raises(UsageError, match=r"InMemory: got int; expected a Data, the folder of a packed data set"):
-        jaxmpi.InMemory(7, 5)  # pyright: ignore[reportArgumentType]
-    without = {name: value for name, value in state.items() if name != "group_size"}
-    with pytest.raises(UsageError, match=r"InMemory: state: got no group_size; expected what state\(\) has given"):
-        jaxmpi.InMemory(numbered(), 5, state=without)
-
-
-def test_the_size_of_a_group_is_that_of_the_data_or_of_the_call():
-    """With one worker only 1 can be, so another number shows that it counts."""
+    """With one worker the size of a group can only be 1, so that another number shows whose it is."""
     of_data = Data("array", train=numbered(), group_size=3)
-    with pytest.raises(UsageError, match=r"data\.group_size: got 3 with 1 workers"):
-        jaxmpi.InMemory(of_data, 5)
-    with pytest.raises(UsageError, match=r"group_size: got 1, and 3 in the Data; give one of the two"):
-        jaxmpi.InMemory(of_data, 5, group_size=1)
     with jaxmpi.InMemory(Data("array", train=numbered(), group_size=1), 5, group_size=1) as data:
         assert data.group_size == 1
+        state = {name: value for name, value in data.state().items() if name != "group_size"}
+    with pytest.raises(UsageError, match=r"after close\(\)"):
+        data.batch()
+    refused: list[tuple[tuple, dict, str]] = [
+        ((numbered(), 8.0), {}, "local_batch"),
+        ((numbered(), 5), {"seed": -1}, "seed"),
+        ((7, 5), {}, "InMemory: got int"),
+        ((numbered(), 5), {"state": state}, "group_size"),
+        ((of_data, 5), {}, r"data\.group_size: got 3"),
+        ((of_data, 5), {"group_size": 1}, "group_size: got 1, and 3 in the Data"),
+    ]
+    for arguments, options, message in refused:
+        with pytest.raises(UsageError, match=message):
+            jaxmpi.InMemory(*arguments, **options)

@@ -79,37 +79,6 @@ def test_jaxmpi_run_ends_the_job_with_the_rank_whose_script_fails_without_jaxmpi
     assert re.search(said, ended.out), ended.out
 
 
-SHARES = """
-import sys
-import jax, jax.numpy as jnp, optax
-import jaxmpi
-comm = jaxmpi.world()
-folder, what, name, wire = sys.argv[1:]
-params = {"w": jnp.arange(7.0), "b": jnp.ones((2, 3))}
-by = "tensor" if name == "adafactor" else "element"
-tx = jaxmpi.sharded(getattr(optax, name)(1e-2), by, "ring32", gather_wire=wire)
-state = tx.init(params)
-for scale in (1.0, 0.5):  # gradients are whole numbers, equal on all ranks: their mean is exact in any order
-    _, state = tx.update(jax.tree.map(lambda x: scale * (x + 1), params), state, params)
-kept = jaxmpi.Checkpoints(folder)
-if what == "save":
-    kept.save(1, params, {"opt": state})
-else:
-    saved = kept.restore(params, {"opt": tx.init(params)})
-    print("AS TRAINED", jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), saved.own["opt"], state)))
-"""
-
-
-@pytest.mark.slow  # jobs of three ranks; on two, and for all numbers of slices, others prove the cut
-@pytest.mark.parametrize(("before", "after", "name", "wire"), [(3, 2, "adam", "32"), (3, 4, "adafactor", "8")])
-def test_shares_that_some_ranks_saved_are_those_that_others_would_have(before, after, name, wire, tmp_path):
-    saved = mpirun(before, "-c", SHARES, str(tmp_path), "save", name, wire, timeout_s=60)
-    assert saved.code == 0, saved.out
-    ended = mpirun(after, "-c", SHARES, str(tmp_path), "restore", name, wire, timeout_s=60)
-    assert ended.code == 0, ended.out
-    assert ended.out.count("AS TRAINED True") == after, ended.out
-
-
 def test_ranks_of_an_unknown_launcher_do_not_work_alone_in_silence(no_launcher, monkeypatch):
     monkeypatch.setenv("PMIX_RANK", "1")
     with pytest.warns(UserWarning, match="got PMIX_RANK, as of a rank, .* so this process works alone; expected OMPI"):

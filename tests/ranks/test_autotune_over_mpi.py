@@ -170,12 +170,6 @@ def test_a_damaged_file_is_timed_again(cache, capsys, text):
     assert all(json.loads(path.read_text())["seconds"] for path in choices(cache))
 
 
-def test_a_cache_that_cannot_be_written_is_named_and_does_without(cache, capsys):
-    (cache / "jaxmpi").write_text("a file where a folder should be")
-    assert autotune.choose(workers(), SIZES).why
-    assert ("is not cached" in capsys.readouterr().err) == (RANK == 0)
-
-
 def test_ranks_that_disagree_are_named(cache):
     with pytest.raises(jaxmpi.UsageError, match=r"rank 1: floats: got \[3000, 6, 700\], expected \[3000, 5, 700\]"):
         autotune.choose(workers(), [3000, 5 + (RANK == 1), 700])

@@ -17,11 +17,8 @@ import pytest
 
 import jaxmpi
 from jaxmpi.allreduce import early_scatter
-from jaxmpi.allreduce.algorithms.ring import next_chunks
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import exchange_handlers
-from jaxmpi.allreduce.host_engine import DONE, OPEN, START
-from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.allreduce.zero import make_zero
 from jaxmpi.comm import shared_params
 from jaxmpi.comm.job import processes
@@ -39,7 +36,6 @@ pytestmark = pytest.mark.e2e  # optimizers are tried out, and take seconds to co
 SIZE, RANK = COMM.size, int(COMM.rank)
 on_cpus = pytest.mark.skipif(jax.default_backend() != "cpu", reason="it is refused on GPUs, or memory is the GPU's")
 SHAPES = {"kernel": (97, 31), "bias": (31,), "scale": (), "big": (3, 3, 64, 64)}
-MOMENTS = 2  # of Adam
 
 
 @pytest.fixture(autouse=True)
@@ -81,30 +77,6 @@ def test_updates_are_those_of_the_chain_and_equal_on_all_ranks(strategy, jit):
         np.testing.assert_allclose(np.asarray(params[name]), np.asarray(whole[name]), rtol=0, atol=off, err_msg=name)
     assert len(set(processes().allgather_object(tree_digest(jax.device_get(params))))) == 1
     assert state.shard[0].mu["kernel"].size == -(-97 * 31 // SIZE)
-
-
-def test_whole_leaves_and_changes_in_16_bits_leave_params_equal_on_all_ranks():
-    params, state = stepped(
-        jaxmpi.sharded(optax.lars(1e-2), "tensor", "ring32", gather_wire="16"), lambda function: function
-    )
-    assert len(set(processes().allgather_object(tree_digest(jax.device_get(params))))) == 1
-    if SIZE == 1:
-        return
-    # Params are off masters by a rounding of one change, 2^-11 of it, and of a sum. LARS changes no entry by 1e-2.
-    dealt = assign_tensors(params, SIZE)._replace(block=WIRES["16"].block)  # rows begin leaves at blocks of the wire
-    own = dealt.shard(params, [*next_chunks(COMM)][RANK]).flat
-    apart = np.abs(np.asarray(own - state.shard.masters.flat)).max()
-    # A change of a single entry, a few roundings of its param, may have no more bits than travel.
-    assert 0 < max(processes().allgather_object(float(apart))) < 1e-2 * 2.0**-10
-
-
-def test_updates_of_whole_tensors_outside_jit_compile_once(caplog):
-    tx = jaxmpi.sharded(optax.lars(1e-2), "tensor", "ring32", gather_wire="16")
-    params = tree(0)
-    updates, state = tx.update(tree(RANK), tx.init(params), params)
-    with jax.log_compiles():
-        tx.update(tree(RANK + 1), state, optax.apply_updates(params, updates))
-    assert not [entry.message for entry in caplog.records if "XLA compilation" in entry.message]
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
@@ -154,35 +126,6 @@ def test_halves_in_pieces_have_the_bits_of_those_in_one_program(strategy, shapes
     np.testing.assert_allclose(np.sqrt(float(clipped[1])), norm, rtol=sum(x.size for x in whole.leaves) * 2.0**-24)
 
 
-def called(equation: Any) -> int | None:
-    """Which call of the communication thread an equation is."""
-    return equation.params["words"][0] if equation.primitive.name == "jaxmpi_beside" else None
-
-
-@pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU's calls run one after another")
-def test_the_first_new_params_need_not_wait_for_the_last_gradients():
-    exchange_handlers()  # all ranks make them together
-    halves = make_zero("ring32", "mean", COMM, 4, beside=Order())
-    exchange = Exchange(lambda g: g, lambda g: g, jit=lambda function, **_: function, zero=halves)
-    rule = gradients(optax.adam(1e-2), exchange)
-    assert rule.sharding
-    state = jax.eval_shape(rule.sharding.init, tree(0), np.int32(0))
-    jaxpr = jax.make_jaxpr(lambda g, state: rule.update(g, state, tree(1)))(tree(0), state).jaxpr
-    needed: dict[Any, set[int]] = {}  # by variable: the waits that come before it
-    starts = []
-    for i, equation in enumerate(jaxpr.eqns):
-        inputs = [var for var in equation.invars if isinstance(var, jax.extend.core.Var)]
-        waits = set[int]().union(*(needed.get(var, set()) for var in inputs)) | (
-            {i} if called(equation) == DONE else set()
-        )
-        needed |= dict.fromkeys(equation.outvars, waits)
-        starts += [len(waits)] if called(equation) == START else []
-        is_ordered = host_callbacks.ORDERED in equation.effects
-        assert is_ordered == (called(equation) == OPEN)  # nothing else is in an order of its own
-    assert starts == [0] * len(SHAPES) + [1, 2, 3, 4]
-
-
 @pytest.mark.skipif(SIZE == 1, reason="one worker is compared with nobody")
 @pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["outside", "in jit"])
 def test_ranks_that_deal_tensors_otherwise_are_refused(way):
@@ -192,23 +135,6 @@ def test_ranks_that_deal_tensors_otherwise_are_refused(way):
     state = tx.init(params)
     with pytest.raises(jaxmpi.UsageError, match=r"rank 1: strategy: got asa:32, .*dealt \w+, expected asa:32, .*dealt"):
         way(tx.update)(params, state, params)
-
-
-@pytest.mark.skipif(SIZE == 1, reason="one worker is compared with nobody")
-def test_ranks_that_clip_at_other_norms_are_refused():
-    tx, params = jaxmpi.sharded(optax.sgd(1e-2), "element", clip_norm=float(RANK)), tree(0)
-    state = tx.init(params)
-    with pytest.raises(jaxmpi.UsageError, match="clip_norm 1"):
-        jax.jit(tx.update)(tree(RANK), state, params)
-
-
-@pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
-def test_sums_that_nobody_uses_are_waited_for():
-    """Those of frozen layers: the thread writes into the program's buffers until then."""
-    exchange_handlers()  # all ranks make them together
-    halves = make_zero("ring32", "mean", COMM, 4, beside=Order())
-    text = jax.jit(lambda x: jax.tree.leaves(halves.scatter(x)[0])[-1]).lower(tree(0)).as_text()
-    assert text.count("@jaxmpi_beside") == 1 + 2 * len(SHAPES)  # open, start and done
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker has nobody to sum with")
@@ -352,17 +278,3 @@ def test_shared_params_that_are_filled_anew_delete_the_arrays_before_as_a_step_d
     assert (np.array(again["w"]) == 2).all()
     assert np.array(place.update(own)["w"]).all()
     assert again["w"].is_deleted()
-
-
-@pytest.mark.parametrize("wire", ["32", "16"])
-def test_the_bytes_of_the_moments_and_of_masters_are_those_of_a_slice(wire):
-    params, parts = tree(0), MOMENTS + (wire == "16")
-    held = lambda: sum(x.nbytes for x in jax.live_arrays())  # noqa: E731
-    before = held()
-    state = jaxmpi.sharded(optax.adam(1e-2), "element", gather_wire=wire).init(params)
-    took_bytes = held() - before
-    whole_bytes = parts * sum(leaf.nbytes for leaf in params.values())
-    padding_bytes = 4 * parts * len(SHAPES) + 64  # an entry a leaf, counters
-    assert whole_bytes // SIZE <= took_bytes <= whole_bytes / SIZE + padding_bytes
-    assert took_bytes <= 1.05 * whole_bytes / SIZE
-    del state

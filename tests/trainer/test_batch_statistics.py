@@ -83,7 +83,7 @@ CASES = [  # word, workers, micro-batch, ranks, further arguments
     ("synchronised", 2, 0, 1, ("--devices", "2")),
 ]
 SLOW = [
-    ("synchronised", 2, 0, 2, ()),  # tests/ranks/test_statistics_over_mpi.py has the statistics of two ranks
+    ("synchronised", 2, 0, 2, ()),
     ("averaged", 2, 0, 2, ()),
     ("local", 2, 0, 2, ()),
     ("synchronised", 2, 3, 2, ()),
