@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxmpi
 from jaxmpi.allreduce import early_scatter
@@ -24,6 +25,7 @@ from jaxmpi.comm import shared_params
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.shared_params import SharedParams
+from jaxmpi.comm.topology import AXIS
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.pytrees import tree_digest
 from jaxmpi.core.sharding import ElementSharding, assign_tensors
@@ -124,6 +126,19 @@ def test_halves_in_pieces_have_the_bits_of_those_in_one_program(strategy, shapes
     norm = np.sqrt(sum(np.square(np.asarray(x, np.float64)).sum() for x in whole.leaves))
     # A sum of n squares in f32 is off by less than n u of itself.
     np.testing.assert_allclose(np.sqrt(float(clipped[1])), norm, rtol=sum(x.size for x in whole.leaves) * 2.0**-24)
+
+
+@pytest.mark.skipif(SIZE == 1 or jax.local_device_count() < 2, reason="ranks with several devices")
+@pytest.mark.parametrize("strategy", ["asa32", "shm"])
+def test_devices_of_all_ranks_clip_by_the_norm_of_the_whole_gradient(strategy):
+    mesh = Mesh(np.array(jax.local_devices()[:2]), (AXIS,))
+    zero = make_zero(strategy, "mean", COMM, None, None, 0.5, mesh=mesh)
+    each, where = [tree(worker) for worker in range(2 * SIZE)], NamedSharding(mesh, PartitionSpec(AXIS))
+    mine = each[2 * RANK : 2 * RANK + 2]
+    _, norm = zero.scatter(jax.tree.map(lambda *x: jax.device_put(np.stack(x), where), *mine))
+    means = [np.mean([np.asarray(grads[name], np.float64) for grads in each], 0) for name in SHAPES]
+    whole = np.sqrt(sum(np.square(mean).sum() for mean in means))
+    np.testing.assert_allclose(np.sqrt(np.asarray(norm)), whole, rtol=sum(x.size for x in means) * 2.0**-24)
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker is compared with nobody")

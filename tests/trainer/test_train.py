@@ -315,18 +315,20 @@ experiment = Experiment(
     optim=Optim("sgd", lr=0.1), effective_batch=60,
 )
 """
-RESUMED = {  # ranks, options; those with statistics are of a model with batch norm and a counter
+# Ranks and options. Those with statistics are of a model with batch norm and a counter. The most devices come first,
+# since a process cannot have more than its first run.
+RESUMED = {
+    "devices, mirror": (1, "--devices 4 --rule.name awagd --data.mirror"),
+    "compressed, over devices": (1, "--devices 3 --exchange.strategy topk5"),
     "statistics": (1, ""),
     "statistics of two": (2, "--exchange.strategy asa16"),
     "statistics over devices": (1, "--devices 2"),
     "awagd, momentum averaged, shm": (2, "--rule.name awagd --rule.average-momentum --exchange.strategy shm"),
     "diloco, between meetings": (2, "--rule.name diloco --rule.local-steps 8 --optim.name adam"),
     "compressed": (2, "--exchange.strategy lowrank2/ring16"),
-    "compressed, over devices": (1, "--devices 3 --exchange.strategy topk5"),
     "subgd, micro-batches": (2, "--rule.name subgd --compute-dtype bfloat16 --micro-batch 5 --exchange.strategy asa16"),
     "overlap": (2, "--exchange.overlap on --optim.name adam --optim.clip-norm 1 --exchange.strategy ring16"),
     "one buffer": (3, "--exchange.bucket-bytes None --optim.name nesterov --exchange.strategy ring:bf16"),
-    "devices, mirror": (1, "--devices 4 --rule.name awagd --data.mirror"),
 }
 
 
