@@ -87,7 +87,7 @@ OUT_OF_RANGE: list[tuple[type, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("part", "fields"), OUT_OF_RANGE, ids=str)
+@pytest.mark.parametrize(("part", "fields"), OUT_OF_RANGE)
 def test_fields_check_themselves(part, fields):
     name = "duration" if "train_for" in fields else next(iter(fields))
     with pytest.raises(UsageError, match=name):
