@@ -8,6 +8,7 @@ is copied, and XLA, for which only these calls use the buffer, leaves it alone. 
 is called when a plan is new and when something is wrong.
 """
 
+import contextlib
 import functools
 import json
 import threading
@@ -79,6 +80,7 @@ def all_reduce_on_comm_thread(
     plan: Any = None,
     labels: Sequence[str] = (),
     portable: bool = False,
+    waits: contextlib.AbstractContextManager = contextlib.nullcontext(),
 ) -> list[jax.Array]:
     """f32[n] each -> their sums over workers, by the communication thread.
 
@@ -108,9 +110,10 @@ def all_reduce_on_comm_thread(
         started.append(_call((START, i), [vector, ticket], [vector, TICKET], None))
     before, totals = [last for _, last in started], []  # tickets of all starts: no wait may hold up a computation
     order = host_callbacks.KEPT if effect is host_callbacks.ORDERED else effect
-    for i, vector in enumerate(vectors):
-        total, last = _call((DONE, i), [*started[i], *before], [vector, TICKET], order)
-        totals, before = [*totals, total], [last]
+    with waits:
+        for i, vector in enumerate(vectors):
+            total, last = _call((DONE, i), [*started[i], *before], [vector, TICKET], order)
+            totals, before = [*totals, total], [last]
     return totals
 
 

@@ -135,8 +135,9 @@ def exchange(
     plan, alignment, divisor = choice.fingerprint(tree).value, choice.alignment, workers.size if op == "mean" else 1
     given = [guarded(jnp.asarray(leaf), workers) for leaf in leaves]
     flats = [fuse([given[i] for i in bucket], alignment) for bucket in buckets]
-    with compared(workers, number):
-        sums = all_reduce_on_comm_thread(flats, choice.strategy, workers, plan=plan, labels=labels, portable=portable)
+    sums = all_reduce_on_comm_thread(
+        flats, choice.strategy, workers, plan=plan, labels=labels, portable=portable, waits=compared(workers, number)
+    )
     out = [*leaves]
     for bucket, total in zip(buckets, sums, strict=True):
         for i, part in zip(bucket, split(total / divisor, [leaves[i] for i in bucket], alignment), strict=True):
