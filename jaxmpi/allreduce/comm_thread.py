@@ -80,7 +80,7 @@ def all_reduce_on_comm_thread(
     plan: Any = None,
     labels: Sequence[str] = (),
     portable: bool = False,
-    waits: contextlib.AbstractContextManager = contextlib.nullcontext(),
+    waits: contextlib.AbstractContextManager | None = None,
 ) -> list[jax.Array]:
     """f32[n] each -> their sums over workers, by the communication thread.
 
@@ -95,6 +95,7 @@ def all_reduce_on_comm_thread(
         portable: the program can be exported. Then data alone orders waits, so results of the first sums may be used
             while the last are under way. Else the calls are ordered among mpi4jax's, so that none of these waits for
             one behind it.
+        waits: entered around the waits as they are traced.
     """
     engine, sums = exchange_handlers().engine, [(strategy, half, x.size) for x in vectors]
     parts, most = engine.parts(sums), engine.tags // 2  # a resumed exchange has the other half
@@ -110,7 +111,7 @@ def all_reduce_on_comm_thread(
         started.append(_call((START, i), [vector, ticket], [vector, TICKET], None))
     before, totals = [last for _, last in started], []  # tickets of all starts: no wait may hold up a computation
     order = host_callbacks.KEPT if effect is host_callbacks.ORDERED else effect
-    with waits:
+    with waits or contextlib.nullcontext():  # not the starts: each waits for its own gradients alone
         for i, vector in enumerate(vectors):
             total, last = _call((DONE, i), [*started[i], *before], [vector, TICKET], order)
             totals, before = [*totals, total], [last]
