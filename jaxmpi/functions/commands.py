@@ -102,7 +102,10 @@ def call(group: WorkerGroup, command: Command) -> tuple[tuple[Any, ...], Leaves]
     for worker in group.workers:
         worker.store({i: result[worker.rank] for i, result in results.items()}, command.fields["locals"])
     wanted = [i for i, leaf in enumerate(leaves) if leaf.place == "result"] if group.leads else []
-    return group.worker.program.structures, [group.worker.put(results[i][group.worker.rank]) for i in wanted]
+    returned = [results[i][group.worker.rank] for i in wanted]
+    # Sums are on the device already, where a placement of each costs as much as the bare call.
+    placed = [x if isinstance(x, jax.Array) else group.worker.put(x) for x in returned]
+    return group.worker.program.structures, placed
 
 
 def _reduce_leaves(
