@@ -242,7 +242,7 @@ def images_per_s(name: str, folder: str, cores: list[int], seconds: float) -> fl
 def rounds(names: list[str], folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Images/s: medians of jobs that take turns."""
     job = partial(harness.on_ranks, images_per_s, timeout_s=300)
-    runs = {name: partial(job, name, str(folder), options.cores, options.seconds) for name in names}
+    runs: dict[str, Any] = {name: partial(job, name, str(folder), options.cores, options.seconds) for name in names}
     found = harness.take_turns(runs, options.rounds, clock=harness.result)
     return {name: statistics.median(values) for name, values in found.items()}
 

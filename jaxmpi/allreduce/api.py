@@ -192,7 +192,7 @@ class Choice(NamedTuple):
         def fused(leaves: list[jax.Array]) -> jax.Array:
             return fuse(leaves, alignment) if len(leaves) > 1 else leaves[0]
 
-        def parts(x: jax.Array, bucket: list[int]) -> list[jax.Array]:
+        def parts(x: jax.Array, bucket: Sequence[int]) -> list[jax.Array]:
             return split(x, [like[i] for i in bucket], alignment) if len(bucket) > 1 else [x]
 
         return in_buckets([*buckets, *own], fused, self.exchanged, parts, programs)

@@ -190,7 +190,9 @@ def topk(percent: float) -> Compressor:
 
         `own` has this worker's places and values, `every` those of all workers, as rows.
         """
-        total, owed, end, start = [None] * len(meant), [None] * len(meant), 0, 0
+        total: Leaves = [None] * len(meant)
+        owed: Leaves = [None] * len(meant)
+        end = start = 0
         for i, m in enumerate(meant):
             if m is not None:
                 k = count(m)

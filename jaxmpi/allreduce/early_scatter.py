@@ -59,7 +59,8 @@ def scattering(function: Callable[..., tuple], bucket_bytes: int | None, scatter
         values |= zip(program.invars, jax.tree.leaves(args), strict=True)
 
         def read(var: Any) -> Any:
-            return jnp.asarray(var.val, var.aval.dtype) if isinstance(var, Literal) else values[var]
+            dtype = getattr(var.aval, "dtype", None)
+            return jnp.asarray(var.val, dtype) if isinstance(var, Literal) else values[var]
 
         buckets = buckets_of_results(program, count, bucket_bytes)
         shards: dict[int, jax.Array] = {}

@@ -239,7 +239,8 @@ def collect(group: WorkerGroup, command: Command) -> Leaves:
     if keep:
         for worker in group.workers:
             worker.variables[number] = [worker.put(total[worker.rank]) for total in totals]
-    return [total[group.worker.rank] for total in totals]
+    here = group.worker.rank
+    return [total[here] for total in totals]  # pyright: ignore[reportReturnType] - each has what was gathered
 
 
 def lengths(group: WorkerGroup, command: Command) -> list[int]:

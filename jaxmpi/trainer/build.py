@@ -376,9 +376,9 @@ def build_rule(plan: Plan, exchanges: base.Exchange) -> Rule:
     """
     experiment, params = plan.experiment, plan.param_shapes
     optim = experiment.optim
-    if exchanges.zero and optim.decay_mask:
+    if exchanges.zero and (mask := optim.decay_mask):
         found: list[PyTree] = []  # a mask goes by shapes, which shards do not have
-        jax.eval_shape(lambda tree: found.append(optim.decay_mask(tree)), params)
+        jax.eval_shape(lambda tree: found.append(mask(tree)), params)
         optim = dataclasses.replace(optim, decay_mask=lambda _: found[0])
     tx = optimizers.optimizer(optim, plan.lr, clips=not exchanges.zero)
     is_averaged = optimizers.is_averaged(tx, params)

@@ -135,7 +135,7 @@ def test_examples_that_lack_a_column_or_have_it_twice_are_named(tmp_path, member
 
 @pytest.mark.parametrize("form", ["gz", "bz2", "xz"])
 def test_a_compressed_shard_is_refused(folder, form):
-    with tarfile.open(folder / "train-002.tar", f"w:{form}") as compressed:
+    with tarfile.open(folder / "train-002.tar", f"w:{form}") as compressed:  # pyright: ignore[reportCallIssue, reportArgumentType]
         compressed.add(folder / "validation.tar")
     with pytest.raises(UsageError, match=r"train-002\.tar"):
         opened(folder)

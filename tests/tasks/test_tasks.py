@@ -279,11 +279,11 @@ def test_a_figure_of_normalised_images_is_monitored(task, figure, mode, tmp_path
     image = np.random.default_rng(0).integers(0, 256, (16, 4, 4, 1), np.uint8)
     label = np.arange(16, dtype=np.int32) % 2 if outputs == 2 else image.mean((1, 2)).astype(np.float32)
     init, apply = lambda key: {"w": jnp.zeros((16, outputs))}, lambda p, x: x.reshape(len(x), -1) @ p["w"]
-    fields = {"train": {"image": image, "label": label}, "validation": {"image": image, "label": label}}
+    examples = {"image": image, "label": label}
     experiment = Experiment(
         plain_model(init, apply, name="m", input_shape=(4, 4, 1), classes=outputs),
         task=task,
-        data=Data("array", channels=1, mean=(0.3,), std=(0.4,), loader="threads", **fields),
+        data=Data("array", channels=1, mean=(0.3,), std=(0.4,), loader="threads", train=examples, validation=examples),
         effective_batch=8,
         train_for="1st",
         monitor=figure,

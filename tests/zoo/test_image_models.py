@@ -66,7 +66,7 @@ DEEP = ("resnet101_tiny", "resnet152_tiny", "resnet50_tiny", "googlenetbn_tiny")
 )
 def test_tiny_model_learns(name):
     model = MODELS[name]()
-    image = np.random.default_rng(0).standard_normal((16, *model.input_shape), np.float32)
+    image = jnp.asarray(np.random.default_rng(0).standard_normal((16, *model.input_shape), np.float32))
     labels = jnp.arange(16) % model.classes
     params, state = model.init(KEY, image[:1])
 

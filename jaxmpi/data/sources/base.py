@@ -98,6 +98,7 @@ class TableSource:
     """
 
     is_compressed = False  # inputs are compressed images
+    columns: tuple[str, ...]
     labels: np.ndarray | None = None  # int[n], of an input and its label if it is a whole number
     file_ends: tuple[int, ...] | None = None
     notes: tuple[str, ...] = ()

@@ -52,6 +52,8 @@ class BatchFileSource(TableSource):
             whose order is not that of the numbers in them.
     """
 
+    labels: np.ndarray
+
     def __init__(self, config: Data, root: str, split: str) -> None:
         super().__init__(config)
         folder = os.path.join(root, split)

@@ -23,6 +23,7 @@ class FolderSource(TableSource):
     """
 
     is_compressed = True
+    labels: np.ndarray
 
     def __init__(self, config: Data, root: str, classes: Sequence[str]) -> None:
         super().__init__(config)

@@ -157,7 +157,7 @@ class NumpySource(base.TableSource):
             if len(set(lengths.values())) > 1:
                 raise UsageError(f"{path}: got columns of lengths {lengths}; expected one length: write them again")
         self.set_parts((path for path, _ in tables), [part[self.columns[0]].shape[0] for part in self.arrays])
-        labels = [part[self.columns[-1]] for part in self.arrays] if len(self.columns) <= 2 else []
+        labels = [part[self.columns[-1]] for part in self.arrays] if len(self.columns) in (1, 2) else []
         if labels and all(array.dtype.kind in "iu" and len(array.shape) == 1 for array in labels):
             self.labels = np.concatenate([self._rows(array, 0, array.shape) for array in labels]).astype(np.int64)
 

@@ -35,8 +35,8 @@ class TfdsSource(TableSource):
         if missing:
             raise UsageError(f"tfds {builder.name}: no feature {missing}; there are: {list(features)}")
         # Floats lie as four bytes of a PNG, which only TFDS puts together again.
-        image = features["image"]
-        self.is_compressed = isinstance(image, tfds.features.Image) and image.np_dtype.kind == "u"
+        image: Any = features["image"]
+        self.is_compressed = isinstance(image, tfds.features.Image) and image.np_dtype.kind == "u"  # pyright: ignore[reportAttributeAccessIssue]
         decoders = {"image": tfds.decode.SkipDecoding()} if self.is_compressed else None
         self.records = builder.as_data_source(split=split, decoders=decoders)
         self.name, self.config, self.split, self.builder = builder.name, config, split, builder

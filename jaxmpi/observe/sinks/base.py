@@ -142,7 +142,7 @@ def name_threads(name: str) -> Iterator[None]:
         thread.jaxmpi_report = getattr(_scope, "report", None) or getattr(starter, "jaxmpi_report", None)  # pyright: ignore
         _start(thread)
 
-    threading.Thread.start = start
+    threading.Thread.start = start  # pyright: ignore[reportAttributeAccessIssue] - by its own name for self
     before, _scope.report = getattr(_scope, "report", None), report
     try:
         yield

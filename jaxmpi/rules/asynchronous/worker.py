@@ -253,7 +253,8 @@ class AsyncWorker:
         if push:
             begin = begin or wait_for_step(state)
             body = self.wire.encode(self.flat.vector(state.params) if w is None else w)
-            thread.push(*push, body)
+            to, share = push
+            thread.push(to, share, body)
             self.count(sent_bytes=body.size)
         if push or w is not None:
             end = time.perf_counter()
