@@ -41,6 +41,7 @@ from jaxmpi.data.thread_map import in_order
 
 Progress = Callable[[int], None]  # how many more examples are done
 Record = tuple[bytes, int] | CorruptExample
+MOST_JOB_BYTES = 1 << 20  # that are plausible
 JOB = "packing.json"  # what is packed, until it is finished; also the lock
 
 
@@ -146,10 +147,12 @@ def _begin(file: io.FileIO, job: dict[str, Any], folder: Path) -> bool:
         raise UsageError(f"{folder}: another process packs into it; wait for its end") from None
     file.seek(0)
     try:
-        earlier = json.loads(file.read() or "null")
-    except ValueError:
+        earlier = json.loads(file.read(MOST_JOB_BYTES) or "null")
+    except (ValueError, RecursionError):
         earlier = None  # it was stopped before it had written anything else
     if earlier is not None:
+        if not isinstance(earlier, dict):
+            raise UsageError(f"{folder / JOB}: damaged: expected what is packed; delete the folder, or give another")
         _check_same_job(earlier, job, folder)
     elif not (folder / MANIFEST).exists():  # a finished folder keeps no job: its manifest says what of
         file.truncate(0)

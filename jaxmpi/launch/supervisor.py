@@ -164,7 +164,8 @@ def wait_for_end(job: subprocess.Popen, marks: Path, *, outlives_ranks: bool, lo
         looks += bool(seen)
         may_leave = (marks / job_folder.FINISHED).exists()
         if outlives_ranks:
-            may_leave = may_leave or (marks / job_folder.MPI_RUNS).exists()
+            # Where there is no folder for marks, nobody knows: then the survivors of a death must not be killed.
+            may_leave = may_leave or (marks / job_folder.MPI_RUNS).exists() or not marks.is_dir()
             seen |= dict.fromkeys(set(range(local_ranks)) - seen.keys(), 0) if seen else {}
         has_left = seen.keys() > alive.keys() and not may_leave
         ending_s = ending_s + look_s if has_left or (marks / job_folder.ENDING).exists() else 0.0

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -34,7 +35,8 @@ def accumulate_gradients(inner: optax.GradientTransformation, every: int) -> opt
     Raises:
         UsageError: `every` is below 1; a gradient is float0, as those of integers are (path).
     """
-    check(every >= 1, f"accumulate_gradients: every: got {every}; expected 1 or more")
+    is_whole = isinstance(every, int | np.integer) and every >= 1
+    check(is_whole, f"accumulate_gradients: every: got {every}; expected a whole number >= 1")
     with_more = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> Accumulated:

@@ -15,6 +15,8 @@ from typing import Any
 from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime.compile_cache import cache_folder
 
+KEY_BYTES = 32  # of the key with which a user signs
+
 PACKAGE = Path(__file__).resolve().parent.parent  # jaxmpi
 
 
@@ -66,10 +68,15 @@ def sign(value: Any) -> str:
         key = cache_folder("key") / "key"
         if not key.exists():
             with tempfile.NamedTemporaryFile(dir=key.parent) as file:
-                file.write(os.urandom(32))
+                file.write(os.urandom(KEY_BYTES))
                 file.flush()
+                os.fsync(file.fileno())
                 with suppress(FileExistsError):  # another process was first
                     os.link(file.name, key)
-        return hmac.new(key.read_bytes(), json.dumps(value).encode(), "sha256").hexdigest()
+        secret = key.read_bytes()
+        if len(secret) != KEY_BYTES:  # a crash may leave an empty file, with which anybody can sign
+            key.unlink()
+            return ""
+        return hmac.new(secret, json.dumps(value).encode(), "sha256").hexdigest()
     except (OSError, RuntimeError, UsageError):
         return ""

@@ -1,5 +1,6 @@
 """The packed format: what was packed comes out, damage is named, and strangers' files do no harm."""
 
+import contextlib
 import hashlib
 import io
 import json
@@ -183,6 +184,14 @@ def half_packed(folder: Path, n: int = 12, at: int = 10) -> ArraySource:
     with pytest.raises(KeyboardInterrupt):
         packing.pack(source, folder, PNG, threads=1)
     return whole
+
+
+@pytest.mark.parametrize("job", ["[1]", '"x"', "3", "[" * 100_000])
+def test_a_strangers_half_packed_folder_is_refused_or_packed_anew(job, tmp_path):
+    half_packed(tmp_path)
+    (tmp_path / packing.JOB).write_text(job)
+    with contextlib.suppress(UsageError):
+        assert packing.pack(noise(12), tmp_path, PNG).records == 12
 
 
 def test_a_packing_that_was_stopped_continues(tmp_path):

@@ -197,7 +197,7 @@ class TestImageFolder:
             (Data(source="imagefolder"), "JAXMPI_DATA"),
             (folder_data(Path("/nowhere")), "/nowhere/train"),
             (folder_data(folder, train_split="empty"), "empty"),
-            (folder_data(folder / "train"), f"into {folder}/train/train/"),
+            (folder_data(folder / "train"), r"data\.holdout"),
             (folder_data(folder, channels=2), r"data\.channels: got 2"),
         ):
             with pytest.raises(UsageError, match=named):

@@ -245,6 +245,17 @@ def test_a_job_goes_on_where_its_terminal_goes_and_nohup_says_so(tmp_path):
     job.wait(30)
 
 
+def test_survivors_are_not_killed_where_nobody_knows_whether_mpi_runs(tmp_path, monkeypatch):
+    """Without a folder for marks, as with one of the user's own for segments."""
+    monkeypatch.setattr(supervisor, "ENDS_S", 1.0)
+    rank = "import os, sys, time; time.sleep(0.5 if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else 4)"
+    start = f'for r in 0 1; do OMPI_COMM_WORLD_RANK=$r {sys.executable} -c "{rank}" & done; wait'
+    job = subprocess.Popen(["/bin/sh", "-c", start])
+    began = time.monotonic()
+    assert supervisor.wait_for_end(job, tmp_path / "none", outlives_ranks=True, local_ranks=2) == 0
+    assert time.monotonic() - began > 3.5
+
+
 def test_shared_memory_of_a_job_goes_with_it_or_with_the_next_job(tmp_path):
     folder = f"echo ${job_folder.SEGMENTS} > {tmp_path}/folder; touch ${job_folder.SEGMENTS}/segment"
     out, _ = supervised(tmp_path, f"{folder}; kill -9 $$", restarts=0).communicate(timeout=60)

@@ -101,6 +101,12 @@ def test_many_batches_in_16_bits_are_accumulated_in_32(dtype, size, standard_pro
     assert -float(updates["w"]) == size
 
 
+@pytest.mark.parametrize("every", [0, 2.5])
+def test_batches_to_accumulate_are_whole(every):
+    with pytest.raises(UsageError, match="every: got"):
+        jaxmpi.accumulate_gradients(optax.sgd(1.0), every)
+
+
 def test_the_gradient_of_an_integer_is_refused_by_path(no_launcher):
     tx = jaxmpi.accumulate_gradients(optax.sgd(1.0), 2)
     params = {"count": jnp.int32(0), "w": jnp.float32(1)}

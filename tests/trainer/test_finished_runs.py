@@ -1,6 +1,7 @@
 """A finished run from Python and from the command line: figures and outputs, by any number of workers."""
 
 import dataclasses
+import hmac
 import json
 import os
 import shutil
@@ -205,12 +206,20 @@ def edit(config: Path, **fields: Any) -> None:
     config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
 
 
+def sign_with_empty_key(config: Path) -> None:
+    Path("cache/jaxmpi/key/key").write_bytes(b"")
+    signed = json.dumps([["train.py", "other.py"], "other.py"]).encode()
+    signature = hmac.new(b"", signed, "sha256").hexdigest()
+    edit(config, command=["train.py", "other.py"], experiment_path="other.py", signature=signature)
+
+
 STRANGERS = {  # what differs from a run that this user has begun here
     "another user": lambda config: shutil.rmtree("cache/jaxmpi/key"),
     "path": lambda config: edit(config, experiment_path="other.py"),
     "command": lambda config: edit(config, command=["train.py", "other.py"]),
     "no signature": lambda config: edit(config, signature=None),
     "empty signature, no key": lambda config: (edit(config, signature=""), os.chmod("cache/jaxmpi/key", 0o777)),
+    "signed with the empty key that a crash left": lambda config: sign_with_empty_key(config),
     "name of one that ships": lambda config: edit(config, command=["train.py", "experiments/digits.py"]),
 }
 COMMANDS = {"evaluate": ("evaluate",), "predict": ("predict", "out.npz"), "export": ("export", "out.jaxexport")}

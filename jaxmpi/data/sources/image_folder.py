@@ -76,8 +76,8 @@ def imagefolder(config: Data, split: str) -> Source:
     if not os.path.isdir(root):
         there = ", ".join(_list_folders(base)[:8]) if os.path.isdir(base) else "it does not exist"
         raise UsageError(
-            f"imagefolder: no folder {root}; expected {LAYOUT}. Folders in {base}: {there or 'none'}; name the right "
-            f"one with --data.{split}-split, or move folders of classes into {root}/"
+            f"imagefolder: no folder {root}; expected {LAYOUT}. Folders in {base}: {there or 'none'}. If these are "
+            f"classes, give --data.holdout 0.2; if one is the split, name it with --data.{split}-split"
         )
     return FolderSource(config, root, _list_folders(train if os.path.isdir(train) else root))
 
