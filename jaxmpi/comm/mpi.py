@@ -153,6 +153,9 @@ class MpiComm(RankComm):
         """mpi4jax's effect, which orders calls; `jax.checkpoint` may repeat them on all ranks."""
         [effect] = jax.make_jaxpr(self.allreduce)(0.0).effects
         effects.remat_allowed_effects.add_type(type(effect))
+        # JAX itself refuses such a program on several devices, before anything of ours is lowered; its error lists the
+        # effects, so their text is the only place for the way out.
+        type(effect).__repr__ = lambda _: host_callbacks.ONE_DEVICE
         return effect
 
     def _make_shared_sum(self) -> SharedSum:

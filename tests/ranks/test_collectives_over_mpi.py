@@ -912,6 +912,8 @@ def test_an_array_on_several_devices_of_a_rank_is_refused_by_name(call):
         x = jax.device_put(jnp.ones(4), NamedSharding(mesh, spec))
         with pytest.raises(jaxmpi.UsageError, match="leaf 'w': got an array on 2 devices"):
             call({"w": x})
+        with pytest.raises(ValueError, match=r"more than 1 device: \[jaxmpi's calls.*device_put"):
+            jax.jit(call)({"w": x})
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
