@@ -85,8 +85,8 @@ def copy_unless_shared(source: np.ndarray, to: np.ndarray) -> None:
 
 # The text of effects in JAX's error about a program on several devices.
 ONE_DEVICE = (
-    "jaxmpi's calls between processes: a program that makes them runs on one device of its process, and got an array on "
-    "several; jax.device_put(x, jax.local_devices()[0]) puts it on one"
+    "jaxmpi's calls between processes: a program that makes them runs on one device of its process, and got an array "
+    "on several; jax.device_put(x, jax.local_devices()[0]) puts it on one"
 )
 
 
