@@ -103,9 +103,8 @@ class Course(NamedTuple):
     chunks: int
 
 
-Action = tuple[
-    str, Any, Any
-]  # ("send" or "receive", rank, (memory, floats)), ("add", memory, summands) or ("wait", 0, 0)
+# ("send" or "receive", rank, (memory, floats)), ("add", memory, summands) or ("wait", 0, 0)
+Action = tuple[str, Any, Any]
 
 
 def read_schedule(strategy: str, rank: int, hosts: Sequence[int], floats: int, half: str) -> list[list[Action]]:
