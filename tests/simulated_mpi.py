@@ -78,7 +78,7 @@ class Line:
     def receive(self, buffer: np.ndarray) -> bool:
         if self.left == 0 and self.until_s == np.inf:
             self.until_s = time.monotonic() + self.silent_s
-        answers = self.server.answers[self.rank]
+        answers = self.server._answers[self.rank]
         if not answers or (self.left == 0 and time.monotonic() < self.until_s):
             return False
         self.left -= self.left > 0

@@ -33,7 +33,7 @@ from jaxmpi.observe.step_timing import StepTimer, summary_asynchronous
 from jaxmpi.observe.trace import UncoordinatedTrace
 from jaxmpi.optim import optimizers
 from jaxmpi.recover import decisions
-from jaxmpi.rules.asynchronous.center import LEAVE, AllWorkers, Counters, Order, Status
+from jaxmpi.rules.asynchronous.progress import LEAVE, AllWorkers, Counters, Order, Status
 from jaxmpi.rules.asynchronous.worker import (
     AsyncStart,
     AsyncWorker,

@@ -27,23 +27,20 @@ from jaxmpi.core.train_state import TrainState
 from jaxmpi.optim.optimizers import is_linear, optimizer
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.asynchronous import transport
-from jaxmpi.rules.asynchronous.center import (
+from jaxmpi.rules.asynchronous.center import CenterClient, CenterLayout, CenterServer, Exchange
+from jaxmpi.rules.asynchronous.progress import (
     ABANDONED,
     ENOUGH,
     LEAVE,
     LONGEST,
     OVER,
-    CenterClient,
-    CenterLayout,
-    CenterServer,
     Counters,
-    Exchange,
     GlobalProgress,
     Order,
     Report,
 )
 from jaxmpi.rules.asynchronous.rules import RandomGossip
-from jaxmpi.rules.asynchronous.transport import HEADER_BYTES, Responder, carry_out
+from jaxmpi.rules.asynchronous.transport import HEADER_BYTES, carry_out
 from jaxmpi.rules.asynchronous.worker import start_from_checkpoint
 from jaxmpi.rules.base import Asynchronous
 from simulated_mpi import Line, Network
@@ -95,13 +92,11 @@ class World:
         start = np.arange(N, dtype=np.float32) % 8
         self.mpi = [network.at(rank) for rank in range(case.workers + case.servers)]
         self.progress = GlobalProgress(case.workers, 10 * case.workers * case.rounds, case.bound)
-        self.servers, self.responders = [], []
-        for number in range(case.servers):
+        self.servers = []
+        for number, mpi in enumerate(self.mpi[case.workers :]):
             begin, end = self.layout.shard(number)
-            progress = self.progress if number == 0 else None
-            server = CenterServer(self.layout, number, start[begin:end].copy(), case.rule.apply, case.workers, progress)
-            self.servers.append(server)
-            self.responders.append(Responder(self.mpi[case.workers + number], server, range(case.workers)))
+            progress, shard = self.progress if number == 0 else None, start[begin:end].copy()
+            self.servers.append(CenterServer(mpi, self.layout, number, shard, case.rule.apply, case.workers, progress))
         self.w = {worker: start.copy() for worker in range(case.workers)}
         self.base = {worker: start.copy() for worker in range(case.workers)}
         self.learnt = np.zeros_like(start)
@@ -136,13 +131,12 @@ class World:
         for turn in range(20_000):
             if turn == dies:
                 self.running.pop(self.case.victim, None)
-                for server, responder in zip(self.servers, self.responders, strict=True):
-                    responder._coming.pop(self.case.victim)
+                for server in self.servers:
                     server.drop(self.case.victim)
             if not self.running:
                 return
-            actor = self.rng.choice([*self.running, *self.responders])
-            if isinstance(actor, Responder):
+            actor = self.rng.choice([*self.running, *self.servers])
+            if isinstance(actor, CenterServer):
                 actor.poll()
             elif next(self.running[actor], None) is None:
                 del self.running[actor]
@@ -272,7 +266,8 @@ def ready(workers: int, target: float = 1e9, bound: int = 0) -> GlobalProgress:
 def serve(progress: GlobalProgress, wire: str = "32") -> CenterServer:
     workers = len(progress.by_worker)
     start = np.arange(N, dtype=np.float32)
-    return CenterServer(CenterLayout(N, 1, wire), 0, start, asynchronous("easgd").apply, workers, progress)
+    nobody = Network(random.Random(0)).at(0)
+    return CenterServer(nobody, CenterLayout(N, 1, wire), 0, start, asynchronous("easgd").apply, workers, progress)
 
 
 def client(server: CenterServer, rank: int = 0, workers: int = 0, **line: Any) -> CenterClient:
@@ -408,7 +403,7 @@ def test_workers_may_begin_without_one_that_is_late():
     assert server.progress
     server.progress.report(0, Report())
     server.begin_without({1})
-    assert len(server.answers[0]) == 1
+    assert len(server._answers[0]) == 1
     assert server.progress.expected_workers() == {0, 1}  # it may still come
 
 

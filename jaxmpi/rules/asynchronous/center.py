@@ -3,14 +3,12 @@
 The center is f32[n], cut into shards, one a server, and these into segments, one a message. A worker pushes all
 segments one after another. Servers answer segment by segment, and each answer is the segment as it was before the push
 was applied. So a link is busy both ways, nobody waits for another worker, and both ends know the same old pair.
-
-Workers meet nowhere else. So each reports to server 0 what it has done, and the answer has what all have done and what
-worker 0 orders: a checkpoint, or the end.
 """
 
+import itertools
 import pickle
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,15 +16,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmpi.allreduce.wires import BLOCK, WIRES, host_wire
+from jaxmpi.core import scheduling
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.rules.asynchronous import transport
-from jaxmpi.rules.asynchronous.transport import HEADER_BYTES, NOTHING, Backoff, RankLost, Request, carry_out
+from jaxmpi.rules.asynchronous.progress import LEAVE, OVER, GlobalProgress, Report, Status
+from jaxmpi.rules.asynchronous.transport import (
+    ANSWER,
+    HEADER_BYTES,
+    NOTHING,
+    REQUEST,
+    WINDOW,
+    Backoff,
+    Outbox,
+    RankLost,
+    Request,
+    carry_out,
+    naming_lost_rank,
+)
 from jaxmpi.runtime import failures
 
 PUSH, READ, REPORT, END = range(4)  # kinds of requests
-LONGEST = 16  # staleness beyond which exchanges are counted together
-ENOUGH, LEAVE = 1, 2  # reasons to stop
-OVER, ABANDONED = 1, 2  # ways to close; ABANDONED: worker 0 is gone
+LOOK_S = 0.5  # between two looks of a server at who is late
 
 
 class CenterLayout(NamedTuple):
@@ -50,170 +60,20 @@ class CenterLayout(NamedTuple):
         return [(at, min(at + width, end)) for at in range(begin, end, width)]
 
 
-# ---------------------------------------------------------------- what is reported
-
-
-class Counters(NamedTuple):
-    """Work of workers, in numbers that add up. Checkpoints keep them in this order: new ones go to the end."""
-
-    steps: float = 0.0
-    examples: float = 0.0
-    loss: float = 0.0  # summed over the examples
-    skipped: float = 0.0  # corrupt examples
-    wait_s: float = 0.0  # for batches
-    exchanges: float = 0.0
-    exchange_s: float = 0.0
-    sent_bytes: float = 0.0  # by workers, which get as many back
-    distance: float = 0.0  # L2, of a worker from what it met, summed over exchanges
-    square: float = 0.0  # squared norms of gradients, summed over steps
-    # seconds by part, named as in `observe.record_format.PARTS`
-    data: float = 0.0
-    transfer: float = 0.0
-    compute: float = 0.0
-    exchange: float = 0.0  # params on their way to others and back, and the arithmetic on them
-    sync: float = 0.0  # waits for the answer to a report: long if the worker is too far ahead of the slowest
-    other: float = 0.0
-
-    def plus(self, other: Sequence[float]) -> "Counters":
-        """The sum, number by number."""
-        return Counters(*(a + b for a, b in zip(self, other, strict=True)))
-
-
-class Order(NamedTuple):
-    """A checkpoint in which all workers take part."""
-
-    number: int = 0  # by worker 0's count, from 1 on
-    step: int = 0
-
-
-class Report(NamedTuple):
-    """A worker's report to server 0."""
-
-    clock: int = 0  # its steps in this job
-    new: Counters = Counters()  # since its last report
-    saved: int = 0  # number of the last checkpoint that it has written its part of
-    is_done: bool = False  # it has made its last exchange
-    leave: bool = False  # the run is to stop before its end
-    # from worker 0
-    save: Order = Order()
-    closing: int = 0
-
-
-class AllWorkers(NamedTuple):
-    """What worker 0 is told of all."""
-
-    reports: dict[int, Report]  # the last of each worker that is alive
-    counters: Counters  # sums over all workers
-    by_worker: np.ndarray  # f64[workers, Counters]: since the job's start
-    staleness: list[int]  # exchanges by how many others came between, [LONGEST + 1]
-
-
-class Status(NamedTuple):
-    """Server 0's answer to a report."""
-
-    stop: int  # 0, ENOUGH or LEAVE
-    closing: int  # 0, OVER or ABANDONED
-    save: Order
-    examples: float  # of all workers
-    workers: AllWorkers | None  # to worker 0 alone
-
-
-class GlobalProgress:
-    """Progress of all workers at server 0; when to stop, wait, save."""
-
-    def __init__(self, workers: int, target: float, bound: int, before: Counters | None = None) -> None:
-        """Begin with no reports.
-
-        Args:
-            target: examples of all workers after which they stop.
-            bound: steps that a worker may be ahead of the slowest before its report is not answered; 0: none.
-            before: counters of the parts of the run before.
-        """
-        self.target, self.bound, self.before = target, bound, before or Counters()
-        self.reports = {worker: Report() for worker in range(workers)}  # the last of each that is alive
-        self.absent = set(range(workers))  # workers that have not reported yet
-        self.by_worker = np.zeros((workers, len(Counters._fields)))
-        self.staleness = [0] * (LONGEST + 1)
-        self.stop = self.closing = 0
-        self.leaving = False  # set by reports, and by a signal to this rank
-        self._exchanges, self._last = 0, dict[int, int]()
-        self._unanswered: set[int] = set()
-        self._dismissed: set[int] = set()  # workers that have been sent the end
-
-    @property
-    def counters(self) -> Counters:
-        """Sums over all workers, those that are gone included."""
-        return self.before.plus(self.by_worker.sum(axis=0).tolist())
-
-    def count_exchange(self, worker: int) -> None:
-        """Count how many exchanges of others came since this worker's last."""
-        if worker in self._last:  # the first is not late for anything
-            self.staleness[min(self._exchanges - self._last[worker], LONGEST)] += 1
-        self._exchanges += 1
-        self._last[worker] = self._exchanges
-
-    def report(self, worker: int, report: Report) -> None:
-        """Note a worker's report; `answers` gives its answer when that is due."""
-        self.absent.discard(worker)
-        self.by_worker[worker] += report.new
-        self.reports[worker] = report._replace(new=Counters())
-        self.leaving |= report.leave
-        self.closing = max(self.closing, report.closing)
-        self._unanswered.add(worker)
-
-    def drop(self, worker: int) -> None:
-        """Wait no more for a worker that is gone; its exchanges count."""
-        self.reports.pop(worker, None)
-        self.absent.discard(worker)
-        self._unanswered.discard(worker)
-        if worker == 0:
-            self.closing = ABANDONED
-
-    def answers(self) -> Iterator[tuple[int, Status]]:
-        """Answers that are due.
-
-        None is until all workers that are alive have reported once: so they begin together.
-        """
-        if self.absent and not self.closing:
-            return
-        training = [report.clock for report in self.reports.values() if not report.is_done]
-        slowest = min(training, default=float("inf"))
-        for worker in sorted(self._unanswered):
-            report = self.reports[worker]
-            is_ahead = self.bound and not report.is_done and report.clock > slowest + self.bound
-            if not is_ahead or self.closing:
-                self._unanswered.discard(worker)
-                if self.closing:
-                    self._dismissed.add(worker)
-                yield worker, self.status(worker)
-
-    def status(self, worker: int) -> Status:
-        """The answer to a worker's report."""
-        counters, first = self.counters, self.reports.get(0, Report())
-        # The first reason holds, so that all leave with the same exit code.
-        self.stop = self.stop or (ENOUGH if counters.examples >= self.target else LEAVE if self.leaving else 0)
-        workers = None
-        if worker == 0:
-            workers = AllWorkers(dict(self.reports), counters, self.by_worker.copy(), list(self.staleness))
-        return Status(self.stop, self.closing, first.save, counters.examples, workers)
-
-    def expected_workers(self) -> set[int]:
-        """Workers expected to send next: none that waits for an answer or is gone."""
-        return set(self.reports) - self._unanswered - self._dismissed
-
-    def is_over(self) -> bool:
-        """Return True if the end has been sent to all workers."""
-        return bool(self.closing) and self._dismissed >= set(self.reports)
-
-
 # ---------------------------------------------------------------- a server
 
 
 class CenterServer:
-    """One shard of the center; server 0 also keeps all workers' progress."""
+    """One shard of the center, in the main thread or in one of its own; server 0 also keeps all workers' progress.
+
+    A round takes one request of each worker that has sent any, and rounds begin with another worker each time. A worker
+    of this process could call its server instead, and sends messages over MPI as the others do. So a worker's share of
+    the service depends neither on its number nor on its way to the server.
+    """
 
     def __init__(
         self,
+        mpi: Any,
         layout: CenterLayout,
         number: int,
         center: np.ndarray,
@@ -231,30 +91,58 @@ class CenterServer:
         begin, _ = layout.shard(number)
         self.segments = [(a - begin, b - begin) for a, b in layout.segments(number)]
         self.wire, self.center, self.apply, self.progress = host_wire(layout.wire), center, apply, progress
-        self.answers: defaultdict[int, deque[np.ndarray]] = defaultdict(deque)  # by worker, not yet sent
         self.is_left = False  # the run is to be resumed
-        self._alive, self._is_closed = set(range(workers)), False
+        self.mpi, self._outbox, self._rounds = mpi, Outbox(mpi, ANSWER), itertools.count()
+        self._answers: dict[int, deque[np.ndarray]] = {worker: deque() for worker in range(workers)}  # not yet sent
+        self._coming = {
+            worker: deque(self._post_receive(worker) for _ in range(WINDOW + 1)) for worker in range(workers)
+        }
+        self._heard_s: dict[int, float] = {}  # by worker: the time of the last message from it or to it
+        self._is_closed = False
 
-    def take(self, worker: int, kind: int, number: int, body: np.ndarray) -> None:
-        """Take a worker's request; put all answers due into `answers`."""
-        if kind == REPORT:
-            assert self.progress is not None
-            self.progress.report(worker, pickle.loads(body.data))
-            self._answer_reports()
-            return
-        answer = NOTHING
-        if kind in (PUSH, READ):
-            answer = self._serve_segment(worker, kind, number, body)
-        else:
-            self._is_closed, self.is_left = True, number == LEAVE
-        self.answers[worker].append(answer)
+    def run(self, look: Callable[[], None] = lambda: None) -> bool:
+        """Serve until no worker will come any more; return True if the run is to be resumed.
+
+        Args:
+            look: called about twice a second.
+        """
+        scheduling.take_short_turns()
+        backoff = Backoff()
+        with np.errstate(all="ignore"):  # NaN and infinity pass through; workers look for them
+            looked_s = polled_s = time.monotonic()
+            while not (self.is_over() and self._outbox.is_empty() and not any(self._answers.values())):
+                backoff.after(self.poll())
+                now_s, before_s = time.monotonic(), polled_s
+                polled_s = now_s
+                if now_s - before_s > LOOK_S:  # this process was stopped itself: nobody is late on that account
+                    self._heard_s = {worker: s + now_s - before_s for worker, s in self._heard_s.items()}
+                if now_s - looked_s > LOOK_S:
+                    looked_s = now_s
+                    look()
+        return self.is_left
+
+    def poll(self) -> bool:
+        """A round; False if nothing has come or left."""
+        workers = list(self._coming)
+        first = next(self._rounds) % max(len(workers), 1)
+        moved = False
+        for serve, order in ((self._take_request, workers[first:] + workers[:first]), (self._send_answers, workers)):
+            for worker in order:
+                if worker not in self._coming:  # lost in this round
+                    continue
+                try:
+                    with naming_lost_rank(worker):
+                        moved |= serve(worker)
+                except RankLost:
+                    self.drop(worker)
+        self._outbox.is_empty()
+        return moved
 
     def drop(self, worker: int) -> None:
         """A worker is gone."""
-        self.answers.pop(worker, None)
-        self._alive.discard(worker)
+        del self._coming[worker], self._answers[worker]
         # Worker 0 would have ended a server that does not know the progress of all; so would any other, if it is last.
-        self._is_closed |= not self._alive or (worker == 0 and self.progress is not None)
+        self._is_closed |= not self._coming or (worker == 0 and self.progress is not None)
         if self.progress:
             self.progress.drop(worker)
             self._answer_reports()
@@ -268,6 +156,48 @@ class CenterServer:
     def is_over(self) -> bool:
         """Return True if no worker will come any more."""
         return self._is_closed and (self.progress is None or self.progress.is_over())
+
+    def silent_s(self, workers: Iterable[int]) -> dict[int, float]:
+        """Seconds since the last message of those of the workers that await no answer."""
+        now_s = time.monotonic()
+        awaited = sorted(worker for worker in workers if not self._answers.get(worker))
+        return {worker: now_s - self._heard_s.setdefault(worker, now_s) for worker in awaited}
+
+    def take(self, worker: int, kind: int, number: int, body: np.ndarray) -> None:
+        """Take a worker's request; all answers that are due will be sent."""
+        if kind == REPORT:
+            assert self.progress is not None
+            self.progress.report(worker, pickle.loads(body.data))
+            self._answer_reports()
+        elif kind == END:
+            self._is_closed, self.is_left = True, number == LEAVE
+            self._answers[worker].append(NOTHING)
+        else:
+            self._answers[worker].append(self._serve_segment(worker, kind, number, body))
+
+    def _take_request(self, worker: int) -> bool:
+        coming = self._coming[worker]
+        if not coming[0][0].Test():
+            return False
+        message = coming.popleft()[1]
+        self._heard_s[worker] = time.monotonic()
+        kind, number = message[:HEADER_BYTES].view(np.int64).tolist()
+        self.take(worker, kind, number, message[HEADER_BYTES:])  # other bytes may follow the body
+        coming.append(self._post_receive(worker))  # last: the message of a worker that has died since counts
+        return True
+
+    def _post_receive(self, worker: int) -> tuple[Any, np.ndarray]:
+        message = np.empty(transport.MESSAGE_BYTES, np.uint8)
+        return self.mpi.Irecv(message, worker, REQUEST), message
+
+    def _send_answers(self, worker: int) -> bool:
+        answers = self._answers[worker]
+        if not answers:
+            return False
+        self._heard_s[worker] = time.monotonic()
+        while answers:
+            self._outbox.send(answers.popleft(), worker)
+        return True
 
     def _serve_segment(self, worker: int, kind: int, number: int, body: np.ndarray) -> np.ndarray:
         begin, end = self.segments[number]
@@ -286,7 +216,7 @@ class CenterServer:
     def _answer_reports(self) -> None:
         assert self.progress is not None
         for worker, status in self.progress.answers():
-            self.answers[worker].append(np.frombuffer(pickle.dumps(status), np.uint8))
+            self._answers[worker].append(np.frombuffer(pickle.dumps(status), np.uint8))
 
 
 # ---------------------------------------------------------------- a worker

@@ -1,14 +1,15 @@
-"""Pushes of params between workers, in a thread: nobody waits for them. Blot et al. 2016.
+"""Pushes of params between workers, by a thread: nobody waits for them. Blot et al. 2016.
 
-A push is a request with the sender's share and requests with pieces of the params. The last piece is answered when the
-receiver has room for one more push. So a worker that does not merge, as in an evaluation, is soon pushed nothing, and
-no memory fills, whatever MPI buffers.
+A push is one message, f64[..]: the sender's share of the weight, then the bytes of the params. Its sends are
+*synchronous* in MPI's sense, so they complete only when the receiver has taken them up, however small they are. A
+worker has one push to each other one under way and the receiver has room for one of each. So a worker that does not
+merge, as in an evaluation, is soon pushed nothing, and no memory fills, whatever MPI buffers.
 """
 
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,12 +17,10 @@ import numpy as np
 from jaxmpi.core import scheduling
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.rules.asynchronous import transport
-from jaxmpi.rules.asynchronous.transport import NOTHING, Backoff, RankLost, Request, Responder, carry_out
+from jaxmpi.rules.asynchronous.transport import Backoff, RankLost, naming_lost_rank
 from jaxmpi.runtime import failures
 
-SHARE, PIECE, ENDED = range(3)  # kinds of requests
-PIECE_BYTES = transport.MESSAGE_BYTES - transport.HEADER_BYTES
-MOST = 2  # pushes to one worker that it has yet to take
+ENDED = np.zeros(1)  # a share of 0: its sender will push no more
 
 
 class Push(NamedTuple):
@@ -40,23 +39,25 @@ class GossipThread:
         self.arrived: deque[Push] = deque()  # for the main thread to take
         self.ended: set[int] = set()  # workers that will push no more
         self.gone: set[int] = set()
-        self.answers: defaultdict[int, deque[np.ndarray]] = defaultdict(deque)
         self._peers = [peer for peer in range(workers) if peer != worker]
-        self._outgoing: dict[int, deque[Iterator[bool]]] = {peer: deque() for peer in self._peers}
-        self._incoming: dict[int, Push] = {}
-        self._complete: dict[int, Push] = {}  # not yet answered
+        self._outgoing: dict[int, deque[np.ndarray]] = {peer: deque() for peer in self._peers}
+        self._sending: dict[int, Any] = {}  # MPI's request of the first outgoing message, by peer
+        self._receiving = {peer: self._post_receive(peer) for peer in self._peers}
         self._is_ending = False
-        self._responder = Responder(mpi, self, self._peers)
         self._thread = threading.Thread(target=self._run, name="jaxmpi gossip", daemon=True)
         self._thread.start()
 
     def push(self, to: int, share: float, body: np.ndarray) -> None:
-        """Have params sent to another worker; u8[body_bytes] must not change any more."""
-        self._outgoing[to].append(carry_out(self.mpi, {to: push_requests(share, body)}))
+        """Have params, u8[body_bytes], sent to another worker."""
+        # Words of 8 bytes: counts of MPI end at 2^31, which bytes of a large model exceed.
+        message = np.zeros(1 + -(-self.body_bytes // 8))
+        message[0] = share
+        message[1:].view(np.uint8)[: body.size] = body
+        self._outgoing[to].append(message)
 
     def closed_peers(self) -> frozenset[int]:
-        """Workers to push nothing to: gone, or behind with earlier pushes."""
-        return frozenset(peer for peer, pushes in self._outgoing.items() if len(pushes) >= MOST or peer in self.gone)
+        """Workers to push nothing to: gone, or behind with an earlier push."""
+        return frozenset(peer for peer, messages in self._outgoing.items() if messages or peer in self.gone)
 
     def end(self, meanwhile: Callable[[], Any] = lambda: None) -> None:
         """Push no more, and wait for all others' pushes in `arrived`.
@@ -64,8 +65,8 @@ class GossipThread:
         Args:
             meanwhile: called ten times a second or so: another may be evaluating, or slow.
         """
-        for peer in self._peers:
-            self._outgoing[peer].append(carry_out(self.mpi, {peer: [Request(ENDED, 0)]}))
+        for messages in self._outgoing.values():
+            messages.append(ENDED)
         self._is_ending = True
         limit_s = transport.TIMEOUT_S * failures.LONG
         deadline = time.monotonic() + limit_s
@@ -78,60 +79,52 @@ class GossipThread:
 
     # ------------------------------------------------------------ in the thread
 
-    def take(self, rank: int, kind: int, number: int, body: np.ndarray) -> None:
-        """Take a request of another worker; `number` is where a piece begins."""
-        if kind == SHARE:
-            self._incoming[rank] = Push(float(body[:8].view(np.float64)[0]), np.empty(self.body_bytes, np.uint8))
-        elif kind == PIECE:
-            push = self._incoming[rank]
-            piece = push.body[number : number + PIECE_BYTES]
-            piece[:] = body[: piece.size]
-            if number + piece.size == self.body_bytes:
-                self._complete[rank] = self._incoming.pop(rank)
-                return
-        else:
-            self.ended.add(rank)
-        self.answers[rank].append(NOTHING)
-
-    def drop(self, rank: int) -> None:
-        """Another worker is gone."""
-        self.gone.add(rank)
-        self._complete.pop(rank, None)
-
     def _run(self) -> None:
         scheduling.take_short_turns()
         backoff = Backoff()
-        while not (self._is_ending and self._is_flushed()):
-            moved = self._responder.poll()
-            for peer, pushes in self._outgoing.items():
-                moved |= self._send(peer, pushes)
-            for peer in list(self._complete):
-                # At the end this rank waits for all pushes.
-                if self._is_ending or len(self.arrived) < len(self._peers):
-                    self.arrived.append(self._complete.pop(peer))
-                    self.answers[peer].append(NOTHING)
+        while not (self._is_ending and all(map(self._is_through, self._peers))):
+            moved = False
+            for peer in self._peers:
+                if peer in self.gone:
+                    continue
+                try:
+                    with naming_lost_rank(peer):
+                        moved |= self._receive(peer) | self._send(peer)
+                except RankLost:
+                    self.gone.add(peer)
+                    self._outgoing[peer].clear()
+                    moved = True
             backoff.after(moved)
 
-    def _send(self, peer: int, pushes: deque[Iterator[bool]]) -> bool:
-        """Go on with the oldest push to a worker; True if something has moved."""
-        if peer in self.gone:
-            pushes.clear()
-        try:
-            moved = next(pushes[0], None) if pushes else False
-        except RankLost:
-            self.drop(peer)
+    def _is_through(self, peer: int) -> bool:
+        return peer in self.gone or (peer in self.ended and not self._outgoing[peer])
+
+    def _receive(self, peer: int) -> bool:
+        """Take a push that has come, if there is room: at the end this rank waits for all."""
+        has_room = self._is_ending or len(self.arrived) < len(self._peers)
+        if peer in self.ended or not has_room or not self._receiving[peer][0].Test():
+            return False
+        _, message = self._receiving[peer]
+        if message[0] == 0:
+            self.ended.add(peer)
+        else:
+            self.arrived.append(Push(float(message[0]), message[1:].view(np.uint8)[: self.body_bytes]))
+            self._receiving[peer] = self._post_receive(peer)
+        return True
+
+    def _send(self, peer: int) -> bool:
+        """Send the oldest message to a worker; return True if it begins or has been taken up."""
+        messages = self._outgoing[peer]
+        if messages and peer not in self._sending:
+            self._sending[peer] = self.mpi.Issend(messages[0], peer)
             return True
-        if moved is None:  # it has been taken
-            pushes.popleft()
-        return moved is not False
+        if peer in self._sending and self._sending[peer].Test():
+            del self._sending[peer]
+            messages.popleft()
+            return True
+        return False
 
-    def _is_flushed(self) -> bool:
-        has_pushed = not any(self._outgoing.values()) and self._responder.is_flushed()
-        return has_pushed and self.ended | self.gone >= set(self._peers)
-
-
-def push_requests(share: float, body: np.ndarray) -> Iterator[Request]:
-    """The requests of a push."""
-    yield Request(SHARE, 0, np.array([share]).view(np.uint8))
-    for begin in range(0, body.size, PIECE_BYTES):
-        yield Request(PIECE, begin, body[begin : begin + PIECE_BYTES])
+    def _post_receive(self, peer: int) -> tuple[Any, np.ndarray]:
+        # Memory that is not yet written to takes none: a buffer for each worker costs nothing until a push comes.
+        message = np.empty(1 + -(-self.body_bytes // 8))
+        return self.mpi.Irecv(message, peer), message

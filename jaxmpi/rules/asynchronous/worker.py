@@ -33,20 +33,9 @@ from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.optim import optimizers
-from jaxmpi.rules.asynchronous.center import (
-    ABANDONED,
-    OVER,
-    CenterClient,
-    CenterLayout,
-    CenterServer,
-    Counters,
-    GlobalProgress,
-    Order,
-    Report,
-    Status,
-)
+from jaxmpi.rules.asynchronous.center import CenterClient, CenterLayout, CenterServer
 from jaxmpi.rules.asynchronous.gossip import GossipThread
-from jaxmpi.rules.asynchronous.transport import MESSAGE_BYTES, Responder
+from jaxmpi.rules.asynchronous.progress import ABANDONED, OVER, Counters, GlobalProgress, Order, Report, Status
 from jaxmpi.rules.base import Asynchronous
 from jaxmpi.runtime import failures, progress
 
@@ -367,14 +356,8 @@ def take_part(
         all_progress = GlobalProgress(size, target, config.staleness, start.counters) if rank == first else None
         begin, end = layout.shard(rank - first)
         shard = np.zeros(end - begin, np.float32) if rule.is_gossip else start.center[begin:end].copy()
-        server = CenterServer(layout, rank - first, shard, rule.apply, size, all_progress)
-        responder = Responder(to_center, server, range(size), MESSAGE_BYTES)
-
-        def keep_shard() -> bool:
-            responder.run(server.is_over, lambda: monitor.look(server, responder))
-            return server.is_left
-
-        serve = keep_shard
+        server = CenterServer(to_center, layout, rank - first, shard, rule.apply, size, all_progress)
+        serve = partial(server.run, partial(monitor.look, server))
     if rank < size:
         client = CenterClient(to_center, layout, range(first, first + servers), 0 if rank else size)
         body_bytes = host_wire(wire).size_bytes(n)
@@ -402,14 +385,14 @@ class HeartbeatMonitor:
     must_leave: Callable[[], bool]  # this rank has been sent a signal
     named: set[int] = field(default_factory=set)
 
-    def look(self, server: CenterServer, responder: Responder) -> None:
+    def look(self, server: CenterServer) -> None:
         """Name silent workers, pass on signals, and end the job on `abort`."""
         known = server.progress
         if known is None:
             return
         known.leaving |= self.must_leave()
         late: dict[int, float] = {}
-        for worker, silent_s in responder.silent_s(known.expected_workers()).items():
+        for worker, silent_s in server.silent_s(known.expected_workers()).items():
             limit_s = (self.stall_timeout_s or math.inf) * (failures.LONG if worker == 0 else 1.0)
             if silent_s > (start_limit_s(self.stall_timeout_s) if worker in known.absent else limit_s):
                 late[worker] = silent_s
