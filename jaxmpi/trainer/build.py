@@ -99,7 +99,7 @@ def build_functions(plan: Plan) -> Functions:
         mean_state=mean_state,
         eval_params=eval_params,
         fingerprints=fingerprints_by(jit, workers),
-        predict=jax.jit(partial(steps.predict, forward)),  # not shared by ranks: one of them may call it alone
+        predict=steps.jit_predict(forward),  # not shared by ranks: one of them may call it alone
         form=f"{programs}; {form.why}",
         flops=flops,
     )

@@ -80,7 +80,7 @@ class Finished:
     @cached_property
     def predict(self) -> Callable[[Batch], Any]:
         """(a dict of arrays [batch, ...] of this process's own) -> the task's outputs; compiled once."""
-        return partial(jax.jit(partial(steps.predict, self.forward)), self.params, self.model_state)
+        return partial(steps.jit_predict(self.forward), self.params, self.model_state)
 
     def example(self) -> Batch:
         """A validation batch for `predict`, this worker's share; all ranks call it."""

@@ -8,6 +8,7 @@ means would be wrong.
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmpi.comm.topology import AXIS
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.pytrees import PyTree, cast_like, in_32_bits
+from jaxmpi.core.pytrees import PyTree, cast_like, in_32_bits, path_name
+from jaxmpi.core.to_jax import to_jax
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.model.batch_statistics import statistics_over
 from jaxmpi.rules.base import Rule
@@ -241,6 +243,18 @@ def predict(forward: Forward, params: PyTree, model_state: PyTree, batch: Batch)
     else:
         outputs = forward.task.loss(forward.cast(params), model_state, batch, jax.random.key(0), False)[2]
     return cast_floats(outputs, jnp.float32)
+
+
+def jit_predict(forward: Forward) -> Callable[[PyTree, PyTree, Batch], Any]:
+    """Jit `predict` for batches of the user's own, NumPy's or JAX's."""
+    jitted = jax.jit(partial(predict, forward))
+
+    def predict_checked(params: PyTree, model_state: PyTree, batch: Batch) -> Any:
+        # By itself jit wraps 64-bit integers and drops masks without a word.
+        checked = jax.tree_util.tree_map_with_path(lambda path, x: to_jax(f"batch/{path_name(path)}", x), batch)
+        return jitted(params, model_state, checked)
+
+    return predict_checked
 
 
 # ---------------------------------------------------------------- several workers in one process

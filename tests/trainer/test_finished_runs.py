@@ -50,6 +50,20 @@ def trained(tmp_path_factory) -> Experiment:
     return experiment
 
 
+def test_integers_that_jax_would_wrap_are_refused_by_predictions(trained, tmp_path):
+    """JAX has no 64 bits: 2^32 + 1 would become 1."""
+    large = {**line(4), "tokens": np.full(4, 2**32 + 1)}
+
+    class Asks(jaxmpi.Callback):
+        def after_evaluation(self, moment):
+            moment.predict(large)
+
+    with pytest.raises(UsageError, match="batch/tokens"):
+        jaxmpi.Trainer(trained).predict(large)
+    with pytest.raises(UsageError, match="batch/tokens"):
+        main.train(lines(tmp_path, callbacks=(Asks(),)), "lines")
+
+
 @pytest.mark.e2e
 @pytest.mark.slow  # a job of a notebook's
 def test_a_notebook_trains_with_processes(tmp_path, capfd, no_launcher):
