@@ -22,7 +22,7 @@ from jaxmpi.core.env import getting_mpi
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.launch.experiment_facts import ExperimentFacts, facts_of
 from jaxmpi.launch.options import USAGE, Options, parse
-from jaxmpi.launch.supervisor import PROBE_S, supervise, without
+from jaxmpi.launch.supervisor import PROBE_S, supervise, without_hosts
 from jaxmpi.runtime import failures, job_folder, process
 
 
@@ -49,13 +49,13 @@ def launch(options: Options) -> NoReturn:
             "no network interface is up, not even the loopback, and Open MPI needs one: ip link set lo up, or train in "
             "one process, with --devices K for K workers"
         )
-    facts = None
+    facts = ExperimentFacts()
     may_outlive = not is_alone and options.launcher == "mpirun" and has_ulfm(version_of(find("mpirun")))
     if options.restarts or may_outlive:
         facts = facts_of(options.train_args, file_is_here=options.are_ranks_here)
 
     def print_line(job: Options) -> list[str]:
-        line = command(job, **host, outlives_ranks=facts is not None and facts.outlives_ranks)
+        line = command(job, **host, outlives_ranks=facts.outlives_ranks)
         try:
             print("+ " + without_values(line, job.launcher_args), flush=True)
         except OSError:  # as `| head` leaves it
@@ -65,23 +65,13 @@ def launch(options: Options) -> NoReturn:
     if options.workers == 1 and not options.restarts:
         line = print_line(options)
         os.execv(line[0], line)
-    if options.restarts and facts:
-        options = options._replace(train_args=with_fields_of_file(options.train_args, facts))
-    raise SystemExit(supervise(options, print_line, lambda name: answers(name, options, **host)))
+    raise SystemExit(supervise(options, facts, print_line, lambda name: answers(name, options, **host)))
 
 
 def has_network() -> bool:
     """Return True if an interface of this host, or container, has an address, as far as Linux says."""
     addresses = Path("/proc/net/fib_trie")  # of this network namespace; /sys/class/net may be another's
     return not addresses.exists() or "LOCAL" in addresses.read_text()
-
-
-def with_fields_of_file(train_args: Sequence[str], facts: ExperimentFacts) -> tuple[str, ...]:
-    """Arguments with fields of the first start alone as flags."""
-    for flag in ("--run-dir", "--resume", "--no-resume", "--from-start", "--no-from-start"):
-        train_args = without(train_args, flag, takes_value=flag == "--run-dir")
-    fields = [*(["--run-dir", facts.run_dir] if facts.run_dir else []), *["--resume"] * facts.resume]
-    return (*train_args, *fields, *["--from-start"] * facts.from_start)
 
 
 # ---------------------------------------------------------------- the line
@@ -170,7 +160,7 @@ def without_values(line: Sequence[str], launcher_args: Sequence[str]) -> str:
 
 def answers(host: str, options: Options, *, cores: int, is_root: bool) -> bool:
     """Return True if a process can be started on a host."""
-    settings = without(without(options.launcher_args, "--host"), "-H")  # how to reach hosts, such as a port of ssh
+    settings = without_hosts(options.launcher_args)  # how to reach hosts, such as a port of ssh
     start = mpirun(options._replace(workers=1), cores, is_root)
     line = [*start, *settings, "--host", f"{host}:1", "true"]
     try:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmpi.config import experiment_file
+from jaxmpi.config.flags import words_by_flag
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.runtime import process
 
@@ -33,30 +34,30 @@ PLAIN = sys.stdlib_module_names | {"jaxmpi", "jax", "numpy", "flax", "optax"}  #
 class ExperimentFacts(NamedTuple):
     """Facts of an experiment, with the fields of the command line."""
 
-    outlives_ranks: bool  # by its rule, or by `on_rank_loss`
-    run_dir: str
-    resume: bool
-    from_start: bool
+    outlives_ranks: bool = False  # by its rule, or by `on_rank_loss`
+    run_dir: str = ""
+    resume: bool = False
+    from_start: bool = False
 
 
-def facts_of(train_args: Sequence[str], *, file_is_here: bool = True) -> ExperimentFacts | None:
+def facts_of(train_args: Sequence[str], *, file_is_here: bool = True) -> ExperimentFacts:
     """Facts of the experiment that these arguments of the trainer name.
 
     Args:
         train_args: arguments of the trainer.
         file_is_here: ranks run on this host, so that a mistake here is one there.
 
-    Returns: None for those of a new run of a synchronous rule, or if they are not known; a line then says why.
+    Returns: those of the command line alone if the file cannot be run; a line then says why.
 
     Raises:
         UsageError: the file, or a field, is wrong.
     """
-    file = experiment_file.locate(train_args[0]) if train_args else Path()
+    file = experiment_file.locate(train_args[0])
     try:
         if not may_differ(train_args, file.read_text("utf-8-sig", errors="replace")):
-            return None
+            return ExperimentFacts()
     except OSError:  # ranks on other hosts may read it
-        return None
+        return facts_of_flags(train_args[1:])
     with tempfile.TemporaryDirectory() as folder:
         answer, output = Path(folder) / "answer", Path(folder) / "output"
         code = run_in_another_process([str(answer), *train_args], output)
@@ -73,7 +74,19 @@ def facts_of(train_args: Sequence[str], *, file_is_here: bool = True) -> Experim
         "and from_start count on the command line alone",
         file=sys.stderr,
     )
-    return None
+    return facts_of_flags(train_args[1:])
+
+
+def facts_of_flags(argv: Sequence[str]) -> ExperimentFacts:
+    """What flags alone say; the last one of a name counts."""
+    facts = ExperimentFacts()
+    for flag, words in words_by_flag(argv):
+        field = flag.removeprefix("no-").replace("-", "_")
+        if field == "run_dir":
+            facts = facts._replace(run_dir=words[0])
+        elif field in ("resume", "from_start"):
+            facts = facts._replace(**{field: not flag.startswith("no-")})
+    return facts
 
 
 def run_in_another_process(words: Sequence[str], output: Path) -> int | None:

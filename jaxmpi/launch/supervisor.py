@@ -23,16 +23,17 @@ from typing import TextIO
 
 from jaxmpi.checkpoint import manifests, run_directory
 from jaxmpi.checkpoint.held_folder import HeldFolder
-from jaxmpi.config.flags import hyphens
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
+from jaxmpi.launch.experiment_facts import ExperimentFacts
 from jaxmpi.launch.options import Options
 from jaxmpi.launch.postmortem import HOST_GONE, KILLED, TAIL_BYTES, culprit, ranks_under
 from jaxmpi.runtime import failures, job_folder, process
 
 # Exit codes after which a restart is pointless: done, error of usage, to be resumed later, interrupted.
 FINAL = (0, failures.MISUSED, failures.PREEMPTED, failures.INTERRUPTED)
+HOST = ("--host", "-H")  # flags of mpirun
 UNLOCK_S = 30.0  # for the last process of an ended job to exit
 PROBE_S = 20.0  # for a host to answer
 LOOK_S = 1.0  # between looks at a job's ranks and the files that they leave
@@ -219,11 +220,14 @@ class Relay(threading.Thread):
 # ---------------------------------------------------------------- again
 
 
-def supervise(job: Options, line: Callable[[Options], list[str]], probe: Callable[[str], bool]) -> int:
+def supervise(
+    job: Options, facts: ExperimentFacts, line: Callable[[Options], list[str]], probe: Callable[[str], bool]
+) -> int:
     """Run a job to its end, and restart it if it dies.
 
     Args:
         job: with the number of restarts, and of workers with which one may go on.
+        facts: of its experiment.
         line: the command of a start.
         probe: whether a host answers.
 
@@ -232,10 +236,11 @@ def supervise(job: Options, line: Callable[[Options], list[str]], probe: Callabl
     runner, folder, home = JobRunner(), None, None
     if job.restarts:
         with run_directory.usable():
-            folder = run_dir(job.train_args)
+            folder = run_dir(facts, Path(job.train_args[0]).stem)
             home = HeldFolder(folder)
-        job = job._replace(train_args=(*without(job.train_args, "--run-dir"), "--run-dir", str(folder)))
-    step_before, first_record = None, record_in(folder)
+        if not facts.run_dir:
+            job = job._replace(train_args=(*job.train_args, "--run-dir", str(folder)))
+    step_before, first_record, first_args = None, record_in(folder), job.train_args
     for start in range(job.restarts + 1):
         code, text = runner.run(line(job), 0 if job.launcher_args else job.workers)
         if runner.requests:
@@ -269,7 +274,10 @@ def supervise(job: Options, line: Callable[[Options], list[str]], probe: Callabl
         if runner.requests:
             say("asked to leave between two starts: what is saved stays")
             return runner.exit_code(failures.PREEMPTED)
-        job = job._replace(train_args=resuming(job.train_args, folder, first_record))
+        record = record_in(folder)
+        # With --from-start the record that was there before is another run's, until the ranks rename it.
+        if record and not (facts.from_start and record == first_record):
+            job = job._replace(train_args=(*first_args, "--resume", "--no-from-start"))  # the last flag counts
         say(f"restart {start + 1} of {job.restarts} from step {step}, with {job.workers} workers")
     raise AssertionError  # the last start returns
 
@@ -282,20 +290,15 @@ def say(text: str) -> None:
         failures.drop_unread_stream(sys.stderr)
 
 
-def run_dir(train_args: Sequence[str]) -> Path:
+def run_dir(facts: ExperimentFacts, name: str) -> Path:
     """The run directory: as requested, the newest to resume, or fresh.
 
     Raises:
-        UsageError: there is none to resume, or no experiment is named.
+        UsageError: there is none to resume.
     """
-    name = next((Path(arg).stem for arg in train_args[:1] if not arg.startswith("-")), "")
-    if not name:
-        raise UsageError("name an experiment file: jaxmpi train --restarts 3 -n 8 EXPERIMENT.py")
-    given = value_of(train_args, "--run-dir")
-    if given:
-        return run_directory.named(Experiment(run_dir=given).run_dir)
-    resume = "--resume" in train_args
-    return run_directory.resumed(Experiment(resume=True), name) if resume else run_directory.fresh(name)
+    if facts.run_dir:
+        return run_directory.named(facts.run_dir)
+    return run_directory.resumed(Experiment(resume=True), name) if facts.resume else run_directory.fresh(name)
 
 
 def record_in(folder: Path | None) -> int:
@@ -304,41 +307,6 @@ def record_in(folder: Path | None) -> int:
         return (folder / "record.jsonl").stat().st_ino if folder else 0
     except OSError:
         return 0
-
-
-def resuming(train_args: Sequence[str], folder: Path, first: int) -> tuple[str, ...]:
-    """Arguments of a restart; a run without its own record starts over.
-
-    Args:
-        first: `record_in` before the first start. With `--from-start` that is another run's, until it is renamed.
-    """
-    record = record_in(folder)
-    if record == first and any(hyphens(arg) == "--from-start" for arg in train_args):
-        return tuple(train_args)
-    again = ("--resume", "--no-from-start") if record else ()  # the experiment file may have from_start, too
-    for flag in ("--resume", "--from-start", "--no-from-start"):
-        train_args = without(train_args, flag, takes_value=False)
-    return (*train_args, *again)
-
-
-def value_of(args: Sequence[str], flag: str) -> str:
-    """The last value of a flag, `--a b` or `--a=b`; else empty."""
-    value = ""
-    for arg, following in itertools.pairwise([*map(hyphens, args), ""]):
-        if arg == flag or arg.startswith(flag + "="):
-            value = following if arg == flag else arg.partition("=")[2]
-    return value
-
-
-def without(args: Sequence[str], flag: str, takes_value: bool = True) -> list[str]:
-    """Arguments without a flag and its value."""
-    kept, skip = [], False
-    for arg in args:
-        is_flag = hyphens(arg) == flag
-        if not (skip or is_flag or hyphens(arg).startswith(flag + "=")):
-            kept.append(arg)
-        skip = is_flag and takes_value
-    return kept
 
 
 def wait_for_lock(folder: Path) -> None:
@@ -364,15 +332,25 @@ def with_those_left(job: Options, probe: Callable[[str], bool]) -> Options:
         return job
     say(f"no answer from {', '.join(sorted(set(slots) - set(left)))}")
     hosts = ",".join(f"{host}:{count}" for host, count in left.items())
-    args = without(without(job.launcher_args, "--host"), "-H")
-    return job._replace(workers=min(job.workers, sum(left.values())), launcher_args=("--host", hosts, *args))
+    args = ("--host", hosts, *without_hosts(job.launcher_args))
+    return job._replace(workers=min(job.workers, sum(left.values())), launcher_args=args)
 
 
 def hosts_of(launcher_args: Sequence[str]) -> dict[str, int]:
     """Host to slots, from mpirun's --host; empty if it is not given."""
-    text = value_of(launcher_args, "--host") or value_of(launcher_args, "-H")
-    pairs = [part.partition(":")[::2] for part in text.split(",") if part]
+    text = ""
+    for arg, following in itertools.pairwise([*launcher_args, ""]):
+        if arg in HOST:
+            text = following
+        elif arg.startswith(f"{HOST[0]}="):
+            text = arg.partition("=")[2]
     slots: dict[str, int] = {}
-    for host, count in pairs:
+    for host, _, count in (part.partition(":") for part in text.split(",") if part):
         slots[host] = slots.get(host, 0) + (int(count) if count.isdigit() else 1)
     return slots
+
+
+def without_hosts(launcher_args: Sequence[str]) -> list[str]:
+    """The launcher's arguments without the hosts that it is given."""
+    pairs = zip(launcher_args, ("", *launcher_args), strict=False)
+    return [arg for arg, before in pairs if not ({arg, before} & {*HOST} or arg.startswith(f"{HOST[0]}="))]

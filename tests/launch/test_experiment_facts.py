@@ -4,7 +4,7 @@ import pytest
 
 from jaxmpi.core.errors import UsageError
 from jaxmpi.launch import experiment_facts
-from jaxmpi.launch.experiment_facts import facts_of, may_differ
+from jaxmpi.launch.experiment_facts import ExperimentFacts, facts_of, may_differ
 from launching import ROOT
 
 DIGITS = str(ROOT / "experiments" / "digits.py")
@@ -33,7 +33,6 @@ def test_a_run_that_outlives_ranks_is_known_by_running_its_file(case, tmp_path):
     lines, flags, outlives = OUTLIVES[case]
     (tmp_path / "mine.py").write_text(FILE.format(lines))
     facts = facts_of([str(tmp_path / "mine.py"), *flags])
-    assert facts
     assert facts.outlives_ranks is outlives
 
 
@@ -57,7 +56,7 @@ def test_a_file_that_gives_no_answer_is_said_and_left_to_the_ranks(text, tmp_pat
     file = tmp_path / "mine.py"
     file.write_text(text)
     monkeypatch.setattr(experiment_facts, "TIMEOUT_S", 2.0 if "sleep" in text else 60.0)
-    assert facts_of([str(file)], file_is_here=False) is None
+    assert facts_of([str(file)], file_is_here=False) == ExperimentFacts()
     said = capsys.readouterr().err
     assert f"{file}: cannot be run by the launcher: {UNANSWERED[text]}; starting a job that a dead rank ends" in said
 
@@ -65,7 +64,7 @@ def test_a_file_that_gives_no_answer_is_said_and_left_to_the_ranks(text, tmp_pat
 @pytest.mark.e2e
 def test_a_mistake_on_a_host_without_ranks_is_left_to_the_ranks(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("import of_other_hosts")
-    assert facts_of([str(tmp_path / "mine.py")], file_is_here=False) is None
+    assert facts_of([str(tmp_path / "mine.py")], file_is_here=False) == ExperimentFacts()
     assert "No module named 'of_other_hosts'; starting a job" in capsys.readouterr().err
     with pytest.raises(UsageError, match="No module named 'of_other_hosts'"):
         facts_of([str(tmp_path / "mine.py")])
@@ -80,4 +79,4 @@ def test_most_files_need_not_run(line):
     text = f"from jaxmpi.config import Experiment\n{line}\nexperiment = Experiment(seed=3)\n"
     assert may_differ(["mine.py", "--seed", "1"], text) is (line in UNSURE)
     assert may_differ(["mine.py", "--resume"], text)
-    assert facts_of(["gone.py", "--resume"]) is None  # other hosts may have it
+    assert facts_of(["gone.py", "--resume"]) == ExperimentFacts(resume=True)  # other hosts may have it

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi.config import experiment_file
-from jaxmpi.launch import command, supervisor
-from jaxmpi.launch.experiment_facts import facts_of
+from jaxmpi.launch import supervisor
+from jaxmpi.launch.experiment_facts import ExperimentFacts, facts_of
 from jaxmpi.launch.options import Options
 from jaxmpi.launch.postmortem import Culprit, children_of, culprit, ranks_under
 from jaxmpi.runtime import failures, job_folder
@@ -57,54 +56,19 @@ def test_who_ended_a_job(case):
     assert culprit("something before\n" + text) == expected
 
 
-def test_what_the_next_start_is_given(tmp_path):
-    args = ("a.py", "--run_dir=old", "--resume", "--optim.lr", "1")
-    assert supervisor.value_of(args, "--run-dir") == "old"
-    assert supervisor.value_of(("--run-dir", "a", "--run-dir", "b"), "--run-dir") == "b"
-    assert supervisor.value_of(("--run-dir=a", "--run-dir", "b"), "--run-dir") == "b"
-    assert supervisor.without(args, "--run-dir") == ["a.py", "--resume", "--optim.lr", "1"]
-    assert supervisor.resuming(args, tmp_path, 0) == ("a.py", "--run_dir=old", "--optim.lr", "1")
-    (tmp_path / "record.jsonl").touch()
-    assert supervisor.resuming(args, tmp_path, 0)[-2:] == ("--resume", "--no-from-start")
-    args = (*args, "--from-start")
-    record = tmp_path / "record.jsonl"
-    first = supervisor.record_in(tmp_path)
-    assert supervisor.resuming(args, tmp_path, first) == args  # of an earlier run: this one never came to set it aside
-    record.rename(tmp_path / "record.1.jsonl")
-    record.touch()
-    assert supervisor.resuming(args, tmp_path, first)[-3:] == ("1", "--resume", "--no-from-start")
-
-
-def first_start(*args: str) -> tuple[str, ...]:
-    facts = facts_of(args)
-    assert facts
-    return command.with_fields_of_file(args, facts)
-
-
 @pytest.mark.e2e
-def test_a_run_directory_of_the_experiment_file_is_the_supervisors_too(tmp_path):
-    """It took a fresh one, and a file with `resume` was refused."""
+@pytest.mark.parametrize(
+    ("fields", "flags", "expected"),
+    [
+        ("run_dir='own', resume=True", ("--seed", "3"), ExperimentFacts(run_dir="own", resume=True)),
+        ("run_dir='own', resume=True", ("--run_dir=b", "--no-resume"), ExperimentFacts(run_dir="b")),
+        ("from_start=True", ("--resume", "--no-from-start"), ExperimentFacts(resume=True)),  # as in a restart
+    ],
+)
+def test_the_supervisor_knows_the_run_directory_and_start_of_an_experiment_file(fields, flags, expected, tmp_path):
     file = tmp_path / "own.py"
-    fields = f"run_dir={str(tmp_path / 'own')!r}, resume=True"
     file.write_text(f"from jaxmpi.config.schema import Experiment\nexperiment = Experiment({fields})\n")
-    args = first_start(str(file), "--seed", "3")
-    assert args == (str(file), "--seed", "3", "--run-dir", str(tmp_path / "own"), "--resume")
-    assert supervisor.run_dir(args) == tmp_path / "own"
-    other = first_start(str(file), "--run_dir=b", "--no-resume")
-    assert other == (str(file), "--run-dir", "b")
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize(("given", "begins"), [((), True), (("--no-from-start",), False)])
-def test_an_experiment_file_begins_anew_with_its_first_start_alone(tmp_path, given, begins):
-    """A restart got `--resume` beside the file's `from_start`, and was refused."""
-    file = tmp_path / "anew.py"
-    file.write_text("from jaxmpi.config.schema import Experiment\nexperiment = Experiment(from_start=True)\n")
-    assert ("--from-start" in first_start(str(file), *given)) is begins
-    (tmp_path / "record.jsonl").touch()
-    args = supervisor.resuming((str(file), "--from-start"), tmp_path, 0)
-    again, _ = experiment_file.parse(list(args))
-    assert (again.resume, again.from_start) == (True, False)
+    assert facts_of([str(file), *flags]) == expected
 
 
 @pytest.mark.parametrize(
@@ -128,16 +92,19 @@ def test_workers_that_are_left(launcher_args, dead, workers, hosts):
 SUPERVISED = """
 import sys
 from jaxmpi.launch import supervisor
+from jaxmpi.launch.experiment_facts import ExperimentFacts
 from jaxmpi.launch.options import Options
 print("began", flush=True)
 asked = Options(4, "mpirun", (), ("a.py", "--run-dir", sys.argv[1]), int(sys.argv[2]))
-sys.exit(supervisor.supervise(asked, lambda job: ["sh", "-c", sys.argv[3], *job.train_args], lambda host: True))
+facts = ExperimentFacts(run_dir=sys.argv[1], from_start=len(sys.argv) > 4)
+line = lambda job: ["sh", "-c", sys.argv[3], *job.train_args]
+sys.exit(supervisor.supervise(asked, facts, line, lambda host: True))
 """
 
 
-def supervised(folder, script, restarts=2, **options):
+def supervised(folder, script, restarts=2, more=(), **options):
     return subprocess.Popen(
-        [sys.executable, "-c", SUPERVISED, str(folder), str(restarts), script],
+        [sys.executable, "-c", SUPERVISED, str(folder), str(restarts), script, *more],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
         **options,
     )  # fmt: skip
@@ -159,6 +126,25 @@ def test_what_is_started_again(tmp_path, script, code, starts, said):
     assert (tmp_path / "starts").read_text().count("x") == starts
     assert said in out.splitlines()[-1]
     assert f"a.py --run-dir {tmp_path}" in out
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("more", "before", "script", "again"),
+    [
+        ((), False, ":", []),  # it has died before it had a record
+        ((), False, "touch record.jsonl", ["--resume", "--no-from-start"]),
+        (["--from-start"], True, ":", []),  # the record is still that of the run before
+        (["--from-start"], True, "cp record.jsonl x; mv x record.jsonl", ["--resume", "--no-from-start"]),
+    ],
+)
+def test_a_restart_goes_on_with_the_run_of_its_first_start(more, before, script, again, tmp_path):
+    if before:
+        (tmp_path / "record.jsonl").touch()
+    job = supervised(tmp_path, f"echo $0 $@; cd {tmp_path}; {script}; exit 5", restarts=1, more=more)
+    out, _ = job.communicate(timeout=60)
+    first, second = (line.split() for line in out.splitlines() if line.startswith("a.py"))
+    assert second == first + again
 
 
 SAVES = "trap 'echo saved; exit 75' USR1; trap 'echo {0}; exit 1' TERM HUP INT; touch {1}/ready; "

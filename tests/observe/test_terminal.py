@@ -91,9 +91,10 @@ def read_all(end: int) -> bytes:
 ASK = "import sys; from jaxmpi.observe.terminal import terminal_columns; print('columns', terminal_columns(sys.stdout))"
 SUPERVISED = """
 import sys
+from jaxmpi.launch.experiment_facts import ExperimentFacts
 from jaxmpi.launch.options import Options
 from jaxmpi.launch.supervisor import supervise
-sys.exit(supervise(Options(1, "mpirun", (), ()), lambda job: sys.argv[1:], lambda host: True))
+sys.exit(supervise(Options(1, "mpirun", (), ()), ExperimentFacts(), lambda job: sys.argv[1:], lambda host: True))
 """
 LAUNCHERS = {"mpirun": mpirun_line(1), "train": [sys.executable, "-c", SUPERVISED, *mpirun_line(1)]}
 

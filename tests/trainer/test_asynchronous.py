@@ -249,10 +249,8 @@ def signalled(line: list[str], rank: int, number: int, run_dir: Path) -> tuple[i
 
 def surviving(ranks: int, *args: str) -> list[str]:
     """The line of `jaxmpi train`, under which a run goes on without ranks that die."""
-    facts = facts_of(args)
-    assert facts
-    options = Options(ranks, "mpirun", (), args)
-    line = command.command(options, cores=2, is_root=os.geteuid() == 0, outlives_ranks=facts.outlives_ranks)
+    options, outlives_ranks = Options(ranks, "mpirun", (), args), facts_of(args).outlives_ranks
+    line = command.command(options, cores=2, is_root=os.geteuid() == 0, outlives_ranks=outlives_ranks)
     assert "--with-ft" in line
     return line
 
