@@ -126,14 +126,16 @@ def accuracy_runs(options: Options) -> list[list[str]]:
 
 
 def runs_by_cell(text: str, model: str, factor: int) -> dict[str, dict[int, dict[str, Any]]]:
-    """Lines of `study.py` by cell and seed, without runs that diverged."""
+    """Lines of a sweep by cell and seed, without runs that diverged."""
     cells: dict[str, dict[int, dict[str, Any]]] = {}
     for row in map(json.loads, text.splitlines()):
         cell, batch = row["cell"], factor * int(row["cell"].get("local-batch", 8))
-        workers = f"{cell['workers']} worker{'s' * (cell['workers'] != '1')} of {batch} at {cell['optim.lr']}"
+        workers = f"{cell['devices']} worker{'s' * (cell['devices'] != '1')} of {batch} at {cell['optim.lr']}"
         runs = cells.setdefault(f"{model}, {workers}{BITS[cell.get('exchange.strategy', 'asa32')]}", {})
         if any(run["cell"] != cell for run in runs.values()):
-            raise UsageError(f"{model}, {workers}: got runs of several settings; remove kept_*.jsonl of earlier ones")
+            raise UsageError(
+                f"{model}, {workers}: got runs of several settings; remove the kept_* folders of earlier ones"
+            )
         if "failed" not in row:
             runs[row["seed"]] = row
     return {name: runs for name, runs in cells.items() if runs}
@@ -161,7 +163,7 @@ def errors(files: list[str]) -> Values:
             f"{name}, seeds that learned": learned[name] for name in cells if 0 < len(learned[name]) < len(cells[name])
         }
         for name, runs in (cells | some).items():
-            ours |= mean_and_error(f"{name}, top-5 error %", [run["top5_curve"][-1][1] for run in runs.values()])
+            ours |= mean_and_error(f"{name}, top-5 error %", [100 * (1 - run["eval_top5"]) for run in runs.values()])
             ours |= mean_and_error(f"{name}, top-1 error %", [100 * (1 - run["eval_top1"]) for run in runs.values()])
         base = next((name for name in cells if "1 worker " in name), "")
         one = ours.get(f"{base}, top-5 error %", 0.0)

@@ -40,7 +40,7 @@ def run(table: PaperTable, options: argparse.Namespace, folder: Path) -> tuple[V
     """
     shown, outputs = [], []
     for i, template in enumerate(table.commands(options), 1):
-        out = folder / (f"kept_{i}.jsonl" if "{kept}" in template else f"out_{i}")
+        out = folder / (f"kept_{i}" if "{kept}" in template else f"out_{i}")
         if "{out}" in template:  # output of an earlier call
             shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
         line = [str(out) if arg in ("{out}", "{kept}") else arg for arg in template]
@@ -48,7 +48,7 @@ def run(table: PaperTable, options: argparse.Namespace, folder: Path) -> tuple[V
         print("+ " + shown[-1], flush=True)
         if not options.show:
             printed = output(line, options.timeout_s, shown[-1])
-            file = out / "record.jsonl" if out.is_dir() else out
+            file = next(out.rglob("sweep.jsonl"), out / "record.jsonl") if out.is_dir() else out
             outputs.append(file.read_text() if file.is_file() else printed)
     if options.show:
         return {}, shown

@@ -99,43 +99,6 @@ def read(folder: Path, name: str = "") -> Record:
     )
 
 
-def read_study(path: Path) -> list[Record]:
-    """Read a file of `scripts/study.py`, a run's settings and evaluations per line.
-
-    Raises:
-        UsageError: it cannot be read, or holds no line of a study.
-    """
-    rows, _ = parse_lines(path, "a file of scripts/study.py, or a run directory")
-    rows = [row for row in rows if isinstance(row.get("cell"), dict) and "experiment" in row]
-    if not rows:
-        raise UsageError(f"{str(path)!r} holds no line of a study; name a file of scripts/study.py, or a run directory")
-    has_files = len({str(row["experiment"]) for row in rows}) > 1
-    flags = dict.fromkeys(flag for row in rows for flag in row["cell"])
-    varied = [flag for flag in flags if len({str(row["cell"].get(flag)) for row in rows}) > 1]
-    return [study_record(row, varied, has_files) for row in rows]
-
-
-def study_record(row: Row, varied: Sequence[str], has_files: bool) -> Record:
-    """A line of a study as a record without steps, named by what differs between lines."""
-    cell, file = row["cell"], str(row["experiment"])
-    words = [f"{flag} {cell[flag]}" for flag in varied if flag in cell]
-    curve = [pair for pair in as_list(row.get("curve")) if isinstance(pair, list) and len(pair) == 2]
-    rows = [{"epoch": epoch, "eval_loss": loss} for epoch, loss in curve]
-    if rows:
-        rows[-1] |= {k: v for k, v in row.items() if k.startswith("eval_") or k == "elapsed_s"}
-    others = {flag: value for flag, value in cell.items() if flag != "workers"}
-    return Record(
-        name=", ".join([*([Path(file).stem] if has_files else []), *words, f"seed {row.get('seed', '')}"]),
-        facts={"experiment": {"file": file, **others, "seed": row.get("seed")}, "workers": cell.get("workers", "")},
-        train=step_table([]),
-        evaluations=table(rows),
-        shuffles=table([]),
-        workers=worker_table([row] if "worker_steps" in row else []),
-        own=np.empty((0, 0)),
-        notes=[f"failed: {row['failed']}"] if "failed" in row else [],
-    )
-
-
 def parse_lines(path: Path, expected: str) -> tuple[list[dict[str, Any]], int]:
     """Parse the whole lines of a file; return their objects and the number of malformed lines."""
     lines = read_plain(path, MOST_RECORD_BYTES, expected).split(b"\n")

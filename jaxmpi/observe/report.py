@@ -1,14 +1,13 @@
-"""`jaxmpi report RUN [RUN...]`: a page and pictures of runs or studies."""
+"""`jaxmpi report RUN [RUN...]`: a page and pictures of runs."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import refuse_ways_out
 from jaxmpi.observe import plots
-from jaxmpi.observe.record_reader import Record, read, read_study
+from jaxmpi.observe.record_reader import read
 from jaxmpi.observe.report_data import pictures, report_data
 from jaxmpi.observe.report_page import page
 
@@ -20,14 +19,10 @@ def main(argv: Sequence[str]) -> None:
         description="Make an HTML page and plots from the records of one run, or of several to compare them.",
         epilog="example: jaxmpi report runs/first runs/second --out report",
     )
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run directories, or files of scripts/study.py"
-    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
     parser.add_argument("--out", type=Path, help="folder for page and pictures (default: report/ in the first RUN)")
     options = parser.parse_args(argv)
-    first = options.runs[0]  # a run directory, or the file of a study, whose report lies beside it
-    beside = first.with_name(f"{first.stem}-report") if os.path.isfile(first) else first / "report"
-    print(f"report: {write(options.runs, options.out or beside)}")
+    print(f"report: {write(options.runs, options.out or options.runs[0] / 'report')}")
 
 
 def write(runs: Sequence[Path], folder: Path) -> Path:
@@ -36,7 +31,7 @@ def write(runs: Sequence[Path], folder: Path) -> Path:
     Raises:
         UsageError: a record cannot be read, or nothing can be written there.
     """
-    records = all_records(runs)
+    records = [read(path, name) for path, name in zip(runs, unique_names(runs), strict=True)]
     data = report_data(records)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,15 +47,6 @@ def write(runs: Sequence[Path], folder: Path) -> Path:
     except OSError as error:
         raise UsageError(f"nothing can be written to {str(folder)!r}: {error.strerror}; use --out FOLDER") from error
     return folder / "index.html"
-
-
-def all_records(paths: Sequence[Path]) -> list[Record]:
-    """Records of run directories, and of every line of a study."""
-    return [
-        record
-        for path, name in zip(paths, unique_names(paths), strict=True)
-        for record in (read_study(path) if os.path.isfile(path) else [read(path, name)])
-    ]
 
 
 def unique_names(runs: Sequence[Path]) -> list[str]:

@@ -26,6 +26,9 @@ COMMANDS = {
         "a script of your own under mpirun: an error on one rank ends the job, named",
         "launch.script:main",
     ),
+    "sweep": CommandSpec(
+        "train all combinations of some fields' values with several seeds; a table", "tools.sweep:main"
+    ),
     "bench": CommandSpec(
         "time exchanges beside other libraries' and the bound",
         "bench.__main__:run",

@@ -303,31 +303,3 @@ def test_runs_of_one_seed_or_of_different_programs_stay_apart(seed, others, expe
     first = write_lines(tmp_path / "first", [facts | {"experiment": {"seed": 0}}])
     second = write_lines(tmp_path / "second", [facts | others | {"experiment": {"seed": seed}}])
     assert [group.runs for group in report_page.group_runs([read(first), read(second)])] == expected
-
-
-def test_a_study_is_a_page_of_its_cells(tmp_path, capsys):
-    outcomes = [("0.1", 0, 0.5), ("0.1", 1, 0.75), ("0.2", 0, None)]
-    lines = [
-        {"experiment": "experiments/digits.py", "cell": {"workers": "2", "optim.lr": lr}, "seed": seed}
-        | (
-            {"failed": "not finite"}
-            if top is None
-            else {"curve": [[1.0, 2.5], [2.0, 1.5]], "eval_top1": top, "loss": 1.0}
-        )
-        for lr, seed, top in outcomes
-    ]
-    study = tmp_path / "study.jsonl"
-    study.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"cut off')
-    report.main([str(study)])
-    assert capsys.readouterr().out == f"report: {tmp_path / 'study-report' / 'index.html'}\n"
-    text = (tmp_path / "study-report" / "index.html").read_text()
-    page = Page(text)
-    assert page.data["groups"][0] == {"name": "optim.lr 0.1", "runs": [0, 1]}
-    assert "<th scope=row>optim.lr 0.1</th><td>2</td><td>62.5 ± 18</td>" in text
-    assert "optim.lr 0.2, seed 0: failed: not finite" in text
-    training, held_out = page.data["runs"][1]["charts"][page.titles.index("Loss")]
-    assert training is None
-    assert (held_out["x"]["epoch"], held_out["y"]) == ([1, 2], [2.5, 1.5])
-    (tmp_path / "other.jsonl").write_text('{"kind": "run"}\n')
-    with pytest.raises(UsageError, match="study"):
-        report.write([tmp_path / "other.jsonl"], tmp_path / "out")

@@ -1,0 +1,79 @@
+"""Grids of runs with several seeds."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from jaxmpi.core.errors import UsageError
+from jaxmpi.tools import sweep
+from launching import ROOT
+
+DIGITS = ("experiments/digits.py", "--devices=2", "--train-for=12st", "--eval-every=0st")
+
+
+def run(*argv, cwd):
+    line = [sys.executable, "-m", "jaxmpi.tools.cli", "sweep", str(ROOT / DIGITS[0]), *DIGITS[1:], *argv]
+    return subprocess.run(line, capture_output=True, text=True, timeout=240, cwd=cwd)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "sweep.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.e2e
+def test_a_stopped_sweep_trains_only_what_is_missing(tmp_path):
+    """One of the runs diverges, which leaves the others alone."""
+    vary = ("--vary", "optim.lr=0.05,1e9", "--seeds", "2", "--out", "sweep")
+    done = run(*vary, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = lines(tmp_path / "sweep")
+    assert [("failed" in row, row["seed"]) for row in rows] == [(False, 0), (False, 1), (True, 0), (True, 1)]
+    assert rows[0]["eval_loss"] != rows[1]["eval_loss"]
+    assert (tmp_path / "sweep" / "report" / "index.html").is_file()
+    (tmp_path / "sweep" / "sweep.jsonl").write_text("\n".join(map(json.dumps, rows[1:])))
+    again = run(*vary, cwd=tmp_path)
+    assert [line for line in again.stdout.splitlines() if line[:1].isdigit()] == ["1/4 optim.lr=0.05,seed=0"]
+    assert [row["eval_loss"] for row in lines(tmp_path / "sweep") if "failed" not in row][-1] == rows[0]["eval_loss"]
+
+
+def test_a_table_has_means_and_differences_of_equal_seeds(tmp_path):
+    cells = sweep.grid({"optim.lr": ["1", "2"], "n": ["4"]})
+    losses = {"1": [1.0, 2.0, 6.0], "2": [2.0, 4.0]}
+    rows = [
+        {"run": "", "cell": cell, "seed": seed, "metric": "eval_loss", "eval_loss": loss, "elapsed_s": 3.0}
+        for cell in cells
+        for seed, loss in enumerate(losses[cell["optim.lr"]])
+    ]
+    rows.append({"run": "", "cell": cells[1], "seed": 2, "failed": "exit code 1"})
+    (tmp_path / "sweep.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    chosen = sweep.Sweep(["digits"], cells, range(3), tmp_path)
+    first, second = sweep.summaries(chosen)
+    assert (first.mean, first.error) == (3.0, pytest.approx(math.sqrt(7 / 3)))
+    assert (second.mean, second.difference, second.difference_error) == (3.0, 1.5, pytest.approx(0.5))
+    assert (second.seeds, second.failed) == (2, 1)
+    with pytest.raises(UsageError, match="eval_loss"):
+        sweep.summaries(chosen, "eval_top1")
+
+
+def test_ranks_and_ranges_vary():
+    assert sweep.setting("rule.tau=2..4") == ("rule.tau", ["2", "3", "4"])
+    words = sweep.train_words(["digits", "--seed=1"], {"n": "4", "optim.lr": "-1e-3"})
+    assert words == ["-n", "4", "digits", "--seed=1", "--optim.lr=-1e-3"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--vary", "optim.lr=fast"],
+        ["--vary", "no.field=1"],
+        ["--run-dir", "x", "--vary", "optim.lr=1"],
+        ["--vary", "seed=1,2"],
+    ],
+)
+def test_a_line_that_train_refuses_is_refused_before_the_first_run(argv, tmp_path):
+    refused = run(*argv, "--out", "sweep", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert not (tmp_path / "sweep").exists()
