@@ -87,17 +87,6 @@ def kill_session(leader: int) -> None:
                 continue
 
 
-def ranks_of(run_dir: Path) -> dict[int, int]:
-    """Processes of the ranks that train into a folder, by rank."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and str(run_dir).encode() in (entry / "cmdline").read_bytes():
-                rank = re.search(rb"(?:^|\0)OMPI_COMM_WORLD_RANK=(\d+)\0", (entry / "environ").read_bytes())
-                found |= {int(rank[1]): int(entry.name)} if rank else {}
-    return found
-
-
 def session_of(pid: int) -> int:
     """The session a process belongs to; 0 where it is gone."""
     try:

@@ -1,10 +1,12 @@
 """Check who ended a job, and what the next start is given; with jobs that are shell lines."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from jaxmpi.launch.experiment_facts import ExperimentFacts, facts_of
 from jaxmpi.launch.options import Options
 from jaxmpi.launch.postmortem import Culprit, children_of, culprit, ranks_under
 from jaxmpi.runtime import failures, job_folder
+from jobs import Job, marked, start
 from launching import ROOT, run, train, wait_until
 
 RULE = "-" * 74 + "\n"
@@ -102,12 +105,11 @@ sys.exit(supervisor.supervise(asked, facts, line, lambda host: True))
 """
 
 
-def supervised(folder, script, restarts=2, more=(), **options):
-    return subprocess.Popen(
-        [sys.executable, "-c", SUPERVISED, str(folder), str(restarts), script, *more],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-        **options,
-    )  # fmt: skip
+def supervised(
+    folder: Path, script: str, restarts: int = 2, more: Sequence[str] = (), before: Sequence[str] = ()
+) -> Job:
+    """A supervisor whose launcher is a shell."""
+    return start([*before, sys.executable, "-c", SUPERVISED, str(folder), str(restarts), script, *more])
 
 
 @pytest.mark.e2e
@@ -120,12 +122,10 @@ def supervised(folder, script, restarts=2, more=(), **options):
     ],
 )
 def test_what_is_started_again(tmp_path, script, code, starts, said):
-    job = supervised(tmp_path, f"echo x >> {tmp_path}/starts; echo $0 $@; {script}")
-    out, _ = job.communicate(timeout=60)
-    assert job.returncode == code, out
-    assert (tmp_path / "starts").read_text().count("x") == starts
-    assert said in out.splitlines()[-1]
-    assert f"a.py --run-dir {tmp_path}" in out
+    job = supervised(tmp_path, f"echo $0 $@; {script}")
+    assert job.end() == code, job.out
+    assert job.out.count(f"a.py --run-dir {tmp_path}") == starts
+    assert said in job.out.splitlines()[-1]
 
 
 @pytest.mark.e2e
@@ -142,13 +142,17 @@ def test_a_restart_goes_on_with_the_run_of_its_first_start(more, before, script,
     if before:
         (tmp_path / "record.jsonl").touch()
     job = supervised(tmp_path, f"echo $0 $@; cd {tmp_path}; {script}; exit 5", restarts=1, more=more)
-    out, _ = job.communicate(timeout=60)
-    first, second = (line.split() for line in out.splitlines() if line.startswith("a.py"))
+    assert job.end() == 5
+    first, second = (line.split() for line in job.out.splitlines() if line.startswith("a.py"))
     assert second == first + again
 
 
-SAVES = "trap 'echo saved; exit 75' USR1; trap 'echo {0}; exit 1' TERM HUP INT; touch {1}/ready; "
-SAVES += "while :; do sleep 0.05; done"
+# A job that is asked to leave says so, and saves itself if it has the time; a second time it ends.
+LOOP = "while :; do sleep 0.05; done"
+SAVES = (
+    "trap 'echo asked; sleep 0.1; echo saved; exit 75' USR1; trap 'echo killed; exit 1' TERM HUP INT; echo ready $$; "
+)
+STAYS = SAVES.replace("sleep 0.1; echo saved; exit 75", ":")
 
 
 @pytest.mark.e2e
@@ -166,69 +170,55 @@ def test_a_signal_to_the_whole_group_reaches_the_launcher_through_its_supervisor
 
     The second of `timeout`'s two signals comes at once and belongs to the first.
     """
-    script = SAVES.format("killed", tmp_path)
-    if code != 75 and len(numbers) > 1:  # still at it when the second comes
-        script = script.replace("echo saved; exit 75", f"touch {tmp_path}/asked")
-    else:
-        script = script.replace("echo saved", f"touch {tmp_path}/asked; sleep 0.1; echo saved")
-    job = supervised(tmp_path, script, restarts=0, process_group=0)
-    wait_for(tmp_path / "ready")
-    os.killpg(job.pid, numbers[0])
-    wait_for(tmp_path / "asked")
+    job = supervised(tmp_path, (SAVES if code == 75 else STAYS) + LOOP, restarts=0)
+    job.when("^ready")
+    os.killpg(job.process.pid, numbers[0])
+    job.when("^asked")
     if code != 75:
         time.sleep(1.1 * failures.ONE_REQUEST_S)
-    for number in numbers[1:]:
-        os.killpg(job.pid, number)
-    out, _ = job.communicate(timeout=30)
-    assert job.returncode == code, out
-    assert said in out.splitlines(), out
-    assert ("interrupted: the run saves itself" in out) == (signal.SIGINT in numbers)
+    os.killpg(job.process.pid, numbers[1])
+    assert job.end() == code, job.out
+    assert said in job.out.splitlines(), job.out
+    assert ("interrupted: the run saves itself" in job.out) == (signal.SIGINT in numbers)
 
 
 def test_ctrl_z_stops_the_job_and_fg_lets_it_go_on(tmp_path):
-    job = supervised(tmp_path, f"trap 'exit 75' USR1; echo $$ > {tmp_path}/pid; touch {tmp_path}/ready; {LOOP}")
-    wait_for(tmp_path / "ready")
-    script = int((tmp_path / "pid").read_text())
+    job = supervised(tmp_path, SAVES + LOOP)
+    job.when("^ready")
+    pids = job.process.pid, int(job.out.split()[-1])
     for number, states in ((signal.SIGTSTP, "T"), (signal.SIGCONT, "SR")):
-        job.send_signal(number)
-        wait_until(lambda states=states: all(state_of(pid) in states for pid in (job.pid, script)))
-    job.send_signal(signal.SIGTERM)
-    out, _ = job.communicate(timeout=30)
-    assert job.returncode == 75, out
+        job.signal(number)
+        wait_until(lambda states=states: all(state_of(pid) in states for pid in pids))
+    job.signal(signal.SIGTERM)
+    assert job.end() == 75, job.out
 
 
-LOOP = "while :; do sleep 0.05; done"
-
-
-def state_of(pid):
+def state_of(pid: int) -> str:
     """A process's state, as of ps."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_a_request_that_comes_while_ranks_start_is_no_failure(tmp_path):
-    job = supervised(tmp_path, f"touch {tmp_path}/ready; exec sleep 100")  # as Python, before it minds signals
-    wait_for(tmp_path / "ready")
-    job.send_signal(signal.SIGTERM)
-    out, _ = job.communicate(timeout=30)
-    assert job.returncode == failures.PREEMPTED, out
-    assert "ended the job" not in out
-    assert "asked to leave before the ranks could save" in out
+    job = supervised(tmp_path, "echo ready; exec sleep 100")  # as Python, before it minds signals
+    job.when("^ready")
+    job.signal(signal.SIGTERM)
+    assert job.end() == failures.PREEMPTED, job.out
+    assert "ended the job" not in job.out
+    assert "asked to leave before the ranks could save" in job.out
 
 
 @pytest.mark.e2e
 def test_a_job_goes_on_where_its_terminal_goes_and_nohup_says_so(tmp_path):
-    script = f"trap 'echo > {tmp_path}/asked' USR1; touch {tmp_path}/ready; while true; do sleep 0.05; done"
-    line = ["nohup", sys.executable, "-c", SUPERVISED, str(tmp_path), "0", script]
-    job = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
-    wait_for(tmp_path / "ready")
-    job.send_signal(signal.SIGHUP)
+    job = supervised(tmp_path, STAYS + LOOP, restarts=0, before=["nohup"])
+    job.when("^ready")
+    job.signal(signal.SIGHUP)
     time.sleep(0.5)
-    assert not (tmp_path / "asked").exists()
-    assert job.poll() is None
+    assert "asked" not in job.out
+    assert job.process.poll() is None
     for _ in range(2):
-        job.send_signal(signal.SIGTERM)
+        job.signal(signal.SIGTERM)
         time.sleep(1.1 * failures.ONE_REQUEST_S)
-    job.wait(30)
+    assert job.end() != 0
 
 
 def test_survivors_are_not_killed_where_nobody_knows_whether_mpi_runs(tmp_path, monkeypatch):
@@ -243,33 +233,22 @@ def test_survivors_are_not_killed_where_nobody_knows_whether_mpi_runs(tmp_path, 
 
 
 def test_shared_memory_of_a_job_goes_with_it_or_with_the_next_job(tmp_path):
-    folder = f"echo ${job_folder.SEGMENTS} > {tmp_path}/folder; touch ${job_folder.SEGMENTS}/segment"
-    out, _ = supervised(tmp_path, f"{folder}; kill -9 $$", restarts=0).communicate(timeout=60)
-    left = Path((tmp_path / "folder").read_text().strip())
-    assert left.parent == Path("/dev/shm"), out
-    assert not left.exists()
-    (tmp_path / "folder").unlink()
-    job = supervised(tmp_path, f"{folder}; touch {tmp_path}/ready; exec sleep 100", restarts=0)
-    wait_for(tmp_path / "ready")
-    left = Path((tmp_path / "folder").read_text().strip())
+    folder = f"echo folder ${job_folder.SEGMENTS}; touch ${job_folder.SEGMENTS}/segment"
+    job = supervised(tmp_path, f"{folder}; kill -9 $$", restarts=0)
+    assert job.end() != 0
+    assert not Path(re.findall(r"folder (\S+)", job.out)[0]).exists()
+    job = supervised(tmp_path, f"{folder}; exec sleep 100", restarts=0)
+    job.when("^folder")
+    left = Path(job.out.split()[-1])
+    assert left.parent == Path("/dev/shm")
+    wait_until((left / "segment").exists)
     job_folder.remove_stale_folders(left.parent)  # as another job does when it begins
     assert (left / "segment").exists()
-    job.kill()
-    job.wait(10)
+    job.signal(signal.SIGKILL)
+    job.process.wait(10)
     job_folder.remove_stale_folders(left.parent)
     assert not left.exists()
-    job.communicate(timeout=30)
-
-
-def test_a_job_ends_with_its_supervisor(tmp_path):
-    job = supervised(tmp_path, f"echo $$ > {tmp_path}/pid; touch {tmp_path}/ready; exec sleep 100")
-    wait_for(tmp_path / "ready")
-    job.kill()
-    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 20
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not os.path.exists(f"/proc/{pid}")
-    job.communicate(timeout=30)
+    job.end()  # and nothing goes on without its supervisor
 
 
 # Rank 0 starts MPI once rank 1 is gone: the launcher ends a job itself that a rank leaves meanwhile.
@@ -323,34 +302,10 @@ def test_ranks_that_start_end_with_the_supervisor_though_the_launcher_hangs(tmp_
     text = "import os, pathlib, time\npathlib.Path(__file__).with_name(str(os.getpid())).touch()\ntime.sleep(300)\n"
     (tmp_path / "late.py").write_text(text)
     line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "2", str(tmp_path / "late.py")]
-    job = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+    job = start(line)
     wait_until(lambda: len([*tmp_path.glob("[0-9]*")]) == 2, timeout_s=60)
-    pids = [int(path.name) for path in tmp_path.glob("[0-9]*")]
-    [launcher] = [pid for pid in children_of(job.pid) if ranks_under(pid)]
+    [launcher] = [pid for pid in children_of(job.process.pid) if ranks_under(pid)]
     os.kill(launcher, signal.SIGSTOP)
-    try:
-        job.kill()
-        job.wait()
-        deadline = time.monotonic() + 10
-        while any(map(is_running, pids)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not any(map(is_running, pids))
-    finally:
-        os.kill(launcher, signal.SIGKILL)
-        for pid in filter(is_running, pids):
-            os.kill(pid, signal.SIGKILL)
-
-
-def is_running(pid: int) -> bool:
-    """Return True unless the process has ended, perhaps without a parent that has asked."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for(path):
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.05)
+    job.signal(signal.SIGKILL)
+    wait_until(lambda: set(marked(job.mark)) <= {launcher}, timeout_s=10)
+    job.drop()

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import tracemalloc
 
@@ -28,6 +27,7 @@ from jaxmpi.core.train_state import create
 from jaxmpi.recover import decisions, replica_check, signals
 from jaxmpi.recover.decisions import NonFiniteStep, Recovery, RollBack, StepConsensus
 from jaxmpi.runtime import failures, fault_injection
+from jobs import start
 from launching import ROOT
 
 
@@ -316,20 +316,12 @@ def test_ctrl_c_saves_one_worker_and_a_second_one_leaves_at_once(again, code, sa
     line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "--log-every", "1", "experiments/digits.py"]
     line += ["--run-dir", str(tmp_path / "run"), "--inject", "slow:times=0,seconds=0.3"]
     heard = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
-    line = [sys.executable, "-c", heard, *line]  # a shell's background job has Ctrl-C ignored
-    job = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
-    assert job.stdout is not None
-    killer = threading.Timer(90, job.kill)
-    killer.start()
-    out = ""
-    for text in job.stdout:
-        out += text
-        if text.endswith("at step 3\n") or (again and text.startswith("jaxmpi: interrupted:")):
-            time.sleep(2 * failures.ONE_CTRL_C_S)
-            job.send_signal(signal.SIGINT)
-    killer.cancel()
-    job.stdout.close()
-    assert job.wait(10) == code, out
-    assert said in out
+    job = start([sys.executable, "-c", heard, *line])  # a shell's background job has Ctrl-C ignored
+    for pattern in ("at step 3$", "^jaxmpi: interrupted:")[: 1 + again]:
+        job.when(pattern)
+        time.sleep(2 * failures.ONE_CTRL_C_S)
+        job.signal(signal.SIGINT)
+    assert job.end() == code, job.out
+    assert said in job.out
     assert any((tmp_path / "run").glob("checkpoints/*")) != again
-    assert "Traceback" not in out
+    assert "Traceback" not in job.out

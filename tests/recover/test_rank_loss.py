@@ -13,9 +13,10 @@ import pytest
 
 from jaxmpi.checkpoint import manifests
 from jaxmpi.checkpoint.restore import RULE_STATE, is_at
+from jobs import start
 from launching import ROOT, mpirun_line, run, train
 from runs import column, record, steps_saved
-from test_faults import MODEL, inject, losses, start, trainer
+from test_faults import MODEL, inject, losses, trainer
 
 STEPS, RANKS = 40, 4
 NOTICED_S, NEXT_S = 10.0, 60.0  # from the fault to the word that a rank is gone, and to the end of the next step

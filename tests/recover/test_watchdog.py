@@ -4,7 +4,6 @@ import io
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
@@ -15,7 +14,8 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.recover import watchdog
 from jaxmpi.recover.watchdog import Watchdog, watching
 from jaxmpi.runtime import failures, progress
-from launching import ROOT, kill_session, mpirun_line, ranks_of, run, wait_until
+from jobs import marked, start
+from launching import mpirun_line, run, wait_until
 
 
 class Letters(Mailbox):
@@ -199,19 +199,11 @@ TRAIN += ("--checkpoint-every", "0st", "--eval-every", "0st", "--stall-timeout-s
 def test_a_job_that_is_stopped_as_a_whole_is_not_accused(rule, tmp_path):
     """Ctrl-Z for longer than --stall-timeout-s, and fg."""
     line = [*mpirun_line(2), sys.executable, *TRAIN, *rule, "--train-for", "300st", "--stall-timeout-s", "2"]
-    said, written = tmp_path / "said.txt", tmp_path / "run" / "record.jsonl"
-    with said.open("w") as out:
-        job = subprocess.Popen(
-            [*line, "--run-dir", str(written.parent)], stdout=out, stderr=out, cwd=ROOT, start_new_session=True
-        )
-    try:
-        wait_until(lambda: written.exists() and '"kind": "train"' in written.read_text(), timeout_s=100)
-        everybody = [job.pid, *ranks_of(written.parent).values()]
-        for word, after_s in ((signal.SIGSTOP, 3.5), (signal.SIGCONT, 0)):
-            for pid in everybody:
-                os.kill(pid, word)
-            time.sleep(after_s)
-        assert job.wait(timeout=100) == 0, said.read_text()
-        assert "late:" not in said.read_text()
-    finally:
-        kill_session(job.pid)
+    job, written = start([*line, "--run-dir", str(tmp_path / "run")]), tmp_path / "run" / "record.jsonl"
+    wait_until(lambda: written.exists() and '"kind": "train"' in written.read_text(), timeout_s=100)
+    for number, after_s in ((signal.SIGSTOP, 3.5), (signal.SIGCONT, 0)):
+        for pid in marked(job.mark):
+            os.kill(pid, number)
+        time.sleep(after_s)
+    assert job.end() == 0, job.out
+    assert "late:" not in job.out

@@ -5,9 +5,7 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,14 +13,13 @@ import numpy as np
 import pytest
 
 from jaxmpi.checkpoint.manifests import found
-from jaxmpi.config.rule_config import RuleConfig
-from jaxmpi.core.errors import UsageError
 from jaxmpi.launch import command, postmortem
 from jaxmpi.launch.experiment_facts import facts_of
 from jaxmpi.launch.options import Options
-from jaxmpi.runtime import failures, job_folder
+from jaxmpi.runtime import failures
 from jaxmpi.trainer.build import center_strategy
-from launching import ROOT, kill_session, mpirun_line, ranks_of, run, train, train_here, wait_until
+from jobs import start
+from launching import mpirun_line, run, train, wait_until
 from runs import checkpoint, record, steps_saved
 from traces import check_schema
 
@@ -233,18 +230,13 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
 
 def signalled(line: list[str], rank: int, number: int, run_dir: Path) -> tuple[int, str]:
     """A job of which a rank gets a signal after the first checkpoint: its exit code and what it printed."""
-    with (run_dir.parent / "out").open("w") as out:
-        job = subprocess.Popen(
-            job_folder.remove_leftovers_first(line), cwd=ROOT, stdout=out, stderr=out, start_new_session=True
-        )
+    job = start(line)
     try:
         wait_until(lambda: bool(found(run_dir / "checkpoints")), timeout_s=90)
-        os.kill(ranks_of(run_dir)[rank], number)
-        code = job.wait(timeout=120)
+        job.signal(number, rank)
+        return job.end(), job.out
     finally:
-        kill_session(job.pid)
-        job.wait()
-    return code, (run_dir.parent / "out").read_text()
+        job.drop()
 
 
 def surviving(ranks: int, *args: str) -> list[str]:
@@ -263,14 +255,11 @@ def test_an_error_of_one_rank_ends_all_where_ranks_may_die(tmp_path):
         "if comm.rank == 1: raise ValueError('boom')\ncontrol.barrier()\n"
     )
     (tmp_path / "job.py").write_text(script)
-    begin = time.monotonic()
-    line = [*mpirun_line(3), "--with-ft", "ulfm", sys.executable, str(tmp_path / "job.py")]
-    job = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, start_new_session=True)
-    assert job.returncode == 1, job.stdout + job.stderr
-    assert "rank 1/3" in job.stderr
-    assert "boom" in job.stderr
-    assert job.stderr.count("Traceback") == 1  # the others have nothing to say of their own
-    assert time.monotonic() - begin < 30
+    ended = run([*mpirun_line(3), "--with-ft", "ulfm", sys.executable, str(tmp_path / "job.py")], timeout_s=30)
+    assert ended.code == 1, ended.out
+    assert "rank 1/3" in ended.out
+    assert "boom" in ended.out
+    assert ended.out.count("Traceback") == 1  # the others have nothing to say of their own
 
 
 @pytest.mark.slow
@@ -323,22 +312,6 @@ def test_who_ends_its_gossip_while_worker_0_evaluates_is_not_late(tmp_path):
 
 
 # ---------------------------------------------------------------- what is refused
-
-
-BAD = {"alpha": 1.5, "server_alpha": -0.1, "tau": 0, "p": 1.1, "staleness": -1, "servers": -1, "local_steps": 0}
-BAD |= {"outer_lr": 0.0, "outer_momentum": 1.0, "momentum": 1.0}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_numbers_out_of_range_are_named(name):
-    with pytest.raises(UsageError, match=rf"rule\.{name}: got {BAD[name]}"):
-        RuleConfig("easgd", **{name: BAD[name]})
-
-
-def test_a_single_rank_is_told_to_start_several(tmp_path):
-    ended = train_here(*COMMON, *RULES["easgd"], "--run-dir", str(tmp_path / "run"))
-    assert ended.code != 0
-    assert "start several (mpirun -n 4, jaxmpi train -n 4)" in ended.out
 
 
 def test_of_a_strategy_the_wire_counts():
