@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,7 +43,7 @@ from jaxmpi.rules.asynchronous.transport import HEADER_BYTES, carry_out
 from jaxmpi.rules.asynchronous.worker import start_from_checkpoint
 from jaxmpi.rules.base import Asynchronous
 from simulated_mpi import Line, Network
-from tolerances import USUAL_EMITTERS, U
+from tolerances import U
 
 N = 4 * BLOCK + 3  # two segments on wire 32, one of them short
 SCHEDULES = 40  # in each of hypothesis's examples
@@ -412,34 +411,6 @@ def test_workers_may_begin_without_one_that_is_late():
 
 def gradient(w: Any) -> Any:
     return jax.tree.map(lambda x: jnp.sin(3 * x) + x, w)
-
-
-PARAMS = {"a": np.linspace(-1, 1, 7, dtype=np.float32), "b": np.array([[0.3, -2]], np.float32)}
-
-
-@pytest.mark.parametrize("name", ["easgd", "asgd", "gosgd", "easgd_sync", "local_sgd", "diloco"])
-@pytest.mark.parametrize("optim", [Optim("momentum"), Optim("nesterov")], ids=lambda o: o.name)
-def test_without_exchanges_a_worker_is_the_plain_optimizer_in_every_bit(name, optim):
-    """`easgd_sync` exchanges before the first step only, when worker and center are the same."""
-    rule, tx = (
-        build(RuleConfig(name, tau=100, local_steps=100), optim),
-        optimizer(optim, lambda step: jnp.float32(0.05)),
-    )
-    mine, plain = jax.tree.map(jnp.array, PARAMS), jax.tree.map(jnp.array, PARAMS)
-    state, inner = rule.init(mine), tx.init(plain)
-    compiled = functools.partial(jax.jit, compiler_options=USUAL_EMITTERS)
-
-    @compiled
-    def step(params, inner):
-        updates, inner = tx.update(gradient(params), inner, params)
-        return optax.apply_updates(params, updates), inner
-
-    local = compiled(lambda params, state: rule.update(gradient(params), state, params))
-    for _ in range(5):
-        mine, state = local(mine, state)
-        plain, inner = step(plain, inner)
-    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(plain), strict=True):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 def test_worker_and_center_move_by_shares_of_their_own():

@@ -10,14 +10,12 @@ import optax
 import pytest
 from jax.sharding import Mesh
 
-from jaxmpi.allreduce.api import exchange
 from jaxmpi.comm import topology
-from jaxmpi.comm.axis import AxisComm
 from jaxmpi.config.data import Data
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.train_state import create
-from jaxmpi.data import ArraySource, Augment, Loader, Sampler
+from jaxmpi.data import Augment
 from jaxmpi.model.contract import Model
 from jaxmpi.rules import base, registry
 from jaxmpi.tasks import classes
@@ -125,93 +123,6 @@ def test_what_only_fills_a_batch_changes_nothing_not_even_where_it_is_nan():
     assert jax.tree.map(float, with_fillers[:2]) == jax.tree.map(float, metrics[:2])
     finite = {**padded, "image": np.nan_to_num(padded["image"], nan=3.0)}
     assert integer_gradients(finite)[0]["w"].tolist() == grads["w"].tolist()
-
-
-@pytest.mark.parametrize(("examples", "batch", "workers"), [(10, 8, 4), (9, 8, 4), (5, 4, 2), (2, 4, 4), (6, 4, 1)])
-def test_the_mean_over_workers_is_that_of_the_batch_however_short(examples, batch, workers):
-    """Weights are workers / count, here powers of two, and all else integers."""
-    everything = integer_batch(examples)
-    source = ArraySource(everything["image"], everything["label"], classes=9)
-    last = Sampler(examples, batch).steps_per_epoch - 1
-    share = Sampler(examples, batch).indices(last)
-    assert share.count < batch
-    expected = (everything["label"][share.indices] @ everything["image"][share.indices]) / share.count
-    total, count = np.zeros(3), 0.0
-    for rank in range(workers):
-        with Loader(source, Sampler(examples, batch, rank, workers), Data(), True, last, last + 1) as loader:
-            [made] = loader
-        grads, _, metrics = integer_gradients({"image": made.image, "label": made.label, "weight": made.weight})
-        total, count = total + np.asarray(grads["w"], np.float64) / workers, count + float(metrics.count)
-    assert total.tolist() == expected.tolist()
-    assert count == share.count
-
-
-# ---------------------------------------------------------------- N workers x B/N = 1 worker x B
-
-D, CLASSES, LR, STEPS = 6, 4, 0.1, 20
-
-
-def softmax_regression(params, model_state, image, key, train):
-    return image @ params["w"] + params["b"][None], model_state
-
-
-def run(workers: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """(params of all workers, gradients of all workers at the first step) after 20 steps of the real loader."""
-    rng = np.random.default_rng(1)
-    images = rng.uniform(-1, 1, (50, D)).astype(np.float32)
-    source = ArraySource(images, rng.integers(0, CLASSES, 50), classes=CLASSES)
-    comm = AxisComm("w", workers)
-    exchanged = base.Exchange(functools.partial(exchange, comm=comm), functools.partial(exchange, op="sum", comm=comm))
-    rule = registry.build(RuleConfig(), optax.sgd(LR), exchanged, optimizer="sgd", linear=True)
-    gradients = step.local_gradients(forward(softmax_regression, shape=(D,)))
-
-    @jax.jit
-    @functools.partial(jax.vmap, axis_name="w")
-    def one(state, batch):
-        own = gradients(state.params, state.model_state, batch, state.key, state.step)[0]
-        return step.train_step(state, batch, gradients=gradients, rule=rule), own
-
-    params = {"w": np.zeros((D, CLASSES), np.float32), "b": np.zeros(CLASSES, np.float32)}
-    state = topology.stack([create(params, {}, rule.init(params), seed=0, worker=r) for r in range(workers)])
-    loaders = [Loader(source, Sampler(50, batch, r, workers), Data(), True, 0, STEPS) for r in range(workers)]
-    first = None
-    for batches in zip(*loaders, strict=True):
-        arrays = [{"image": b.image, "label": b.label, "weight": b.weight} for b in batches]
-        (state, metrics), own = one(state, topology.stack(arrays))
-        assert np.asarray(metrics.count).sum() == batches[0].count
-        first = own if first is None else first
-    assert state.step.tolist() == [STEPS] * workers
-    return flat(state.params), flat(first)
-
-
-def flat(trees) -> np.ndarray:
-    """f32[workers, params]."""
-    return np.concatenate([np.asarray(trees["w"]).reshape(len(trees["b"]), -1), np.asarray(trees["b"])], 1)
-
-
-def test_n_workers_on_shares_are_one_worker_on_the_batch():
-    """Softmax regression on shares and on the batch, within rounding errors.
-
-    Softmax regression is convex, with curvature at most 0.5 (|x|^2 + 1) <= 0.5 (D + 1). So steps of LR <= 2 / curvature
-    bring two points no further apart, and rounding errors add up over steps. Here |x| <= 1 and |p - y| <= 1.
-
-    An entry of the gradient is a mean of x (p - y). Logits have D + 1 products and sums of at most D max|w|; p changes
-    by no more than they do, and has 16 roundings of its own (exp and division); the sum over examples and workers
-    has at most B + N of numbers that are at most 1 in the mean. In the norm: times the root of the number of params.
-    """
-    assert LR <= 2 / (0.5 * (D + 1))
-    batch = 12  # 50 = 4 x 12 + 2: the last step of every epoch is short
-    one, _ = run(1, batch)
-    largest = 2 * np.abs(one).max() + 1
-    for workers in (2, 3, 4):
-        many, own = run(workers, batch)
-        assert len({row.tobytes() for row in many}) == 1
-        assert len({row.tobytes() for row in own}) == workers  # each saw examples of its own
-        gradient_error = ((D + 1) * D * largest + 16 + batch + workers) * U
-        local = (LR * gradient_error + 2 * U * largest) * np.sqrt(one.size)
-        error = 2 * STEPS * local  # both runs err
-        assert np.linalg.norm(many[0].astype(np.float64) - one[0]) <= error
-        assert error < 1e-3 * np.linalg.norm(one)
 
 
 # ---------------------------------------------------------------- dtypes, normalisation, evaluation
