@@ -1,8 +1,8 @@
-"""Hooks of mkdocs.yml: README as first page, menu, links out of docs/.
+"""Hooks of mkdocs.yml: README as first page, links out of docs/, pages as Markdown for other readers.
 
 uv run --group docs mkdocs build
 
-All pages are in the menu, and links out of docs/ become plain words.
+Links out of docs/ become plain words. The Markdown of each page lies beside it, and llms.txt lists all pages.
 """
 
 import posixpath
@@ -13,29 +13,8 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-# The menu, by section; pages that are not named come last.
-MENU = {
-    "Start": ("index", "quickstart"),
-    "Run": ("choosing", "combining", "launching", "gpu", "support", "seeing", "reliability"),
-    "Data and models": ("data", "packed", "text", "models", "tasks"),
-    "Own loop": ("own_loop", "collectives", "functions", "porting"),
-    "Inside": ("strategies", "exchange", "plan", "rules"),
-    "Figures": ("results", "performance", "papers"),
-    "Extend": ("extending", "api", "design"),
-}
-DECISIONS = "decisions"  # a section of its own: its README, then records by number
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
-
-
-def on_config(config: Any) -> Any:
-    """Put every page of docs/ in the menu."""
-    pages = {path.stem for path in Path(config.docs_dir).glob("*.md")} | {"index"}
-    config.nav = [{title: [f"{name}.md" for name in names if name in pages]} for title, names in MENU.items()]
-    others = sorted(pages.difference(*MENU.values()))
-    config.nav += [{"More": [f"{name}.md" for name in others]}] if others else []
-    records = sorted((Path(config.docs_dir) / DECISIONS).glob("*.md"), key=lambda path: (path.stem != "README", path))
-    config.nav += [{"Decisions": [f"{DECISIONS}/{path.name}" for path in records]}]
-    return config
+PROMISE = re.compile(r"^\*(Learn|Understand|Do|Look up|Evidence)\b[^:]*: (.+?)\*$", re.M | re.S)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -65,3 +44,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"[{words}]({first}{path.removeprefix('README.md')})" if is_first else words
 
     return LINK.sub(followed, markdown)
+
+
+def on_post_build(config: Any) -> None:
+    """Write each page's Markdown beside it, and llms.txt."""
+    site, lines = Path(config.site_dir), [f"# {config.site_name}", "", f"> {config.site_description}"]
+    (site / "index.md").write_text((ROOT / "README.md").read_text())
+    for source in sorted(Path(config.docs_dir).rglob("*.md")):
+        (site / source.relative_to(config.docs_dir)).write_text(source.read_text())
+    for section in config.nav[1:]:
+        [(kind, pages)] = section.items()
+        lines += ["", f"## {kind}", ""]
+        for [(title, name)] in (page.items() for page in pages):
+            promise = PROMISE.search((Path(config.docs_dir) / name).read_text())
+            lines.append(f"- [{title}]({name})" + (f": {' '.join(promise[2].split())}" if promise else ""))
+    (site / "llms.txt").write_text("\n".join([*lines, ""]))
