@@ -4,7 +4,7 @@ Data-parallel training needs the mean or sum of a tree over workers, inside jit 
 `exchange` fuses small leaves into buckets, has the strategy sum each bucket, and splits the sums. The division is
 chosen here alone: strategies that each divide will one day divide differently. MPI's messages do not say which exchange
 they belong to. So ranks compare trees and options first, and programs compare which exchange they have reached
-(docs/decisions/0003). `exchange_gradients` is the same as an Optax transformation, whose state has room for what a
+(docs/decisions.md, 3). `exchange_gradients` is the same as an Optax transformation, whose state has room for what a
 compressor leaves out.
 """
 

@@ -4,7 +4,7 @@ A message has a price of its own, so small leaves are fused; fusing copies, so a
 beside the backward pass also wants buckets that are full early. `Order` finds in the traced program in which order the
 gradients are computed, and buckets are filled in that order. The first one is small, since nothing travels before it
 has left; so are the last two, since little is computed while they travel. Buckets are the same with overlap and
-without, and so are the bits of the sums (docs/decisions/0008).
+without, and so are the bits of the sums (docs/decisions.md, 8).
 """
 
 import functools
@@ -145,7 +145,7 @@ class Programs(NamedTuple):
     Of the three only the middle one communicates. Every rank must compile such a program for itself, since it cannot be
     read from the cache of compiled programs; the other two are compiled once a host. With the 128 tensors of GoogLeNet
     in one program 8 ranks on 2 cores took 35 s for their first update, and now 17 s, or 6 s from the cache
-    (docs/decisions/0007).
+    (docs/decisions.md, 7).
     """
 
     before: Jit = no_jit

@@ -2,7 +2,7 @@
 
 Fewer bits make an exchange faster if bytes are its bottleneck. But MPI cannot add 16-bit floats, and 16-bit sums would
 lose bits with every worker. So encoded values travel through collectives that do not add, and the receiver decodes and
-adds in f32 (docs/decisions/0005). Wires 16 and 8 scale each block of 256 floats by its largest, so gradients of 1e-12
+adds in f32 (docs/decisions.md, 5). Wires 16 and 8 scale each block of 256 floats by its largest, so gradients of 1e-12
 and of 1e+6 both survive. One scale for a whole message was dropped: with blocks a segment can travel while the next one
 is encoded. The forms in C (`compiled_wires.h`) give the same bits; sums outside XLA and asynchronous servers use them.
 """

@@ -3,7 +3,7 @@
 An experiment is a Python file, since it can build any model; it runs as code. Flags set all fields but Python objects,
 with the file's values as defaults. So the file is loaded before the flags are parsed. Some mistakes are refused before
 JAX is imported (`refuse_early`): a missing file, an unknown flag, a value of another type. A name that is no file may
-be one of the experiments that ship with jaxmpi (docs/decisions/0022).
+be one of the experiments that ship with jaxmpi (docs/decisions.md, 22).
 """
 
 import functools

@@ -3,8 +3,8 @@
 Stooke and Abbeel 2017 (Synkhronos) ran Theano functions so: inputs are scattered or broadcast, outputs reduced. Here
 JAX traces the user's function once for each set of input shapes (`Function.program`). Workers that do not run the
 script get the StableHLO of that program, so closures, lambdas and notebook cells work. Only a function that calls back
-into Python is sent itself, by cloudpickle (docs/decisions/0017). A broadcast argument that has not changed is not sent
-again.
+into Python is sent itself, by cloudpickle (docs/decisions.md, 17). A broadcast argument that has not changed is not
+sent again.
 """
 
 import functools

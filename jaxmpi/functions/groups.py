@@ -6,7 +6,7 @@ they were.
 
 Workers in other processes get commands from rank 0, or none if all ranks run the script. f32 on one host is
 summed without a program. A failed sum leaves workers out of step, and the group ends. Processes by MPI's spawn were
-dropped: a child that dies takes its parent along (docs/decisions/0017).
+dropped: a child that dies takes its parent along (docs/decisions.md, 17).
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 `fork` takes what there is: ranks under a launcher, else devices, else a process a core. Ranks other than 0 then wait in
 `serve` for rank 0's commands and never return to the script. Without `fork` all ranks run the script and make each call
 together. A forked worker is a fresh Python process (`forked_main`) with a socket to the master, which never runs the
-user's script: functions come to it as programs (docs/decisions/0017).
+user's script: functions come to it as programs (docs/decisions.md, 17).
 """
 
 import atexit

@@ -5,7 +5,7 @@ uncaught error in any thread prints rank, host and phase, and aborts the job (`f
 for the others, and aborts the job if it leaves while they work (`leave`). If all ranks raise the same error, rank 0
 prints it; the others wait for some seconds and print it only if the job has not ended by then. A `UsageError` ends with
 code 2, for a restart would not help. Open MPI 5 may lose the last lines of a rank that aborts, or return 0 for its job;
-hence `drain_stdio`, and the exit code in a file (docs/decisions/0011).
+hence `drain_stdio`, and the exit code in a file (docs/decisions.md, 11).
 """
 
 import atexit

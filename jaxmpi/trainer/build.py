@@ -3,7 +3,7 @@
 A step is *fused*, one jit with the exchange inside, or *split*: gradients, exchange and update are three jits. Only a
 fused step can exchange buckets during the backward pass. But a program that holds a communicator is never found in the
 compile cache, so every rank would compile the whole model for itself: eight ranks on two cores take eight times as
-long. Several ranks on CPUs therefore split the step unless the exchange runs beside it (docs/decisions/0007), and so do
+long. Hence several ranks on CPUs split the step unless the exchange runs beside it (docs/decisions.md, 7), and so do
 processes of several devices, between whose programs MPI is called, and ranks that share one copy of the params.
 
 All of this is decided before anything is compiled, alike on all ranks, with a line for the log for each choice. The
