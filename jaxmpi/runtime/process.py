@@ -27,11 +27,14 @@ from jaxmpi.runtime.job_folder import BEGAN, OWN, SEGMENTS, lock_folder, mark, r
 LAUNCHERS = {
     "Open MPI's mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "MVAPICH's mpirun": tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "jsrun": tuple(f"JSM_NAMESPACE_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "flux run": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
     "Hydra's mpiexec (MPICH, Intel MPI)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "HPE's PALS": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
-MARKS = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK")  # other launchers' ranks, without a size
-VARIABLES = {name for names in LAUNCHERS.values() for name in names} | {*MARKS}
+MARKS = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE")  # other launchers' ranks, without a size
+VARIABLES = {name for names in LAUNCHERS.values() for name in names if name} | {*MARKS}
 
 
 class Launch(NamedTuple):
@@ -46,14 +49,17 @@ class Launch(NamedTuple):
 
 def launched() -> Launch | None:
     """This process's launcher, rank and size; None without a launcher."""
-    for launcher, names in LAUNCHERS.items():
-        rank, size, local_rank, local_size = (os.environ.get(name) for name in names)
-        if rank is None or size is None:
-            continue
-        if local_rank is None and os.environ.get("SLURM_STEP_NUM_TASKS") == size:  # srun --mpi=pmi2 speaks PMI, too
-            local_rank, local_size = (os.environ.get(name) for name in LAUNCHERS["srun"][2:])
-        first_host = (local_size or size).split("(")[0].split(",")[0]  # srun writes "4(x2)" or "4,3"
-        return Launch(launcher, int(rank), int(size), int(local_rank or rank), int(first_host))
+    environ = {name: os.environ[name] for names in LAUNCHERS.values() for name in names if name in os.environ}
+    known = {launcher: names for launcher, names in LAUNCHERS.items() if {*names[:2]} <= environ.keys()}
+    # Several launchers speak PMI; one that also says which rank of its host this is comes first.
+    for launcher, (rank, size, local_rank, local_size) in sorted(
+        known.items(), key=lambda row: row[1][2] not in environ
+    ):
+        ranks = int(environ[size])
+        on_host = environ.get(local_size, "").split("(")[0].split(",")[0] or ranks  # srun writes "4(x2)" or "4,3"
+        if launcher == "flux run":  # which tells the hosts in place of a host's ranks
+            on_host = -(-ranks // int(os.environ.get("FLUX_JOB_NNODES", "1")))
+        return Launch(launcher, int(environ[rank]), ranks, int(environ.get(local_rank, environ[rank])), int(on_host))
     return None
 
 

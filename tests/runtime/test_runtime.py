@@ -21,6 +21,9 @@ from launching import ROOT, mpirun, mpirun_line, run
 OMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 MV2 = tuple(name.replace("OMPI", "MV2") for name in OMPI)
 HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+JSM = tuple(name.replace("OMPI_COMM_WORLD", "JSM_NAMESPACE") for name in OMPI)
+PALS = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
+FLUX = ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES")
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 LAUNCHED = [
     ({}, None),
@@ -29,12 +32,20 @@ LAUNCHED = [
     (dict(zip(HYDRA, ("3", "8", "1", "4"), strict=True)), Launch("Hydra's mpiexec (MPICH, Intel MPI)", 3, 8, 1, 4)),
     (dict(zip(SLURM, ("3", "8", "1", "4(x2)"), strict=True)), Launch("srun", 3, 8, 1, 4)),
     (dict(zip(SLURM, ("5", "7", "1", "4,3"), strict=True)), Launch("srun", 5, 7, 1, 4)),
+    (dict(zip(JSM, ("3", "8", "1", "4"), strict=True)), Launch("jsrun", 3, 8, 1, 4)),
+    (dict(zip(PALS, ("3", "8", "1", "4"), strict=True)), Launch("HPE's PALS", 3, 8, 1, 4)),
+    (dict(zip(FLUX, ("3", "8", "1", "3"), strict=True)), Launch("flux run", 3, 8, 1, 3)),
+    # Flux speaks PMI, too, and alone knows the local ranks.
+    (
+        {"PMI_RANK": "5", "PMI_SIZE": "8", **dict(zip(FLUX, ("5", "8", "1", "2"), strict=True))},
+        Launch("flux run", 5, 8, 1, 4),
+    ),
     # Of PMI alone, local ranks are unknown: one host is the guess.
     ({"PMI_RANK": "2", "PMI_SIZE": "4"}, Launch("Hydra's mpiexec (MPICH, Intel MPI)", 2, 4, 2, 4)),
     # srun --mpi=pmi2 speaks PMI, and Slurm knows the local ranks.
     (
         {"PMI_RANK": "5", "PMI_SIZE": "8", **dict(zip(SLURM, ("5", "8", "1", "4(x2)"), strict=True))},
-        Launch("Hydra's mpiexec (MPICH, Intel MPI)", 5, 8, 1, 4),
+        Launch("srun", 5, 8, 1, 4),
     ),
     # mpirun inside a Slurm job is Open MPI's.
     ({**dict(zip(OMPI, "0210", strict=True)), "SLURM_PROCID": "0"}, Launch("Open MPI's mpirun", 0, 2, 1, 0)),
