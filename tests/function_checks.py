@@ -328,13 +328,13 @@ def check_unequal_lengths():
 def check_shared():
     n = uneven()
     x = data(n)
-    memory = jm.shared(x, oversize=1.5)
+    memory = jm.shared(x)
     f = jm.function(lambda x: x, jm.scatter, jm.gather)
     order = np.random.default_rng(7).permutation(n)
     assert (np.asarray(f(memory)) == x).all()
     assert (np.asarray(f(memory, batch=order, slices=2)) == x[order]).all()
     assert (np.asarray(f(memory, batch=slice(None, 1, -1))) == x[:1:-1]).all()
-    memory.resize(4 * n)  # beyond its room
+    memory.resize(4 * n)
     assert (memory[:n] == x).all()
     synchronise()
     memory[n:] = np.float32(2)

@@ -5,13 +5,12 @@ Synkhronos (Stooke and Abbeel 2017) did the same with Theano.
 In reading order: `function`: scatter, compute, reduce; `reductions`, words for inputs and outputs, and trees of them;
 `rows`, which rows each worker takes; `variable`, arrays on the workers; `shared_array`, arrays of a host; `optimizer`,
 synchronous descent; `lifecycle`, start and end of the workers; `groups`, all workers together: devices, ranks or forked
-processes; `commands` to them; `worker`, a worker's part of a call, and `reports` on it; `transport`, messages between
-processes; `profiling` of calls.
+processes; `commands` to them; `program`, a function for certain shapes; `worker`, a worker's part of a call, and
+`reports` on it; `transport`, messages between processes; `profiling` of calls.
 
 It imports `core`, `runtime`, `comm` and `allreduce`.
 """
 
-import functools
 from typing import Any
 
 from jaxmpi.comm.job import broadcast as broadcast
@@ -48,28 +47,23 @@ def variable(tree: PyTree) -> Variable:
     return make_variable(current_group(), tree)
 
 
-def shared(
-    value: Any = None, *, name: str = "", oversize: float = 1.0, dtype: Any = None, force: bool = False
-) -> SharedArray:
+def shared(value: Any = None, *, name: str = "") -> SharedArray:
     """An array in the host's shared memory, which workers read without messages.
 
     Args:
         value: an array to copy in, or a function that gives one; None attaches to `name`.
         name: for other processes of this user: `jaxmpi.shared(name=...)`. It goes with `free`, or with this process.
-        oversize: room for growth, as a factor >= 1 of the array's bytes.
-        dtype: of the shared array; it must hold the value's without loss, or `force` casts.
 
     If every rank runs the script, the first of each host calls a function `value` and writes; the others attach;
     what fails on one fails on all.
 
     Raises:
-        UsageError: no numbers, a lossy cast, a name that is taken or unknown, no room.
+        UsageError: no numbers, a name that is taken or unknown, no room.
     """
     if value is None and not name:
         raise UsageError("shared: got neither an array nor a name; expected an array, or the name of one")
     if value is None:
         return shared_array.attach(name)
-    make = functools.partial(shared_array.create, value, name, oversize, dtype, force)
     if launched_workers() == 1 or current_group().is_serial:
-        return make()
-    return shared_array.shared_by_host(make, name)
+        return shared_array.create(value, name)
+    return shared_array.shared_by_host(lambda: shared_array.create(value, name), name)

@@ -2,79 +2,61 @@
 
 A call of a function and each method of a variable become a `Command`. If every rank runs the script, each makes the
 same command; else rank 0 sends it to the processes that wait. From there on the code is the same: each process runs the
-command's row of `COMMANDS` for its workers. A worker that lacks a program says so in its report, gets the program,
-and the command is repeated (`MissingPrograms`). So nobody keeps a list of which worker has been sent which shapes.
+command's row of `COMMANDS` for its workers.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import cloudpickle
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.random_keys import packed
 from jaxmpi.functions import profiling, shared_array
 from jaxmpi.functions.groups import WorkerGroup
+from jaxmpi.functions.program import Leaf
 from jaxmpi.functions.reductions import combine, is_exchanged
-from jaxmpi.functions.reports import CallReport, MissingPrograms
-from jaxmpi.functions.worker import Command, Input, Leaf, Leaves, ProgramKey, Worker, WorkerProgram
+from jaxmpi.functions.reports import CallReport
+from jaxmpi.functions.worker import Command, Input, Leaves, Worker
 
 
-def perform(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> Any:
-    """Prepare a command and carry it out with all workers, those of this process included."""
+def perform(group: WorkerGroup, what: str, prepare: Callable[[], Command], number: int | None = None) -> Any:
+    """Prepare a command and carry it out with all workers, those of this process included.
+
+    Args:
+        number: of the function that is called, for the profile.
+    """
     # A nested command would wait for ever.
     if not group.busy.acquire(blocking=False):
         raise UsageError(f"{what}: called while another call is under way; calls go one after another")
     try:
-        with profiling.call(what, group.worker.rank == 0):
+        with profiling.call(what, number):
             group.check_usable()
             try:
                 command = prepare()
-            except Exception as error:
+            except Exception as error:  # of the user's arguments, whose own methods may raise anything
                 if group.is_serial:
                     raise
                 command = Command("refuse", what, {"error": error})  # if every rank runs the script, the others learn
-            return _carry_out(group, command)
+            try:
+                with profiling.part("shuffle"):
+                    group.send(command)
+                return execute(group, command)
+            except BaseException as error:  # Ctrl-C too: it may have stopped this process between two messages
+                group.note_failure(error)
+                raise
     finally:
         group.busy.release()
 
 
-def _carry_out(group: WorkerGroup, command: Command) -> Any:
-    try:
-        while True:
-            with profiling.part("shuffle"):
-                group.send(command)
-            try:
-                result = execute(group, command)
-                group.is_exchanging = False
-                return result
-            except MissingPrograms as missing:
-                with profiling.part("compile"):
-                    for key in missing.keys:
-                        _send_program(group, key)
-                command = command._replace(is_repeated=True)
-    except BaseException as error:
-        group.note_failure(error)
-        group.release()
-        raise
-
-
 def execute(group: WorkerGroup, command: Command) -> Any:
-    """Run a command in this process and drop its state, unless it will be repeated."""
-    is_over = command.kind != "program"
+    """Run a command in this process and drop its state."""
     try:
         return COMMANDS[command.kind](group, command)
-    except MissingPrograms:
-        is_over = False
-        raise
     finally:
-        if is_over:
-            group.release()
+        group.release()
 
 
 def refuse(group: WorkerGroup, command: Command) -> None:
@@ -154,48 +136,6 @@ def _scale_leaves(leaves: Leaves, weight: jax.Array) -> Leaves:
     return [x.astype(jnp.float32) * weight for x in leaves]
 
 
-# ---------------------------------------------------------------- programs
-
-
-def _send_program(group: WorkerGroup, key: ProgramKey) -> None:
-    """Send a program that workers lack, made here once."""
-    name, *parts = group.functions[key[0]].serialize_program(*key[1:])
-    command = Command("program", name, {"key": key}, lambda rank: parts)
-    group.send(command)
-    execute(group, command)
-    group.is_exchanging = False  # the next one may be refused where it is made
-
-
-def program(group: WorkerGroup, command: Command) -> None:
-    """Take a program from the master."""
-
-    def load(worker: Worker) -> CallReport:
-        key = command.fields["key"]
-        if worker.rank != 0:
-            worker.programs[key] = _load_program(worker, key, *command.inputs(worker.rank))
-        return CallReport("ok", "")
-
-    group.run_and_report(command.name, load, part="compile", waiting="compile")
-
-
-def _load_program(
-    worker: Worker, key: ProgramKey, leaves: tuple[Leaf, ...], agreed: str, body: bytes, pickled: Any
-) -> WorkerProgram:
-    """A program that came as StableHLO, or as its pickled function, its form and the numbers of its results."""
-    if pickled is None:
-        return WorkerProgram(jax.jit(jax.export.deserialize(bytearray(body)).call), leaves, agreed)
-    text, form, chosen = pickled
-    if key[0] not in worker.functions:  # once, so that programs for other shapes share its state
-        worker.functions[key[0]] = cloudpickle.loads(text)
-    function = worker.functions[key[0]]
-
-    def compute_chosen(*flat: jax.Array) -> list[jax.Array]:
-        results = jax.tree.leaves(packed(form.call(function, flat)))
-        return [results[i] for i in chosen]
-
-    return WorkerProgram(jax.jit(compute_chosen), leaves, agreed)
-
-
 # ---------------------------------------------------------------- variables
 
 
@@ -207,7 +147,7 @@ def put(group: WorkerGroup, command: Command) -> None:
     def work(worker: Worker) -> CallReport:
         if worker.rank in ranks:
             given = command.inputs(worker.rank)
-            worker.out = [worker.copy(x.take(0, x.rows.count) if isinstance(x, Input) else x) for x in given]
+            worker.out = [worker.copy(x.take(0, len(x.rows)) if isinstance(x, Input) else x) for x in given]
         return CallReport("ok", json.dumps([command.name, *fields["agreed"]]))
 
     group.run_and_report(command.name, work, part="shuffle")
@@ -264,7 +204,6 @@ def close(group: WorkerGroup, command: Command) -> None:
 
 COMMANDS: dict[str, Callable[[WorkerGroup, Command], Any]] = {
     "call": call,
-    "program": program,
     "refuse": refuse,
     "put": put,
     "collect": collect,

@@ -11,6 +11,7 @@ dropped: a child that dies takes its parent along (docs/decisions.md, 17).
 
 import contextlib
 import functools
+import itertools
 import os
 import subprocess
 import threading
@@ -32,9 +33,11 @@ from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.core.errors import UsageError
 from jaxmpi.functions import profiling, shared_array
-from jaxmpi.functions.reports import CallReport, MissingPrograms, WorkerFailed, failure_report, judge_reports
+from jaxmpi.functions.program import ProgramKey, TracedFunction, WorkerProgram
+from jaxmpi.functions.reports import CallReport, MissingProgram, WorkerFailed, failure_report, judge_reports
 from jaxmpi.functions.transport import (
     ForkEffect,
+    Message,
     MpiTransport,
     OutOfStep,
     SocketTransport,
@@ -42,9 +45,15 @@ from jaxmpi.functions.transport import (
     decode_message,
     encode,
 )
-from jaxmpi.functions.worker import Command, Leaves, ProgramKey, Worker, WorkerProgram
+from jaxmpi.functions.worker import Command, Leaves, Worker
 
 AXIS = "workers"
+_handles = itertools.count()
+
+
+def next_number() -> int:
+    """A number for a function or variable: the same on all ranks, which make them in the same order."""
+    return next(_handles)
 
 
 class WorkerGroup:
@@ -65,10 +74,9 @@ class WorkerGroup:
         self.workers = [Worker(rank, device) for rank, device in enumerate(devices)]  # of this process
         self.mesh = Mesh(np.array(devices), (AXIS,))
         self.default_strategy = "shm" if devices[0].platform == "cpu" else "ar"
-        self.variable_count = 0  # variables so far, which are numbered alike in all processes
-        self.functions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # that are in Python here
-        self.is_used = False  # True once functions have been bound to it
-        self.dropped: list[int] = []  # variables that nobody asks for any more; functions as -1 - number
+        self.functions: weakref.WeakValueDictionary[int, TracedFunction] = weakref.WeakValueDictionary()
+        self.is_used = False  # True once a function or variable belongs to it
+        self.dropped: list[int] = []  # numbers of functions and variables that nobody asks for any more
         self.unusable = ""  # why it can do no more
         self.is_exchanging = False  # past the reports of a call: what fails now leaves workers at different places
         self.busy = threading.Lock()
@@ -109,7 +117,7 @@ class WorkerGroup:
         return any(worker.rank == rank for worker in self.workers)
 
     def forget_dropped(self, numbers: list[int] | None = None) -> list[int]:
-        """Drop variables, and what functions -1 - number have left; by default what Python has dropped here."""
+        """Drop variables, and what functions have left; by default what Python has dropped here."""
         if numbers is None:
             numbers, self.dropped = self.dropped, []  # more may follow meanwhile
         for worker in self.workers:
@@ -128,20 +136,25 @@ class WorkerGroup:
             raise UsageError(self.unusable)
 
     def program(self, worker: Worker, key: ProgramKey) -> WorkerProgram:
-        """The program for arguments of some structure, shapes and dtypes; MissingPrograms: a master has it."""
+        """The program for arguments of some structure, shapes and dtypes; MissingProgram: a master has it."""
         if key[0] in self.functions:
             return self.functions[key[0]].program(*key[1:])
         if key not in worker.programs:
-            raise MissingPrograms([key])
-        return worker.programs[key]
+            raise MissingProgram(key)
+        return worker.sent_program(key)
+
+    def share_programs(self, keys: Sequence[ProgramKey]) -> None:
+        """Send programs that workers lack; those of this process have every function in Python."""
 
     def run_and_report(
-        self, what: str, work: Callable[[Worker], CallReport], part: str = "function", waiting: str = "straggler"
+        self, what: str, work: Callable[[Worker], CallReport], part: str = "function"
     ) -> list[CallReport]:
         """Do this process's part of a command, and return every worker's report.
 
         All processes call this together. Each learns of every worker's report, and then all raise (`judge_reports`) or
-        all go on. In a profile, `part` is this process's first worker's, and `waiting` is for the others after that.
+        all go on. A worker that lacks a program says so, gets it and begins anew, while the others keep what they have
+        computed: so nobody keeps a list of which worker has been sent which shapes. In a profile, `part` is this
+        process's first worker's, and the others after it count as stragglers.
         """
         self.is_exchanging = False
         reports: dict[int, CallReport] = {}
@@ -150,20 +163,30 @@ class WorkerGroup:
         def attempt(worker: Worker, step: Callable[[Worker], Any]) -> None:
             try:
                 reports[worker.rank] = step(worker) or reports[worker.rank]
+            # The user's function raises what it likes, and XLA, when its results are waited for: all workers are told.
             except Exception as error:
                 reports[worker.rank], errors[worker.rank] = failure_report(error), error
 
-        # JAX dispatches and returns, so devices of one process compute at the same time: all begin before any is waited
-        # for.
-        with profiling.part(part):
-            for worker in self.workers:
-                attempt(worker, work)
-        for worker in self.workers:
-            with profiling.part(part if worker is self.worker else waiting):
-                if worker.rank not in errors:
-                    attempt(worker, lambda worker: jax.block_until_ready(worker.out) and None)
-        with profiling.part(waiting):
-            every = self.gather_reports([*reports.values()])
+        while True:
+            waiting = [worker for worker in self.workers if worker.rank not in reports]
+            # JAX dispatches and returns, so devices of one process compute at the same time: all begin before any is
+            # waited for.
+            with profiling.part(part):
+                for worker in waiting:
+                    attempt(worker, work)
+            for worker in waiting:
+                with profiling.part(part if worker is self.worker else "straggler"):
+                    if worker.rank not in errors:
+                        attempt(worker, lambda worker: jax.block_until_ready(worker.out) and None)
+            with profiling.part("straggler"):
+                every = self.gather_reports([reports[worker.rank] for worker in self.workers])
+            missing = dict.fromkeys(report.what for report in every if report.kind == "missing")
+            if not missing or any(report.kind == "error" for report in every):
+                break
+            with profiling.part("compile"):
+                self.share_programs([*missing])
+            for rank in [rank for rank, report in reports.items() if report.kind == "missing"]:
+                del reports[rank], errors[rank]
         judge_reports(what, every, errors)
         self.is_exchanging = True
         return every
@@ -209,8 +232,36 @@ class ProcessGroup(WorkerGroup):
             return self.transport.gather(mine[0], True) or []
         except OutOfStep:
             raise
-        except Exception as error:
+        except Exception as error:  # MPI's, or of pickle and memory: this process has missed what the others have
             raise OutOfStep(f"the workers' reports could not be had: {error!r}") from error
+
+    def share_programs(self, keys: Sequence[ProgramKey]) -> None:
+        """Send programs from the process that runs the script to all others, which wait for them here.
+
+        They are loaded where workers use them, so that a failure there is reported.
+        """
+        if self.worker.rank != 0:
+            programs = self.transport.receive()
+            if isinstance(programs, UsageError):
+                raise programs
+            self.worker.programs |= programs
+            return
+        failure = None
+        try:
+            message: Any = {key: self.functions[key[0]].serialize(*key[1:]) for key in keys}
+        except Exception as error:  # what the user's function raises when it is traced: the workers wait to hear of it
+            message, failure = UsageError(f"a program cannot be sent: {error}"), error
+        self._send_to_others([encode(message)] * (self.size - 1))
+        if failure:
+            raise failure
+
+    def _send_to_others(self, messages: Sequence[Message]) -> None:
+        """Send a message to each other worker, in the order of ranks."""
+        self.is_exchanging = bool(messages)  # a failure from here on leaves workers at different places
+        for rank, message in enumerate(messages, 1):
+            profiling.count_sent_bytes(sum(part.nbytes for part in message))
+            self.transport.send(rank, message)
+        self.is_exchanging = False
 
     def gather_arrays(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
         return self.transport.gather(mine[self.worker.rank], everywhere or not self.is_serial)
@@ -221,14 +272,9 @@ class ProcessGroup(WorkerGroup):
         All inputs are encoded before anything is dropped or sent: a failure there leaves the workers as they were.
         """
         self.is_exchanging = False
-        ranks = range(1, self.size) if self.is_serial else ()
-        inputs = [encode(command.inputs(rank)) for rank in ranks]
+        inputs = [encode(command.inputs(rank)) for rank in (range(1, self.size) if self.is_serial else ())]
         dropped = self.forget_dropped()
-        messages = [encode((command._replace(inputs=None), each, dropped)) for each in inputs]
-        self.is_exchanging = bool(messages)
-        for rank, message in zip(ranks, messages, strict=True):
-            profiling.count_sent_bytes(sum(part.nbytes for part in message))
-            self.transport.send(rank, message)
+        self._send_to_others([encode((command._replace(inputs=None), each, dropped)) for each in inputs])
 
     def receive(self) -> Command:
         """The master's next command.
@@ -261,7 +307,8 @@ class RankGroup(ProcessGroup):
             sum_now = self._sum_now
             try:
                 return {rank: sum_now(leaves, self.size if op == "mean" else 1)}
-            except Exception as error:  # whatever its kind: others wait in the sum, or have learnt of it
+            # TrainingError of a late rank, MemoryError, XLA's: whatever it is, the others wait in the sum for this one.
+            except Exception as error:
                 raise OutOfStep(f"a sum over workers failed: {error!r}") from error
         return {rank: exchange(leaves, strategy, op, self.comm)}
 
@@ -301,7 +348,7 @@ class ForkedGroup(ProcessGroup):
             return {rank: jax.block_until_ready([x[rank] for x in _exchange_rows(self.size, op, strategy)(stacked)])}
         try:
             return {rank: self.sums.sum_now(leaves, self.size if op == "mean" else 1)}
-        except Exception as error:
+        except Exception as error:  # as above
             self.sums.board.fail()  # the others learn that this worker does not go on
             self.transport.check_alive()
             raise OutOfStep(f"a sum over workers failed: {error!r}") from error

@@ -75,7 +75,7 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
         raise UsageError(f"fork: got {n} workers; expected a whole number >= 1, or None")
     if _is_worker:
         current_group()
-    if _group is not None and (_group.is_serial or _group.variable_count or _group.is_used):
+    if _group is not None and (_group.is_serial or _group.is_used):
         raise UsageError(
             f"fork: there are {_group.size} workers already, and functions or variables on them; fork first, or "
             "jaxmpi.close() before"

@@ -10,7 +10,7 @@ examples to evaluate the loss on: Optax asks for value_fn.
 
 import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.functions.function import Function, Marker
 from jaxmpi.functions.lifecycle import current_group
-from jaxmpi.functions.reductions import Outputs, mean, scatter
+from jaxmpi.functions.reductions import Output, Outputs, mean, scatter
 from jaxmpi.functions.variable import make_variable, numeric_leaves
 
 
@@ -71,73 +71,80 @@ class Optimizer:
                 "of one for every input of the loss after its params"
             )
         numeric_leaves(params)  # refuse what is no tree of arrays before anything is placed
-        like = [jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(params)]
-        if odd := sorted({str(x.dtype) for x in like if x.dtype != np.float32}):
+        self._like = [jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(params)]
+        if odd := sorted({str(x.dtype) for x in self._like if x.dtype != np.float32}):
             raise UsageError(f"optimizer: got params of {', '.join(odd)}; expected float32, as the flat gradient is")
-        structure = jax.tree.structure(params)
+        self._structure, self._loss = jax.tree.structure(params), loss
+        self._tx = optax.with_extra_args_support(tx)  # reduce_on_plateau wants the value, others nothing
+        self._has_state, self._has_aux = model_state is not None, aux is not None
         # The model state is kept in a variable for each of its reductions.
-        reductions = Outputs([] if model_state is None else [model_state_outputs])
-        if into := [output for output in reductions.flat if output.into is not None]:
+        words = Outputs([model_state_outputs] if self._has_state else [])
+        if into := [output for output in words.flat if output.into is not None]:
             raise UsageError(
                 f"optimizer: model_state_outputs: got {into}; expected words: it makes the variables itself"
             )
-        parts = reductions.split("optimizer: model_state", [model_state] if reductions.trees else [])
+        parts = words.split("optimizer: model_state", [model_state] if self._has_state else [])
         numeric_leaves(parts)
         group = current_group()
         self.params = make_variable(group, params)
         self.state = make_variable(group, tx.init(jax.tree.map(jnp.asarray, params)))
-        self.gradient = make_variable(group, np.zeros(sum(x.size for x in like), np.float32))
+        self.gradient = make_variable(group, np.zeros(sum(x.size for x in self._like), np.float32))
         self.value = make_variable(group, np.float32(0))
         states = [make_variable(group, part) for part in parts]
-        self.model_state: Any = jax.tree.map(lambda i: states[i], reductions.numbers[0]) if reductions.trees else None
-        self.has_aux = has_aux = aux is not None
-        reduced = [i for i, output in enumerate(reductions.flat) if not output.stays]
-        local = [i for i, output in enumerate(reductions.flat) if output.stays]
-        extended = optax.with_extra_args_support(tx)  # reduce_on_plateau wants the value, others nothing
-
-        def full_loss(params: PyTree, parts: Sequence[PyTree], examples: Sequence[PyTree]) -> tuple[Any, Any]:
-            """The user's loss, any aux, and the parts of the new model state."""
-            old = [jax.tree.map(lambda i: parts[i], tree) for tree in reductions.numbers]
-            result = loss(params, *old, *examples)
-            if not (old or has_aux):
-                return result, ([], [])
-            value, more = unpack_pair(result, "(loss, ...)")
-            new, extra = unpack_pair(more, "(loss, (model_state, aux))") if old and has_aux else (more, more)
-            new_parts = reductions.split("optimizer: the loss's model state", [new] if old else [])
-            return value, ([extra] if has_aux else [], new_parts)
-
-        def gradient(params: PyTree, *args: PyTree) -> tuple[Any, ...]:
-            compute = jax.value_and_grad(full_loss, has_aux=True)
-            (value, (extra, new)), grads = compute(params, args[: len(states)], args[len(states) :])
-            return value, extra, fuse(jax.tree.leaves(grads)), value, *(new[i] for i in (*reduced, *local))
-
-        def update(flat: jax.Array, value: jax.Array, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-            grads = jax.tree.unflatten(structure, split(flat, like))
-            extra = {"value": value, "grad": grads}  # no value_fn: the examples are gone
-            updates, state = extended.update(grads, state, params, **extra)
-            return optax.apply_updates(params, updates), state
-
-        # The loss's parameters may be passed by name; params and variables come by position.
-        with contextlib.suppress(TypeError, ValueError):  # Python does not know them
-            arguments = [*inspect.signature(loss).parameters.values()][1 + len(reductions.trees) :]
-            by_position = [
-                inspect.Parameter(f"_{i}", inspect.Parameter.POSITIONAL_ONLY) for i in range(1 + len(states))
-            ]
-            gradient.__signature__ = inspect.Signature([*by_position, *arguments])  # pyright: ignore[reportFunctionMemberAccess]
-        into_variables = [mean(self.gradient), mean(self.value), *(reductions.flat[i](states[i]) for i in reduced)]
+        self._state_structure = jax.tree.structure(words.trees)
+        [self.model_state] = jax.tree.unflatten(self._state_structure, states) if self._has_state else [None]
+        kept = [
+            Output(word.op or "mean", stays=word.stays, into=variable)  # a local one takes the mean over pieces
+            for word, variable in zip(words.flat, states, strict=True)
+        ]
         self._gradient = Function(
-            gradient,
+            self._compute_gradient(len(states)),
             inputs=(self.params, *states, *inputs),
-            outputs=(mean, [aux] if has_aux else [], *into_variables),
-            updates=tuple((states[i], reductions.flat[i].op or "mean") for i in local),  # over pieces
+            outputs=(
+                *(mean, [aux] if self._has_aux else [], mean(self.gradient), mean(self.value)),
+                *jax.tree.unflatten(self._state_structure, kept),
+            ),
             strategy=strategy,
         )
         self._update = Function(
-            update,
+            self._apply_gradient,
             inputs=(self.gradient, self.value, self.params, self.state),
             outputs=(),
             updates=(self.params, self.state),
         )
+
+    def _compute_gradient(self, states: int) -> Callable[..., tuple[Any, ...]]:
+        """The function of params, parts of the model state and examples, whose outputs are reduced."""
+
+        def full_loss(params: PyTree, args: Sequence[PyTree]) -> tuple[Any, Any]:
+            """The user's loss, with aux and model state as lists of one or none."""
+            result = self._loss(params, *jax.tree.unflatten(self._state_structure, args[:states]), *args[states:])
+            if not (self._has_state or self._has_aux):
+                return result, ([], [])
+            value, more = unpack_pair(result, "(loss, ...)")
+            if self._has_state and self._has_aux:
+                new, extra = unpack_pair(more, "(loss, (model_state, aux))")
+                return value, ([extra], [new])
+            return value, ([more], []) if self._has_aux else ([], [more])
+
+        def gradient(params: PyTree, *args: PyTree) -> tuple[Any, ...]:
+            (value, (extra, new)), grads = jax.value_and_grad(full_loss, has_aux=True)(params, args)
+            return value, extra, fuse(jax.tree.leaves(grads)), value, *new
+
+        # The loss's parameters may be passed by name; params and variables come by position.
+        with contextlib.suppress(TypeError, ValueError):  # Python does not know them
+            arguments = [*inspect.signature(self._loss).parameters.values()][1 + self._has_state :]
+            first = [inspect.Parameter(f"_{i}", inspect.Parameter.POSITIONAL_ONLY) for i in range(1 + states)]
+            gradient.__signature__ = inspect.Signature([*first, *arguments])  # pyright: ignore[reportFunctionMemberAccess]
+        return gradient
+
+    def _apply_gradient(
+        self, flat: jax.Array, value: jax.Array, params: PyTree, state: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        grads = jax.tree.unflatten(self._structure, split(flat, self._like))
+        extra = {"value": value, "grad": grads}  # no value_fn: the examples are gone
+        updates, state = self._tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
 
     def __call__(
         self, *args: PyTree, batch: Any = None, batch_local: Any = None, slices: int = 1, **named: PyTree
@@ -146,9 +153,9 @@ class Optimizer:
 
         Args and errors: as of `Function.__call__`.
         """
-        value, extra = self._gradient(*args, batch=batch, batch_local=batch_local, slices=slices, **named)
+        value, extra, *_ = self._gradient(*args, batch=batch, batch_local=batch_local, slices=slices, **named)
         self._update()
-        return (value, *extra) if self.has_aux else value
+        return (value, *extra) if self._has_aux else value
 
 
 def unpack_pair(result: Any, expected: str) -> tuple[Any, Any]:

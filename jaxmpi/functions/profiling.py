@@ -37,13 +37,10 @@ Key = tuple[str, int | None]  # name and number of a function; a variable's meth
 class Profile:
     """Seconds of calls of functions and variables' methods, in this process."""
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
+    def __init__(self) -> None:
         self._totals: dict[Key, Counter[str]] = {}
         self._call: Counter[str] = Counter()  # figures of the call under way, by name
         self._open: list[str] = []  # its parts, the innermost last
-        self._is_first = False  # True if this process has worker 0
-        self._key: Key = "", None
         self._since_s, self._thread = 0.0, 0
 
     @property
@@ -70,21 +67,16 @@ class Profile:
         return "\n".join(lines)
 
     @contextlib.contextmanager
-    def call(self, name: str, is_first: bool) -> Iterator[None]:
+    def call(self, key: Key) -> Iterator[None]:
         """A call, from its beginning to its results."""
-        self._call, self._key, self._is_first = Counter(calls=1), (name, None), is_first
+        self._call, self._open = Counter(calls=1), ["other"]
         self._since_s, self._thread = time.perf_counter(), threading.get_ident()
-        self._open = ["other"]
         try:
             yield
         finally:
             self._lap()
             self._open = []
-            self._totals.setdefault(self._key, Counter()).update(self._call)
-            if self.path is not None and is_first:
-                name, number = self._key
-                with self.path.open("a") as file:
-                    file.write(json.dumps({"function": name, "number": number, **as_row(self._call)}) + "\n")
+            self._totals.setdefault(key, Counter()).update(self._call)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -121,8 +113,8 @@ class Profile:
         Raises:
             UsageError: it cannot be written.
         """
-        path = Path(folder) / "record.jsonl"
-        if not self._is_first:
+        path, rank = Path(folder) / "record.jsonl", launched()
+        if rank is not None and rank.rank != 0:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,52 +137,36 @@ OFF = nullcontext()
 
 
 @contextlib.contextmanager
-def profile(path: str | Path | None = None) -> Iterator[Profile]:
+def profile() -> Iterator[Profile]:
     """Profile the calls inside the `with` block.
 
     Printed it is a table. Seconds are those of this process's first worker: of a script that leads, the master's; of
     ranks that all run the script, each rank's. Calls wait for their results meanwhile. No communication.
 
-    Args:
-        path: a file for a JSON line a call, with its `function`, `number` among functions, and the figures of `rows`;
-            written by worker 0, from the start.
-
     Raises:
-        UsageError: another profile is under way, or the file cannot be written.
+        UsageError: another profile is under way.
     """
     global _running, _listens
     if _running is not None:
         raise UsageError("profile: another one is under way; expected one at a time: end it first")
-    file, rank = None if path is None else Path(path), launched()
-    if file is not None and (rank is None or rank.rank == 0):  # worker 0 alone
-        try:
-            file.write_text("")
-        except OSError as error:
-            raise UsageError(f"profile: got {path}: {error.strerror}; expected a file's name") from error
     if not _listens:
         jax.monitoring.register_event_duration_secs_listener(count_compilation)
         _listens = True
-    _running = Profile(file)
+    _running = Profile()
     try:
         yield _running
     finally:
         _running = None
 
 
-def call(name: str, is_first: bool) -> AbstractContextManager[None]:
-    """Profile a call, if a profile is under way."""
-    return OFF if _running is None else _running.call(name, is_first)
+def call(name: str, number: int | None) -> AbstractContextManager[None]:
+    """Profile a call of a function with this number, or of a variable's method, if a profile is under way."""
+    return OFF if _running is None else _running.call((name, number))
 
 
 def part(name: str) -> AbstractContextManager[None]:
     """Profile a part of the call."""
     return OFF if _running is None or not _running.is_in_call else _running.part(name)
-
-
-def identify(number: int) -> None:
-    """Say which function the call is of."""
-    if _running is not None:
-        _running._key = _running._key[0], number
 
 
 def count_sent_bytes(size: int) -> None:

@@ -38,7 +38,7 @@ class Output:
 
     op: str = ""  # a row of OPS; empty: nothing combines
     stays: bool = False  # left on each worker, not combined over workers
-    into: Any = None  # the variable that takes the result on every worker, if it is not returned
+    into: Any = None  # the variable that takes the result, if it is not returned; of one that stays: an update
 
     def __call__(self, what: Any) -> "Output":
         """`mean(variable)`: all workers keep the result there. `local(mean)`: over pieces only."""
@@ -152,7 +152,7 @@ class ChosenOutputs(NamedTuple):
 
     structure: Any  # tree structure of the value that is returned
     returned: tuple[int, ...]  # numbers of its leaves, in its order
-    computed: tuple[int, ...]  # numbers of all, ascending
+    computed: tuple[int, ...]  # numbers of all, ascending; then all updates
 
     def join(self, results: dict[int, PyTree]) -> PyTree:
         """Results by number in the user's trees; a result that is kept in a variable is None."""
@@ -160,10 +160,13 @@ class ChosenOutputs(NamedTuple):
 
 
 class Outputs:
-    """A tree of reductions per output; each reduces all leaves below it."""
+    """A tree of reductions per output; each reduces all leaves below it. Updates are further reductions behind them."""
 
-    def __init__(self, outputs: Any) -> None:
-        """Take what a user names; a tuple or list is several outputs."""
+    def __init__(self, outputs: Any, updates: Any = ()) -> None:
+        """Take what a user names; a tuple or list is several outputs.
+
+        An update is a variable, or a pair of it and an op, and a pair may stand alone.
+        """
         self.is_single = type(outputs) not in (tuple, list)  # one output, which the function returns in no tuple
         trees = (outputs,) if self.is_single else tuple(outputs)
         self.trees: tuple[PyTree, ...] = jax.tree.map(from_word, trees, is_leaf=lambda leaf: leaf is None)
@@ -174,32 +177,46 @@ class Outputs:
                     f"outputs: got {output!r}; expected jaxmpi.functions.mean, sum, prod, min, max, gather, local or a "
                     "name, or a tree of them"
                 )
-        self.flat = tuple(output for _, output in named)
+        is_pair = isinstance(updates, (tuple, list)) and len(updates) == 2 and isinstance(updates[1], (Output, str))
+        is_one_update = is_pair or not isinstance(updates, (tuple, list))
+        self.updates = [parse_update(update) for update in ([updates] if is_one_update else updates)]
+        self.flat = (*(output for _, output in named), *self.updates)
+        # The function returns its one output or update in no tuple.
+        self.is_bare = (is_one_update and not trees) or (self.is_single and not self.updates)
         # For messages: which output each reduction is of, and its path there.
         self.names = [f"{p[0].idx} {path_name(p[1:])!r}" if p[1:] else str(p[0].idx) for p, _ in named]  # pyright: ignore[reportAttributeAccessIssue]
+        self.names += [str(len(trees) + i) for i in range(len(self.updates))]
         # The trees with the number in `flat` in place of each reduction.
-        self.numbers: tuple[PyTree, ...] = jax.tree.unflatten(jax.tree.structure(self.trees), range(len(self.flat)))
-        self.all = self._choose(self.numbers[0] if self.is_single else self.numbers)
+        self._numbers: tuple[PyTree, ...] = jax.tree.unflatten(jax.tree.structure(self.trees), range(len(named)))
+        self.all = self._choose(self._numbers[0] if self.is_single else self._numbers)
 
-    def split(self, name: str, results: Sequence[PyTree]) -> list[PyTree]:
-        """Split the results of function `name` into a part for each reduction."""
-        parts = []
-        for place, (tree, result) in enumerate(zip(self.trees, results, strict=True)):
+    def split(self, name: str, result: Any) -> list[PyTree]:
+        """Split what the function of this name returned into a part for each reduction."""
+        parts, first = (result,) if self.is_bare else result, len(self.trees)
+        if not isinstance(parts, (tuple, list)) or len(parts) != first + len(self.updates):
+            got = f"a tuple of {len(parts)}" if isinstance(parts, (tuple, list)) else type(result).__name__
+            expected = f"a tuple of {first + len(self.updates)}: {first} outputs, then {len(self.updates)} updates"
+            raise UsageError(f"{name} returned {got}; expected {expected}")
+        found = []
+        for place, (tree, part) in enumerate(zip(self.trees, parts[:first], strict=True)):
             expected = jax.tree.structure(tree)
             try:
-                parts += expected.flatten_up_to(result)
+                found += expected.flatten_up_to(part)
             except ValueError as error:
                 raise UsageError(
-                    f"{name}: output {place}: got a tree {jax.tree.structure(result)} for reductions {expected}; "
+                    f"{name}: output {place}: got a tree {jax.tree.structure(part)} for reductions {expected}; "
                     "expected the same keys, or one reduction for all below it"
                 ) from error
-        return parts
+        for update, part in zip(self.updates, parts[first:], strict=True):
+            if (got := jax.tree.structure(part)) != update.into.structure:
+                raise UsageError(f"{name}: an update is a tree {got}; its variable is {update.into.structure}")
+        return [*found, *parts[first:]]
 
     def choose(self, subset: Any) -> ChosenOutputs:
         """The outputs of `output_subset`: places in their tuple, or keys if the one output is a dict; None for all."""
         if subset is None:
             return self.all
-        tree = self.numbers[0] if self.is_single else dict(enumerate(self.numbers))
+        tree = self._numbers[0] if self.is_single else dict(enumerate(self._numbers))
         if not isinstance(tree, dict):
             raise UsageError("output_subset: got a choice of outputs, but the only output is no dict; leave it out")
         is_list = isinstance(subset, (tuple, list)) and all(isinstance(key, (str, int)) for key in subset)
@@ -213,4 +230,17 @@ class Outputs:
         if not self.is_single:  # a tuple leaves out what is kept in variables
             numbers = tuple(n for n in numbers if not (isinstance(n, int) and self.flat[n].into is not None))
         leaves, structure = jax.tree.flatten(numbers)
-        return ChosenOutputs(structure, tuple(leaves), computed)
+        updates = range(len(self.flat) - len(self.updates), len(self.flat))
+        return ChosenOutputs(structure, tuple(leaves), (*computed, *updates))
+
+
+def parse_update(update: Any) -> Output:
+    """`(variable, op)` as an Output; a variable alone takes the mean over pieces."""
+    variable, op = update if isinstance(update, (tuple, list)) and len(update) == 2 else (update, "mean")
+    op = from_word(op)
+    is_op = isinstance(op, Output) and bool(op.op) and not op.stays and op.into is None
+    if not hasattr(variable, "structure") or not is_op:
+        raise UsageError(
+            f"updates: got {update!r}; expected a jaxmpi.variable, or a pair of it and mean, sum, add, ..."
+        )
+    return Output(op.op, stays=True, into=variable)

@@ -1,7 +1,6 @@
 """Reports of workers on their parts of a call: one may fail while others succeed, but all must raise an error."""
 
 import traceback
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxmpi.core.errors import TrainingError, UsageError
@@ -12,12 +11,12 @@ class WorkerFailed(TrainingError):
     """A worker's part failed, with its traceback; the workers are as before the call."""
 
 
-class MissingPrograms(Exception):
-    """Workers lack the programs of these keys; the master sends them and repeats the command."""
+class MissingProgram(Exception):
+    """This worker lacks the program of a key; the process that runs the script sends it."""
 
-    def __init__(self, keys: Sequence[Any]) -> None:
-        super().__init__(keys)
-        self.keys = keys
+    def __init__(self, key: Any) -> None:
+        super().__init__(key)
+        self.key = key
 
 
 class CallReport(NamedTuple):
@@ -30,8 +29,8 @@ class CallReport(NamedTuple):
 
 def failure_report(error: BaseException) -> CallReport:
     """The report of what a worker's part raised; a user's mistake needs no traceback."""
-    if isinstance(error, MissingPrograms):
-        return CallReport("missing", error.keys[0])
+    if isinstance(error, MissingProgram):
+        return CallReport("missing", error.key)
     if isinstance(error, (UsageError, TrainingError)):
         return CallReport("error", str(error))
     return CallReport("error", "".join(traceback.format_exception(error)).rstrip())
@@ -48,8 +47,6 @@ def judge_reports(what: str, reports: list[CallReport], errors: dict[int, Except
             raise original
         text = reports[failed[0]].what
         raise WorkerFailed(f"{what}: worker {failed[0]} of {len(reports)} failed:\n{text}") from original
-    if missing := dict.fromkeys(report.what for report in reports if report.kind == "missing"):
-        raise MissingPrograms([*missing])
     odd = next((rank for rank, report in enumerate(reports) if report.what != reports[0].what), None)
     if odd is not None:
         lines = differences(odd, reports[odd].what, 0, reports[0].what)

@@ -7,6 +7,7 @@ nothing is left behind, however a job ends.
 
 import atexit
 import contextlib
+import fcntl
 import json
 import math
 import mmap
@@ -190,34 +191,30 @@ def shared_by_host(make: Callable[[], SharedArray], name: str) -> SharedArray:
     return made[0]
 
 
-def create(value: Any, name: str, oversize: float, dtype: Any, force: bool) -> SharedArray:
+def create(value: Any, name: str) -> SharedArray:
     """A new array with the value in it; arguments and errors as of `jaxmpi.shared`."""
-    if not 1 <= oversize < math.inf:
-        raise UsageError(f"shared: oversize: got {oversize}; expected a factor >= 1")
     given = value() if callable(value) else value
     if is_key(given):
         raise UsageError("shared: got random keys; share jax.random.key_data(keys), and wrap it in the function")
     check_unmasked("shared", given)
     source = np.asarray(given)
-    target = jnp.dtype(source.dtype if dtype is None else dtype)
-    _check_numeric("shared", source.dtype)
-    check_jax_takes("shared", target)
-    values = source.astype(target) if force else _check_lossless(source, target)
+    check_jax_takes("shared", source.dtype)
     if name:
         path = _array_path(name)
         _unlink_if_orphaned(path)
         handle = os.open(folder(), os.O_RDWR | os.O_TMPFILE, 0o600)
+        fcntl.flock(handle, fcntl.LOCK_EX)  # held as long as the maker lives: `_unlink_if_orphaned` asks for it
     else:
         handle = os.memfd_create("jaxmpi")
         path = f"/proc/{os.getpid()}/fd/{handle}"
     try:
-        _extend_file(handle, PAGE + math.ceil(oversize * source.size * target.itemsize))
-        os.pwrite(handle, _header_page(target, source.shape), 0)
-    except BaseException:
+        _extend_file(handle, PAGE + source.nbytes)
+        os.pwrite(handle, _header_page(source.dtype, source.shape), 0)
+    except BaseException:  # Ctrl-C too, or the memory would stay with this process
         os.close(handle)
         raise
     array = SharedArray(handle, path, name)
-    array.array[...] = values
+    array.array[...] = source
     if name:
         # The file gets its name when the array is whole, and goes with its maker until then.
         try:
@@ -248,19 +245,17 @@ def _array_path(name: str) -> str:
 
 
 def _unlink_if_orphaned(path: str) -> None:
-    """Remove memory whose maker is gone."""
-    # nobody has it; another user has; its maker is just writing the page
-    with contextlib.suppress(FileNotFoundError, PermissionError, ValueError), open(path, "rb") as file:
-        header = json.loads(file.read(PAGE).rstrip(b"\0"))
-        try:
-            os.kill(header["pid"], 0)
-        except ProcessLookupError:
+    """Remove memory whose maker is gone, and with it the maker's lock."""
+    # Nobody has made it; it is another user's; or its maker lives.
+    with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError), open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.stat(path), os.fstat(file.fileno())):  # else another has just made it anew
             os.unlink(path)
 
 
 def _header_page(dtype: Any, shape: Sequence[int]) -> bytes:
-    """The first page: dtype and shape of what follows, and its maker."""
-    return json.dumps({"dtype": str(dtype), "shape": list(shape), "pid": os.getpid()}).encode().ljust(PAGE, b"\0")
+    """The first page: dtype and shape of what follows."""
+    return json.dumps({"dtype": str(dtype), "shape": list(shape)}).encode().ljust(PAGE, b"\0")
 
 
 def _extend_file(handle: int, size_bytes: int) -> None:
@@ -283,8 +278,7 @@ def _check_lossless(value: Any, dtype: np.dtype) -> Any:
         _check_numeric("shared", value.dtype)
         got, fits = value.dtype, np.can_cast(value.dtype, dtype, "safe")
     if not fits:
-        way_out = "cast it with .astype, or shared(..., force=True)"
-        raise UsageError(f"shared: got {got} for {dtype}, which may lose digits; {way_out}")
+        raise UsageError(f"shared: got {got} for {dtype}, which may lose digits; cast it with .astype")
     return value
 
 

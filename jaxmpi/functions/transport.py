@@ -119,6 +119,7 @@ STOPPED = f"been stopped for {TIMEOUT_S:.0f} s (JAXMPI_EXCHANGE_TIMEOUT_S sets t
 
 
 SHORT_S, SHORT_LOOKS = 0.0001, 5000  # the sleep between a wait's first looks, and how many these are
+SHORT_BYTES = 2000  # of a value that one message carries
 
 
 class MpiTransport:
@@ -167,26 +168,31 @@ class MpiTransport:
     def gather(self, mine: Any, everywhere: bool) -> list[Any] | None:
         """Every rank's picklable value on all ranks, or on rank 0 alone; None on the others.
 
-        All ranks call this together. Bytes are sent in rounds that fit MPI's counts.
+        All ranks call this together. The first message carries a short value whole, as reports are: to send lengths
+        first costs a call another 0.1 ms, a tenth of its time. Longer ones follow in rounds that fit MPI's counts.
         """
         head, *arrays = encode(mine)
         data = np.concatenate([np.array([head.size]).view(np.uint8), head, *arrays])
-        sizes = np.empty(self.size, np.int64)
-        self._wait_for_all(self.comm.Iallgather(np.array([data.size], np.int64), sizes))
-        out = [np.empty(size, np.uint8) for size in sizes.tolist()] if everywhere or self.rank == 0 else None
+        first, firsts = np.zeros(8 + SHORT_BYTES, np.uint8), np.empty((self.size, 8 + SHORT_BYTES), np.uint8)
+        first[:8], start = np.array([data.size]).view(np.uint8), data[:SHORT_BYTES]
+        first[8 : 8 + start.size] = start
+        self._wait_for_all(self.comm.Iallgather(first, firsts))
+        sizes = [int(row[:8].view(np.int64)[0]) for row in firsts]
+        is_wanted = everywhere or self.rank == 0
+        if max(sizes) <= SHORT_BYTES:
+            return [_decode_vector(row[8:]) for row in firsts] if is_wanted else None
+        out = [np.empty(size, np.uint8) for size in sizes] if is_wanted else []
         chunk = MAX_BYTES // self.size
-        for start in range(0, max(sizes.tolist()), chunk):
-            counts = [max(0, min(chunk, size - start)) for size in sizes.tolist()]
-            received = np.empty(sum(counts), np.uint8) if out is not None else None
-            part = data[start : start + chunk]
+        for begin in range(0, max(sizes), chunk):
+            counts = [max(0, min(chunk, size - begin)) for size in sizes]
+            part, received = data[begin : begin + chunk], np.empty(sum(counts) if is_wanted else 0, np.uint8)
             if everywhere:
                 self._wait_for_all(self.comm.Iallgatherv(part, (received, counts)))
             else:
-                self._wait_for_all(self.comm.Igatherv(part, (received, counts) if self.rank == 0 else None, 0))
-            if out is not None and received is not None:
-                for whole, piece in zip(out, np.split(received, np.cumsum(counts)[:-1]), strict=True):
-                    whole[start : start + piece.size] = piece
-        return None if out is None else [_decode_vector(vector) for vector in out]
+                self._wait_for_all(self.comm.Igatherv(part, (received, counts) if is_wanted else None, 0))
+            for whole, piece in zip(out, np.split(received, np.cumsum(counts)[:-1]), strict=False):
+                whole[begin : begin + piece.size] = piece
+        return [_decode_vector(vector) for vector in out] if is_wanted else None
 
     def _wait_for_all(self, request: Any) -> None:
         """Wait for what all ranks take part in; name one that has not come within the time limit, if none leads."""

@@ -22,7 +22,7 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.random_keys import check_op, check_rows, key_leaves, packed, unpacked
 from jaxmpi.core.to_jax import in_jax_dtype
 from jaxmpi.functions.commands import perform
-from jaxmpi.functions.groups import WorkerGroup
+from jaxmpi.functions.groups import WorkerGroup, next_number
 from jaxmpi.functions.reductions import Output, check_reducible, reduction_name
 from jaxmpi.functions.rows import check_lengths, shard_bounds
 from jaxmpi.functions.shared_array import check_jax_takes, is_shared
@@ -37,8 +37,8 @@ class Variable:
     """
 
     def __init__(self, group: WorkerGroup, structure: Any) -> None:
-        group.variable_count += 1
-        self.group, self.structure, self.number = group, structure, group.variable_count
+        self.group, self.structure, self.number = group, structure, next_number()
+        group.is_used = True
 
     def __del__(self) -> None:
         self.group.dropped.append(self.number)
@@ -115,8 +115,8 @@ class Variable:
             for (path, leaf), is_key in zip(named_leaves(tree), key_leaves(self.structure), strict=True):
                 leaves.append(rows_of(self.group, f"scatter: leaf {path!r}", leaf, is_key))
             rows = check_lengths({x.name: len(x.value) for x in leaves}, self.group.size, batch)
-            shards = [rows.shard(a, b) for a, b in itertools.pairwise(shard_bounds(rows.count, self.group.size))]
-            fields = {"number": self.number, "ranks": None, "agreed": [self.number, rows.count]}
+            shards = [rows[a:b] for a, b in itertools.pairwise(shard_bounds(len(rows), self.group.size))]
+            fields = {"number": self.number, "ranks": None, "agreed": [self.number, len(rows)]}
             return Command(
                 "put", name, fields, lambda rank: [x.choose(shards[rank], self.group.is_local(rank)) for x in leaves]
             )

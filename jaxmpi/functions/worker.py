@@ -1,9 +1,9 @@
 """One worker of a function: what it keeps, and its part of a call.
 
 A call gives a worker an `Input` for each leaf of the arguments. It may name rows of an array of this process, of shared
-memory, of a message, or of a variable: all are a source and a `RowSelection`. With `slices=n` the program runs on n
-pieces of the share, one after another, for a share that does not fit at once. Pieces are combined on the device: a mean
-is weighted by examples, gathered outputs are concatenated. All programs are looked up before the first one runs, so a
+memory, of a message, or of a variable: all are a source and chosen rows. With `slices=n` the program runs on n pieces
+of the share, one after another, for a share that does not fit at once. Pieces are combined on the device: a mean is
+weighted by examples, gathered outputs are concatenated. All programs are looked up before the first one runs, so a
 worker that lacks one has computed nothing yet.
 """
 
@@ -17,32 +17,13 @@ import numpy as np
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.to_jax import in_jax_dtype
 from jaxmpi.functions import profiling
+from jaxmpi.functions.program import Leaf, ProgramKey, SentProgram, WorkerProgram
 from jaxmpi.functions.reductions import accumulation_dtype, check_reducible, fold
 from jaxmpi.functions.reports import CallReport
-from jaxmpi.functions.rows import RowSelection, select_rows, take_rows, worker_pieces
+from jaxmpi.functions.rows import Rows, select_rows, take_rows, worker_pieces
 from jaxmpi.functions.shared_array import is_shared
 
 Leaves = list[jax.Array]
-ProgramKey = tuple[int, int, tuple]  # numbers of function and form, shapes and dtypes of the leaves
-
-
-class Leaf(NamedTuple):
-    """One array that a program returns, and what becomes of it."""
-
-    op: str  # a row of OPS, or empty
-    place: str  # result | into | local | update
-    target: int  # number of the output, or of the variable
-    index: int = 0  # among the leaves of the target
-    name: str = ""  # name of the target, for messages
-
-
-class WorkerProgram(NamedTuple):
-    """A user's function for arguments of certain shapes, over flat leaves."""
-
-    run: Callable[..., list[jax.Array]]
-    leaves: tuple[Leaf, ...]
-    agreed: str  # dtypes and shapes that must be the same on all workers, as JSON
-    structures: tuple[Any, ...] = ()  # tree structures of the outputs, then the updates, if the function is in Python
 
 
 class Command(NamedTuple):
@@ -52,7 +33,6 @@ class Command(NamedTuple):
     name: str  # of the function or method, for messages
     fields: dict[str, Any]
     inputs: Callable[[int], list[Any]] = lambda rank: []  # what the worker of a rank needs
-    is_repeated: bool = False  # workers that have done their part do not do it again
 
 
 class Input(NamedTuple):
@@ -61,30 +41,30 @@ class Input(NamedTuple):
     kind: str  # rows | whole: of `value`; resident | variable: rows or the whole of a variable's leaf; broadcast
     name: str = ""  # for messages
     value: Any = None  # an array; of a broadcast input only if it has changed
-    rows: Any = None  # a RowSelection; of resident rows what the user chose
+    rows: Any = None  # chosen rows; of resident rows what the user gave
     number: int = 0  # of the variable or the broadcast input
     index: int = 0  # of the leaf in the variable
 
-    def choose(self, rows: RowSelection, is_local: bool) -> "Input":
-        """The input of one worker: a selection of rows if it sees the array, else a copy of them."""
+    def choose(self, rows: Rows, is_local: bool) -> "Input":
+        """The input of one worker: a choice of rows if it sees the array, else a copy of them."""
         if is_local or is_shared(self.value):
             return self._replace(rows=rows)
-        value = np.asarray(in_jax_dtype(self.name, take_rows(self.value, rows.index(0, rows.count))))
-        return self._replace(value=value, rows=RowSelection(rows.count))
+        value = np.asarray(in_jax_dtype(self.name, take_rows(self.value, rows)))
+        return self._replace(value=value, rows=range(len(rows)))
 
     def take(self, begin: int, end: int) -> Any:
         """Rows [begin, end) of the worker's share, in JAX's dtype."""
-        return in_jax_dtype(self.name, take_rows(self.value, self.rows.index(begin, end)))
+        return in_jax_dtype(self.name, take_rows(self.value, self.rows[begin:end]))
 
 
 class Worker:
-    """One worker: its rank, its device, and what it keeps."""
+    """One worker: its rank, its device, and what it keeps. Functions and variables are numbered together."""
 
     def __init__(self, rank: int, device: Any) -> None:
         self.rank, self.device = rank, device
         self.variables: dict[int, Leaves] = {}  # by number
-        self.broadcasts: dict[tuple[int, int], jax.Array] = {}  # by function and input
-        self.programs: dict[ProgramKey, WorkerProgram] = {}  # that have come from the master
+        self.broadcasts: dict[tuple[int, int], jax.Array] = {}  # by numbers of function and input
+        self.programs: dict[ProgramKey, SentProgram | WorkerProgram] = {}  # from the master; loaded at first use
         self.functions: dict[int, Callable] = {}  # that call back into Python, by number
         self.release()
 
@@ -92,14 +72,20 @@ class Worker:
         """Let go of the command that was carried out."""
         self.out: Leaves = []  # leaves that the command under way has made
         self.program = WorkerProgram(lambda: [], (), "")
-        self.report: CallReport | None = None  # if this worker has done its part of the command under way
 
     def forget(self, number: int) -> None:
-        """Drop a variable, or what function -1 - number has left here."""
+        """Drop a variable, or what a function has left here."""
         self.variables.pop(number, None)
-        self.broadcasts = {key: value for key, value in self.broadcasts.items() if key[0] != -1 - number}
-        self.programs = {key: value for key, value in self.programs.items() if key[0] != -1 - number}
-        self.functions.pop(-1 - number, None)
+        self.broadcasts = {key: value for key, value in self.broadcasts.items() if key[0] != number}
+        self.programs = {key: value for key, value in self.programs.items() if key[0] != number}
+        self.functions.pop(number, None)
+
+    def sent_program(self, key: ProgramKey) -> WorkerProgram:
+        """A program that has come from the master."""
+        program = self.programs[key]
+        if isinstance(program, SentProgram):
+            program = self.programs[key] = program.load(self.functions, key[0])
+        return program
 
     def put(self, array: Any) -> jax.Array:
         """The array on this worker's device."""
@@ -123,13 +109,7 @@ class Worker:
     # ------------------------------------------------------------ a call
 
     def compute(self, command: Command, workers: int, program: Callable[[ProgramKey], WorkerProgram]) -> CallReport:
-        """Compute this worker's outputs, unless a repeated command finds them.
-
-        The report says what must be the same on all workers.
-        """
-        if self.report is not None and command.is_repeated:
-            return self.report
-        self.release()
+        """Compute this worker's outputs; the report says what must be the same on all workers."""
         fields = command.fields
         with profiling.part("shuffle"):
             inputs = [self._find(x, fields["f"]) for x in command.inputs(self.rank)]
@@ -152,8 +132,7 @@ class Worker:
                     got, expected = (f"{x.dtype}{list(x.shape)}" for x in (new, old))
                     raise UsageError(f"updates: add: got {got} for a variable of {expected}; expected the same")
                 self.out[i] = _add(old, new)
-        self.report = CallReport("ok", f'{{"call": {fields["agreed"]}, "outputs": {self.program.agreed}}}', count)
-        return self.report
+        return CallReport("ok", f'{{"call": {fields["agreed"]}, "outputs": {self.program.agreed}}}', count)
 
     def _find(self, x: Input, function: int) -> Any:
         """An array that programs take whole, or an Input whose rows they take."""
@@ -179,7 +158,7 @@ class Worker:
 
         One without rows counts as one example.
         """
-        counts = {x.rows.count for x in inputs if isinstance(x, Input)} or {1}
+        counts = {len(x.rows) for x in inputs if isinstance(x, Input)} or {1}
         if len(counts) > 1 or 0 in counts:
             got = f"worker {self.rank} has {' and '.join(map(str, sorted(counts)))} rows in its inputs"
             raise UsageError(f"{got}; expected the same number > 0 in its variables and its share of the arguments")
