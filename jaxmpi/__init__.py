@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxmpi.allreduce.sharded import sharded as sharded
     from jaxmpi.checkpoint.export import TrainedModel as TrainedModel
     from jaxmpi.checkpoint.export import load as load
-    from jaxmpi.checkpoint.export import load_program as load_program
+    from jaxmpi.checkpoint.exported_files import load_program as load_program
     from jaxmpi.collectives.nonblocking import start as start
     from jaxmpi.collectives.nonblocking import wait as wait
     from jaxmpi.comm.axis import AxisComm as AxisComm
@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 _PLACES = {  # module to the public names that it has
     "jaxmpi.allreduce.api": ("exchange", "exchange_gradients"),
     "jaxmpi.allreduce.sharded": ("sharded",),
-    "jaxmpi.checkpoint.export": ("TrainedModel", "load", "load_program"),
+    "jaxmpi.checkpoint.export": ("TrainedModel", "load"),
+    "jaxmpi.checkpoint.exported_files": ("load_program",),
     "jaxmpi.collectives.nonblocking": ("start", "wait"),
     "jaxmpi.comm.axis": ("AxisComm",),
     "jaxmpi.comm.base": ("SoloComm",),

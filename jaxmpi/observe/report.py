@@ -1,4 +1,4 @@
-"""`jaxmpi report RUN [RUN...]`: a page and pictures of runs."""
+"""`jaxmpi report RUN [RUN...]`: a page of runs."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,9 +6,7 @@ from pathlib import Path
 
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import refuse_ways_out
-from jaxmpi.observe import plots
 from jaxmpi.observe.record_reader import read
-from jaxmpi.observe.report_data import pictures, report_data
 from jaxmpi.observe.report_page import page
 
 
@@ -16,34 +14,28 @@ def main(argv: Sequence[str]) -> None:
     """Read, draw, write, and print the page's path."""
     parser = argparse.ArgumentParser(
         prog="jaxmpi report",
-        description="Make an HTML page and plots from the records of one run, or of several to compare them.",
+        description="Make an HTML page from the records of one run, or of several to compare them.",
         epilog="example: jaxmpi report runs/first runs/second --out report",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
-    parser.add_argument("--out", type=Path, help="folder for page and pictures (default: report/ in the first RUN)")
+    parser.add_argument("--out", type=Path, help="folder for the page (default: report/ in the first RUN)")
     options = parser.parse_args(argv)
     print(f"report: {write(options.runs, options.out or options.runs[0] / 'report')}")
 
 
 def write(runs: Sequence[Path], folder: Path) -> Path:
-    """Write page and pictures to this folder; return the page's path.
+    """Write the page to this folder; return the page's path.
 
     Raises:
         UsageError: a record cannot be read, or nothing can be written there.
     """
     records = [read(path, name) for path, name in zip(runs, unique_names(runs), strict=True)]
-    data = report_data(records)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for place in (folder.parent, folder) if folder.parent in runs else ():  # a stranger may have filled them
             refuse_ways_out(place, repr(str(place)), "a report is not written through those: remove it, or use --out")
-        if plots.is_installed():
-            for name, panels in pictures(data).items():
-                plots.save(panels, folder / f"{name}.png")
-        else:
-            print(f"report: no pictures beside the page: matplotlib is missing; {plots.INSTALL}")
         # Names in a record, and of folders, may hold surrogates, which no encoding has.
-        (folder / "index.html").write_bytes(page(records, data).encode(errors="replace"))
+        (folder / "index.html").write_bytes(page(records).encode(errors="replace"))
     except OSError as error:
         raise UsageError(f"nothing can be written to {str(folder)!r}: {error.strerror}; use --out FOLDER") from error
     return folder / "index.html"

@@ -1,8 +1,7 @@
 """What a report shows: its charts, and the figures of each run as JSON.
 
-The page draws them with its script, and `pictures` makes of the same data what matplotlib draws. A long record has more
-lines than a figure can show. Plain decimation would miss spikes, so each bin of a line keeps its least and its greatest
-value.
+The page draws them with its script. A long record has more lines than a figure can show. Plain decimation would miss
+spikes, so each bin of a line keeps its least and its greatest value.
 """
 
 from collections import Counter
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.observe.plots import Lines
 from jaxmpi.observe.record_format import PARTS
 from jaxmpi.observe.record_reader import XS, Record, as_number, average_neighbours, known_means
 
@@ -226,35 +224,3 @@ def json_numbers(values: np.ndarray) -> list[float | int | None]:
     return [
         None if value != value else int(value) if value % 1 == 0 else float(f"{value:.6g}") for value in values.tolist()
     ]
-
-
-# ---------------------------------------------------------------- pictures
-
-
-def pictures(data: Mapping[str, Any]) -> dict[str, list[Lines]]:
-    """Panels by file of the data of a page: one for each section of charts, and one for each run's parts of a step."""
-    found: dict[str, list[Lines]] = {}
-    runs = data["runs"]
-    for i, chart in enumerate(data["charts"]):
-        known = [values for run in runs for values in run["charts"][i] if values]
-        x = next((x for x in XS if any(x in values["x"] for values in known)), "step")  # a study has epochs alone
-        lines = {}
-        for run in runs:
-            for series, values in zip(chart["series"], run["charts"][i], strict=True):
-                if values and (line := points(values["x"].get(x, ()), values["y"])):
-                    lines[", ".join(filter(None, (run["name"], series["label"])))] = line
-        if lines:
-            panel = Lines(chart["title"], x, chart["title"], chart["unit"], chart["isLog"], lines)
-            found.setdefault(chart["section"], []).append(panel)
-    for i, run in enumerate(runs, 1):
-        parts = run["parts"] or {"x": {}, "y": {}}
-        lines = {part: line for part, y in parts["y"].items() if (line := points(parts["x"].get("step", ()), y))}
-        if lines:
-            name = f"run_{i}" if len(runs) > 1 else "run"
-            found[name] = [Lines(f"{run['name']}: parts of a step", "step", "time a step", "s", False, lines)]
-    return found
-
-
-def points(xs: Sequence[float | None], ys: Sequence[float | None]) -> list[tuple[float, float]]:
-    """(x, y) where both are known."""
-    return [(x, y) for x, y in zip(xs, ys, strict=False) if x is not None and y is not None]

@@ -43,20 +43,15 @@ DECISIVE = (  # facts that are equal in runs of one group
 OF_ONE_RUN = ("seed", "run_dir", "resume")  # settings in which runs of one group may differ
 
 
-def page(records: Sequence[Record], data: dict[str, Any] | None = None) -> str:
-    """The whole page.
-
-    Args:
-        records: of the runs.
-        data: their `report_data`, if it is there already.
-    """
+def page(records: Sequence[Record]) -> str:
+    """The whole page of these runs."""
     grouped = group_runs(records)
     has_seeds = len(grouped) < len(records)
     named = [each.name for each in (grouped if has_seeds else records)]
     title = ", ".join(named[:MOST_NAMED]) + f" and {len(named) - MOST_NAMED} more" * (len(named) > MOST_NAMED)
     notes = [f"{record.name}: {note}" for record in records for note in record.notes]
     groups = [group._asdict() for group in grouped] if has_seeds else []
-    told = {**(data or report_data(records)), "sections": SECTIONS, "groups": groups}
+    told = {**report_data(records), "sections": SECTIONS, "groups": groups}
     style, script, uplot = map(read_asset, ("report.css", "report.js", "uplot/uPlot.iife.min.js"))
     styles = read_asset("uplot/uPlot.min.css") + style
     # Names come from records, perhaps of a stranger. Should escaping ever fail, the browser runs these scripts only.

@@ -19,7 +19,6 @@ the data source gives them: u8 images are normalised inside. Outputs have the na
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import json
 import re
 import zipfile
@@ -35,6 +34,7 @@ import numpy as np
 
 from jaxmpi.checkpoint.export import choose_checkpoint, load
 from jaxmpi.checkpoint.export import export as export_params
+from jaxmpi.checkpoint.exported_files import sealed_facts
 from jaxmpi.checkpoint.manifests import read_manifest
 from jaxmpi.comm.agreement import on_all_ranks
 from jaxmpi.comm.job import processes
@@ -258,13 +258,12 @@ def write_program(run: Finished, file: Path, *, platforms: Sequence[str] = (), b
         "step": run.step,
         **{way: {path: facts_of(leaf) for path, leaf in each.items()} for way, each in leaves.items()},
         "platforms": list(exported.platforms),
-        "sha256": hashlib.sha256(serialized).hexdigest(),
         "calling_convention_version": exported.calling_convention_version,
         "versions": provenance.versions(),
     }
     with made_whole(file) as aside, made_whole(facts_file(file)) as facts_aside:
         aside.write_bytes(serialized)
-        facts_aside.write_text(json.dumps(facts, indent=2) + "\n")
+        facts_aside.write_text(sealed_facts(facts, serialized))
     shown = " -> ".join(
         ", ".join(f"{path} {leaf.dtype}[{', '.join(map(str, leaf.shape))}]" for path, leaf in each.items())
         for each in leaves.values()

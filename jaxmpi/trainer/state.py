@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.checkpoint import run_directory
-from jaxmpi.checkpoint.export import SUFFIX, Loaded, load, params_from_orbax
+from jaxmpi.checkpoint.export import load
+from jaxmpi.checkpoint.exported_files import SUFFIX, Loaded, params_from_orbax
 from jaxmpi.checkpoint.manager import warn
 from jaxmpi.checkpoint.restore import Saved, Slicing, restore
 from jaxmpi.comm.topology import put, take

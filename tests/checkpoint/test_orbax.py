@@ -13,7 +13,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxmpi.checkpoint import export, manifests
+from jaxmpi.checkpoint import export, exported_files, manifests
 from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint, files_of, save
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.rule_config import RuleConfig
@@ -54,7 +54,7 @@ def run_dir(tmp_path):
 def test_out_and_in(run_dir, tmp_path):
     cli.run(["export", str(run_dir), str(tmp_path / "out"), "--step", "3"])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
-    got = export.params_from_orbax(tmp_path / "out", like, STATE)
+    got = exported_files.params_from_orbax(tmp_path / "out", like, STATE)
     assert got.has_state
     jax.tree.map(np.testing.assert_array_equal, got.model_state, STATE)
     for one, other in zip(jax.tree.leaves(got.params), jax.tree.leaves(PARAMS), strict=True):
@@ -67,14 +67,14 @@ def test_out_and_in(run_dir, tmp_path):
         ({"more": jnp.zeros(1)}, r"more: got nothing, expected float32\[1\]"),
     ):
         with pytest.raises(UsageError, match=message):
-            export.params_from_orbax(tmp_path / "out", {**PARAMS, **change}, STATE)
+            exported_files.params_from_orbax(tmp_path / "out", {**PARAMS, **change}, STATE)
     with pytest.raises(UsageError, match=r"half: got bfloat16\[3\], expected nothing"):
-        export.params_from_orbax(tmp_path / "out", {"conv": PARAMS["conv"]}, STATE)
+        exported_files.params_from_orbax(tmp_path / "out", {"conv": PARAMS["conv"]}, STATE)
     with pytest.raises(UsageError, match=r"model_state/calls: got int32\[\], expected nothing"):
-        export.params_from_orbax(tmp_path / "out", PARAMS, {})
+        exported_files.params_from_orbax(tmp_path / "out", PARAMS, {})
     next((tmp_path / "out").glob("**/_METADATA")).write_text("{")
     with pytest.raises(UsageError, match=r"cannot be read|is not of this model"):
-        export.params_from_orbax(tmp_path / "out", like, {})
+        exported_files.params_from_orbax(tmp_path / "out", like, {})
 
 
 def test_of_workers_with_params_of_their_own_the_mean_goes_out(tmp_path):
@@ -137,7 +137,7 @@ def test_bare_params_of_another_program_leave_the_model_its_own_state(tmp_path):
     for number, tree in enumerate((PARAMS, {"params": PARAMS})):
         with ocp.StandardCheckpointer() as writer:
             writer.save(tmp_path / f"{number}", tree)
-        got = export.params_from_orbax(tmp_path / f"{number}", tree, STATE)
+        got = exported_files.params_from_orbax(tmp_path / f"{number}", tree, STATE)
         assert not got.has_state
         assert got.model_state is STATE
         jax.tree.map(np.testing.assert_array_equal, got.params, tree)
@@ -187,11 +187,11 @@ def test_nothing_outside_a_strangers_folder_is_read(run_dir, tmp_path):
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="_METADATA: got something other than a regular file"):
-        export.params_from_orbax(tmp_path / "out", PARAMS, STATE)
+        exported_files.params_from_orbax(tmp_path / "out", PARAMS, STATE)
     file.unlink()
     os.mkfifo(file)
     with pytest.raises(UsageError, match="_METADATA: got something other than a regular file"):
-        export.params_from_orbax(tmp_path / "out", PARAMS, STATE)
+        exported_files.params_from_orbax(tmp_path / "out", PARAMS, STATE)
 
 
 def test_a_strangers_chunk_is_no_larger_than_its_leaf(tmp_path):
@@ -205,4 +205,4 @@ def test_a_strangers_chunk_is_no_larger_than_its_leaf(tmp_path):
     spec = {"driver": "zarr", "kvstore": place, "metadata": array, "create": True, "delete_existing": True}
     tensorstore.open(spec).result()
     with pytest.raises(UsageError, match=r"w: got chunks of \[1000000000\], expected \[4\] at most"):
-        export.params_from_orbax(tmp_path / "out", like, {})
+        exported_files.params_from_orbax(tmp_path / "out", like, {})

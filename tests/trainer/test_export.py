@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 import jaxmpi
 from jaxmpi.checkpoint import manifests
-from jaxmpi.checkpoint.export import dotted
+from jaxmpi.checkpoint.exported_files import dotted
 from jaxmpi.checkpoint.restore import read_leaves
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.core import pytrees

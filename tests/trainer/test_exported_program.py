@@ -91,24 +91,27 @@ def test_jax_alone_gives_the_trainers_outputs_bit_for_bit(name, tmp_path, no_lau
         np.testing.assert_array_equal(np.load(tmp_path / f"outputs{n}.npy"), trainer.predict({"image": images[:n]}))
 
 
-def test_a_flipped_bit_of_a_program_is_noticed(line_run, tmp_path):
+def test_a_flipped_bit_of_a_program_or_of_its_facts_is_noticed(line_run, tmp_path):
     file, facts = tmp_path / "model.jaxexport", tmp_path / "model.jaxexport.json"
     trainer_of(line_run, heights).export(file, platforms=("cpu",))
-    raw, batch = file.read_bytes(), {name: line(4)[name] for name in ("x", "tokens")}
+    batch = {name: line(4)[name] for name in ("x", "tokens")}
     want = called(file, batch)
     jax.tree.map(np.testing.assert_array_equal, jaxmpi.load_program(file).call(batch), want)
-    for place in np.random.default_rng(0).choice(8 * len(raw), 100, replace=False).tolist():
-        changed = bytearray(raw)
-        changed[place // 8] ^= 1 << place % 8
-        file.write_bytes(changed)
-        with pytest.raises(UsageError, match=r"model\.jaxexport"):
-            jaxmpi.load_program(file)
-    file.write_bytes(raw)
+    for damaged in (file, facts):
+        raw = damaged.read_bytes()
+        for place in np.random.default_rng(0).choice(8 * len(raw), 100, replace=False).tolist():
+            changed = bytearray(raw)
+            changed[place // 8] ^= 1 << place % 8
+            damaged.write_bytes(changed)
+            with pytest.raises(UsageError, match=r"model\.jaxexport"):
+                jaxmpi.load_program(file)
+        damaged.write_bytes(raw)
     with pytest.raises(UsageError, match="load_program"):
         jaxmpi.load(file)
-    facts.write_text('{"sha256": 3}')
-    with pytest.raises(UsageError, match=r"model\.jaxexport"):
-        jaxmpi.load_program(file)
+    for text in ('{"sha256": 3}', "[]"):
+        facts.write_text(text)
+        with pytest.raises(UsageError, match=r"model\.jaxexport"):
+            jaxmpi.load_program(file)
     facts.unlink()
     with pytest.raises(UsageError, match=r"model\.jaxexport\.json"):
         jaxmpi.load_program(file)

@@ -14,7 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jaxmpi
-from jaxmpi.checkpoint import export
+from jaxmpi.checkpoint import export, exported_files
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.data.example import nested
@@ -62,7 +62,7 @@ def test_the_newest_one_of_a_step_and_the_best(finished):
 
 def test_a_file_holds_the_same_bits(tmp_path):
     file = tmp_path / "model.safetensors"
-    export.to_safetensors(TREE, file, 12)
+    exported_files.to_safetensors(TREE, file, 12)
     got = jaxmpi.load(file)
     assert got.step == 12
     for (name, one), (other_name, other) in zip(
@@ -127,7 +127,7 @@ def test_a_damaged_file_and_others_that_are_none(finished, tmp_path):
         with pytest.raises(UsageError, match=match):
             jaxmpi.load(where, **options)
     with pytest.raises(UsageError, match=r"a\.b: got a dot in a name"):
-        export.to_safetensors({"a.b": np.zeros(1)}, tmp_path / "x.safetensors", 0)
+        exported_files.to_safetensors({"a.b": np.zeros(1)}, tmp_path / "x.safetensors", 0)
 
 
 def test_a_module_of_other_arrays_is_named():
@@ -169,7 +169,7 @@ def assert_refused_or_equal(where: Path, want: Any) -> None:
 
 def test_a_flipped_bit_of_a_file_is_noticed(tmp_path):
     file = tmp_path / "model.safetensors"
-    export.to_safetensors(TREE, file, 12)
+    exported_files.to_safetensors(TREE, file, 12)
     want = bits(jaxmpi.load(file))
     for _ in flipped(file, 0, 1500):
         assert_refused_or_equal(file, want)
@@ -190,7 +190,7 @@ def test_a_name_that_is_both_a_leaf_and_a_node_is_refused(names, tmp_path):
 def test_names_that_orbax_would_take_for_one_are_refused(tmp_path):
     tree = {"params": {"v.w": np.ones(1, np.float32), "v": {"w": np.zeros(1, np.float32)}}}
     with pytest.raises(UsageError, match="one name"):
-        export.to_orbax(tree, tmp_path / "out")
+        exported_files.to_orbax(tree, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
