@@ -92,7 +92,8 @@ class Optimizer:
         self.value = make_variable(group, np.float32(0))
         states = [make_variable(group, part) for part in parts]
         self._state_structure = jax.tree.structure(words.trees)
-        [self.model_state] = jax.tree.unflatten(self._state_structure, states) if self._has_state else [None]
+        variables = jax.tree.unflatten(self._state_structure, states)
+        self.model_state: Any = variables[0] if self._has_state else None
         kept = [
             Output(word.op or "mean", stays=word.stays, into=variable)  # a local one takes the mean over pieces
             for word, variable in zip(words.flat, states, strict=True)
