@@ -38,21 +38,22 @@ def ranking(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return (ahead | tied_before).sum(-1, dtype=jnp.int32)
 
 
+def places(classes: int) -> tuple[int, ...]:
+    """The k of the top-k accuracies; top-5 of up to five classes is always 1."""
+    return (1, 5) if classes > 5 else (1,)
+
+
 def top_k(outputs: jax.Array, batch: Batch) -> Ratios:
     """Top-1 and top-5 accuracy of examples, or of their tokens."""
     place = ranking(outputs, batch["label"])
-    ones = jnp.ones(place.shape[0])
-    return {"top1": (per_example(place < 1), ones), "top5": (per_example(place < 5), ones)}
+    return {f"top{k}": (per_example(place < k), jnp.ones(len(place))) for k in places(outputs.shape[-1])}
 
 
 def counted_top_k(outputs: jax.Array, batch: Batch) -> Ratios:
     """The same over tokens whose label is not negative, each counted once."""
-    labels = batch["label"]
-    place, counts = ranking(outputs, jnp.maximum(labels, 0)), example_count(labels >= 0)
-    return {
-        "top1": (weighted_sum(place < 1, labels >= 0), counts),
-        "top5": (weighted_sum(place < 5, labels >= 0), counts),
-    }
+    counted = batch["label"] >= 0
+    place = ranking(outputs, jnp.maximum(batch["label"], 0))
+    return {f"top{k}": (weighted_sum(place < k, counted), example_count(counted)) for k in places(outputs.shape[-1])}
 
 
 def overlaps(outputs: jax.Array, batch: Batch) -> Ratios:

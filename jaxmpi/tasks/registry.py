@@ -30,19 +30,25 @@ def supervised(name: str, metrics: Callable[[Any, Batch], Ratios], **more: Any) 
     return lambda made: made.task(name, metrics, **more)
 
 
-TOP = ("top1", "top5")
+def ranked(name: str, metrics: Callable[[Any, Batch], Ratios], **more: Any) -> Callable[[Supervised], Task]:
+    """The same where labels name classes; `metrics` leaves top-5 out where it would always be 1."""
+    return lambda made: made.task(
+        name, metrics, maximize=tuple(f"top{k}" for k in classes.places(made.model.classes)), **more
+    )
+
+
 TASKS: dict[str, TaskSpec] = {
     "classification": TaskSpec(
-        supervised("classification", classes.top_k, maximize=TOP),
+        ranked("classification", classes.top_k),
         classes.cross_entropy,
         "classes",
         "one class an example",
     ),
     "language-model": TaskSpec(  # an example's loss is the mean over tokens
-        supervised("language model", classes.top_k, maximize=TOP), classes.cross_entropy, "classes", "one class a token"
+        ranked("language model", classes.top_k), classes.cross_entropy, "classes", "one class a token"
     ),
     "token-classification": TaskSpec(
-        supervised("token classification", classes.counted_top_k, weight=classes.tokens, maximize=TOP),
+        ranked("token classification", classes.counted_top_k, weight=classes.tokens),
         classes.counted_cross_entropy,
         "classes or none",
         "one class a token, padding labelled -1; weighted by token",

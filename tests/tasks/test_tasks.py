@@ -291,6 +291,7 @@ def test_a_figure_of_normalised_images_is_monitored(task, figure, mode, tmp_path
     )
     main.train(experiment, "m")
     assert json.loads((tmp_path / "run" / "config.json").read_text())["experiment"]["monitor_mode"] == mode
+    assert "eval_top5" not in (tmp_path / "run" / "record.jsonl").read_text()  # of two classes it is always 1
 
 
 # ---------------------------------------------------------------- bad parts, named before the first step
