@@ -63,6 +63,10 @@ SCENARIOS = [
     Scenario(("devices",), ("4 workers", "step 3/3", "top-1"), THREE_STEPS),
     Scenario(("own_loop.py", "own_loop"), ("2 workers: 2.000 -3.000 1.000",)),
     Scenario(("with_optax.py",), ()),
+    Scenario(
+        ("zero_loop.py", "zero_loop"),
+        ("3,001 floats of state on this rank of 1", "751 floats of state on this rank of 4"),
+    ),
     Scenario(("around.py", "around"), ("step 100 loss 0.0", "step 200 loss 0.000000")),
     Scenario(("doctor",), ("ranks     2 on 1 hosts", "right"), TWO_RANKS),
     Scenario(("plan",), ("given prices", "4096  512 x 8")),
