@@ -500,7 +500,7 @@ def test_a_step_is_a_whole_number_of_64_bits(folder):
 
 # ---------------------------------------------------------------- docs/porting.md
 
-MOVES = (Path(__file__).parents[2] / "docs" / "porting.md").read_text().partition("## Loops of one's own")[2]
+MOVES = (Path(__file__).parents[2] / "docs" / "porting.md").read_text().partition("## Functions over workers")[0]
 ELSEWHERE = (
     "--",
     "mpirun",
