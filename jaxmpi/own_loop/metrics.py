@@ -1,14 +1,14 @@
 """Sums and means of metrics over all ranks, exact for uneven counts.
 
 A mean of the ranks' means is wrong if ranks have unequal numbers of examples. Sums of floats also depend on the order
-of additions. Numbers are therefore gathered as pairs of 64-bit floats, whatever JAX's settings are. An integer has a
-high and a low half; a float is split so that products with counts are exact. For floats `math.fsum` adds these products
-without intermediate rounding. `Fraction` replaces it for large or fractional counts, and after an overflow.
+of additions. Numbers are therefore gathered as 64-bit floats, whatever JAX's settings are, an integer as a high and a
+low half. A float is a whole number over a power of 2, so Python's integers add all of them without rounding, and the
+quotient of two integers is rounded once.
 """
 
 import builtins
 import math
-from fractions import Fraction
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,6 @@ from jaxmpi.core.to_jax import check_not_float0
 
 HALF = 2**32  # integers travel as high * HALF + low
 KINDS = {"f": "floats", "c": "complex numbers"}
-COUNTS = 2**26  # half a float's 53 bits times a whole count below is exact; all else is multiplied as fractions
 
 
 def sum(metrics: PyTree) -> PyTree:
@@ -41,7 +40,7 @@ def sum(metrics: PyTree) -> PyTree:
         The tree with Python's int, float or complex for each number, i64[...], f64[...] or c128[...] for each array:
         the exact sum, of floats rounded once.
 
-    Communicates: a comparison of structure and shapes, then 16 bytes a number to each rank.
+    Communicates: a comparison of structure and shapes, then 8 bytes a float and 16 bytes an integer to each rank.
 
     Raises:
         UsageError: a leaf that is no number or array of such, or is traced (path); a sum in an array that int64
@@ -53,13 +52,12 @@ def sum(metrics: PyTree) -> PyTree:
 def mean(metrics: PyTree, count: Any = 1) -> PyTree:
     """The example-weighted mean of all ranks' means, on every rank; outside jit.
 
-    sum_r count_r metrics_r / sum_r count_r; the numerator is the exact sum, rounded once. Ranks of count 0 do not
-    matter, whatever their metrics are.
+    sum_r count_r metrics_r / sum_r count_r, rounded once. Ranks of count 0 do not matter, whatever their metrics are.
 
     Args:
         metrics: as of `sum`.
         count: examples that this rank's metrics are the means of, or their weight: a finite number from 0 on, if whole
-            up to 2^53. Arrays take longer by fractions, and by numbers from 2^26 on.
+            up to 2^53.
 
     Returns:
         The tree with a float for each number, f64[...] for each array; complex ones for complex ones.
@@ -80,20 +78,29 @@ def _over_ranks(what: str, metrics: PyTree, count: Any, is_mean: bool) -> PyTree
         path: f"{KINDS.get(x.dtype.kind, 'integers')}{list(x.shape)}" for (path, _), x in zip(named, given, strict=True)
     }
     arrays = [_real(x) for x in given]
-    columns = [np.stack(_halves(x.reshape(-1)), axis=-1).reshape(-1) for x in arrays]
+    columns = [_as_floats(x.reshape(-1)) for x in arrays]
     with one_thread(control, what):
         control.compare(fingerprint(what, kinds))
         rows = control.allgather_array(np.concatenate([[weight], *columns]))
-    counts = rows[:, 0]
-    if not counts.any():
+    if not rows[:, 0].any():
         raise UsageError(f"{what}: got a count of 0 on every rank; expected examples on one of them")
-    present, counts = rows[counts > 0, 1:], counts[counts > 0]
-    out, begin = [], 0
-    for (path, _), x, original, column in zip(named, arrays, given, columns, strict=True):
-        parts = np.moveaxis(present[:, begin : begin + column.size].reshape(len(counts), x.size, 2), 1, 0)
-        begin += column.size
+    rows = rows[rows[:, 0] > 0]
+    # All weights over one power of 2, which cancels in a mean; of a sum they are 1.
+    ratios = [count.as_integer_ratio() for count in rows[:, 0].tolist()]
+    weights = [number * max(scale for _, scale in ratios) // scale for number, scale in ratios]
+    divisor = builtins.sum(weights) if is_mean else 1
+    parts = np.split(rows[:, 1:], np.cumsum([column.size for column in columns], dtype=int), axis=1)[:-1]
+    out = []
+    for (path, _), x, original, part in zip(named, arrays, given, parts, strict=True):
         is_float = x.dtype.kind == "f"
-        totals = (_sum_floats if is_float else _sum_integers)(parts, counts, is_mean)
+        if is_float:
+            totals: list[Any] = [_quotient(*_weighted_sum(each, weights), divisor) for each in part.T.tolist()]
+        else:
+            numbers = [
+                [HALF * int(high) + int(low) for high, low in zip(*np.split(row, 2), strict=True)] for row in part
+            ]
+            totals = [_weighted_sum(each, weights)[0] for each in zip(*numbers, strict=True)]
+            totals = [_quotient(total, 1, divisor) for total in totals] if is_mean else totals
         if not (is_mean or is_float) and x.ndim and any(not -(2**63) <= t < 2**63 for t in totals):
             raise UsageError(
                 f"{what}: leaf {path!r}: got a sum beyond 64 bits; expected one of int64: give floats, or numbers one "
@@ -148,62 +155,30 @@ def _array(where: str, leaf: Any) -> np.ndarray:
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
-def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split f64[n] or integers [n] into high and low parts, f64[n] each.
-
-    An integer is high * HALF + low. A float is high + low, whose products with a whole count below COUNTS are exact.
-    """
-    if x.dtype.kind != "f":
-        whole = x.astype(object)
-        return (whole // HALF).astype(np.float64), (whole % HALF).astype(np.float64)
-    is_finite = np.isfinite(x)
-    high = (x.view(np.int64) & -(1 << 27)).view(np.float64)
-    return np.where(is_finite, high, x), np.where(is_finite, x - np.where(is_finite, high, 0), 0.0)
+def _as_floats(x: np.ndarray) -> np.ndarray:
+    """f64[n] as it is; integers [n] as f64[2 n], their high parts and then their low ones."""
+    if x.dtype.kind == "f":
+        return x
+    whole = x.astype(object)
+    return np.concatenate([whole // HALF, whole % HALF]).astype(np.float64)
 
 
-def _exact_weights(counts: np.ndarray) -> list[Any]:
-    """Counts as Python integers, or as fractions if one is not whole."""
-    return [int(count) for count in counts] if (counts % 1 == 0).all() else [Fraction(count) for count in counts]
+def _weighted_sum(values: Sequence[Any], weights: Sequence[int]) -> tuple[Any, int]:
+    """The sum of weighted numbers as a whole number and the power of 2 that divides it; inf or nan if one is."""
+    if endless := [value for value in values if not math.isfinite(value)]:
+        return builtins.sum(endless), 1  # infinities of both signs give nan
+    ratios = [value.as_integer_ratio() for value in values]
+    scale = max(divisor for _, divisor in ratios)
+    return builtins.sum(
+        weight * number * (scale // divisor) for weight, (number, divisor) in zip(weights, ratios, strict=True)
+    ), scale
 
 
-def _sum_integers(halves: np.ndarray, counts: np.ndarray, is_mean: bool) -> list[Any]:
-    """Count-weighted sums over ranks, or means, from halves f64[n, ranks, 2]."""
-    weights = _exact_weights(counts)
-    totals = [
-        builtins.sum(weight * (HALF * int(high) + int(low)) for weight, (high, low) in zip(weights, rows, strict=True))
-        for rows in halves.tolist()
-    ]
-    divisor = builtins.sum(weights)
-    return [float(total / divisor) for total in totals] if is_mean else totals
-
-
-def _sum_floats(halves: np.ndarray, counts: np.ndarray, is_mean: bool) -> list[float]:
-    """As `_sum_integers`: by `math.fsum` of exact products, else by fractions."""
-    weights = _exact_weights(counts)
-    divisor = builtins.sum(weights) if is_mean else 1
-    with np.errstate(over="ignore", invalid="ignore"):  # such are summed as fractions
-        products = halves * counts[:, None]
-    is_short = bool((counts % 1 == 0).all() and (counts < COUNTS).all())
-    is_exact = np.asarray(np.isfinite(products).all(axis=(1, 2)) & is_short)
-    out = []
-    for row, each, exact in zip(halves, products, is_exact, strict=True):
-        try:
-            total = math.fsum(each.ravel().tolist()) / divisor if exact else _sum_fractions(row, weights, divisor)
-        except OverflowError:
-            total = _sum_fractions(row, weights, divisor)
-        out.append(total)
-    return out
-
-
-def _sum_fractions(row: np.ndarray, weights: list[Any], divisor: Any) -> float:
-    """The sum or mean from halves f64[ranks, 2], rounded once."""
-    endless = row[~np.isfinite(row)]
-    if endless.size:
-        with np.errstate(invalid="ignore"):  # infinities of both signs
-            return float(endless.sum())
-    pairs = zip(weights, row.tolist(), strict=True)
-    total = builtins.sum(weight * (Fraction(high) + Fraction(low)) for weight, (high, low) in pairs) / divisor
+def _quotient(total: Any, scale: int, divisor: int) -> float:
+    """A sum or mean, rounded once; infinite beyond the range of floats."""
+    if isinstance(total, float):  # inf or nan
+        return total
     try:
-        return float(total)
+        return total / (scale * divisor)
     except OverflowError:
         return math.inf if total > 0 else -math.inf

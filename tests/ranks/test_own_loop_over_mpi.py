@@ -75,7 +75,7 @@ def test_metrics_of_any_dtype_are_exact_for_uneven_counts():
         number = float if is_float else int
         assert np.ravel(total[name]).tolist() == [number(sum(column)) for column in columns]
         weighted = [sum(n * x for n, x in zip(counts, column, strict=True)) for column in columns]
-        assert np.ravel(mean[name]).tolist() == [number(x) / sum(counts) for x in weighted]
+        assert np.ravel(mean[name]).tolist() == [float(Fraction(x) / sum(counts)) for x in weighted]
     assert (type(total["seen"]), type(total["loss"]), total["double"].shape) == (int, float, (2, 3))
 
 
