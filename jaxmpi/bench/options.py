@@ -23,15 +23,14 @@ class Peer(NamedTuple):
 
     package: str
     op: Literal["mean", "sum"]  # mean of the tree, or the easier work: sum of one flat array
-    receives: bool = False  # into an array of its own, or in place
 
 
 PEERS = {  # `baselines.CALLS` has how each is called
-    "mpi4py": Peer("mpi4py", "sum", receives=True),
+    "mpi4py": Peer("mpi4py", "sum"),
     "mpi4jax": Peer("mpi4jax", "mean"),
     "mpi4jax-flat": Peer("mpi4jax", "sum"),
     "psum": Peer("jax", "mean"),
-    "torch": Peer("torch", "sum", receives=True),
+    "torch": Peer("torch", "sum"),
 }
 
 

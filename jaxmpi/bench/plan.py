@@ -17,12 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmpi.allreduce.algorithms import parse
-from jaxmpi.allreduce.autotune import is_auto
-from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.bench import contenders
 from jaxmpi.bench.contenders import Shape
-from jaxmpi.bench.options import PEERS, select_peers
+from jaxmpi.bench.options import select_peers
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import check_writable
@@ -124,9 +121,9 @@ def make_plan(options: argparse.Namespace, ranks: int) -> BenchPlan:
     here = process.launched()
     local, free = here.local_size if here else ranks, free_bytes()
     for case in cases:
-        if (needed := needed_bytes(case, plan, local)) > free:
+        if (needed := needed_bytes(case, local)) > free:
             print(f"{case.name}: left out: {local} ranks need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
-    fitting = tuple(case for case in cases if needed_bytes(case, plan, local) <= free)
+    fitting = tuple(case for case in cases if needed_bytes(case, local) <= free)
     if not fitting:
         raise UsageError("no case fits into memory")
     return dataclasses.replace(plan, cases=fitting)
@@ -156,27 +153,10 @@ def trees(names: Sequence[str]) -> dict[str, dict[str, Shape]]:
 
 # ---------------------------------------------------------------- memory
 
-BASE_BYTES, TORCH_BYTES = 450_000_000, 400_000_000  # bytes of a process without any case, and of torch in it
-AUTO_ARRAYS, COMPRESSOR_ARRAYS = 4, 6  # `auto` before it has chosen
+RANK_BYTES = 900_000_000  # of a process without any case, with torch in it
+ARRAYS = 9  # as big as a case, in a rank: three forms of its data, and six that compressors work on; others take fewer
 
 
-def arrays_at_work(strategy: str) -> float:
-    """Measured memory of an exchange, in arrays as big as the gradients: results included, gradients not.
-
-    scripts/exchange_memory.py measures it; docs/performance.md has the figures.
-    """
-    if is_compressor(strategy):
-        return COMPRESSOR_ARRAYS
-    return AUTO_ARRAYS if is_auto(strategy) else parse(strategy).spec.arrays_at_work
-
-
-def needed_bytes(case: Case, plan: BenchPlan, ranks: int) -> int:
-    """Bytes of these ranks: each one's inputs, if used, and its working arrays.
-
-    MPI's allreduce takes two more arrays if there are peers, for all ranks together.
-    """
-    ops = [PEERS[name].op for name in plan.peers]
-    inputs = (bool(plan.strategies) or "mean" in ops) + ("sum" in ops) + any(PEERS[p].receives for p in plan.peers)
-    working = max([*map(arrays_at_work, plan.strategies), *(1 for _ in plan.peers)], default=0)
-    rank_bytes = BASE_BYTES + TORCH_BYTES * ("torch" in plan.peers) + round((inputs + working) * 4 * case.floats)
-    return ranks * rank_bytes + 2 * 4 * case.floats * bool(plan.peers)
+def needed_bytes(case: Case, ranks: int) -> int:
+    """Bytes of these ranks at most (scripts/exchange_memory.py measures what each strategy takes)."""
+    return ranks * (RANK_BYTES + ARRAYS * 4 * case.floats)

@@ -5,7 +5,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jaxmpi.core.errors import UsageError
@@ -41,20 +41,10 @@ class HeldFolder:
 
     def fate(self) -> str:
         """Predicate of a sentence on the folder's loss; empty if not lost."""
-        if _is_same(self._handle, self.path):
-            return "" if self._keeps_lock(self.path) else "has lost its file `lock`, so another job may be in it"
-        place = self.place()
-        if place is None:
-            return "has been removed while the run went on"
-        return f"has been moved to {str(place)!r} while the run went on"
-
-    def place(self) -> Path | None:
-        """Its present path, on Linux; None if removed or without its lock."""
-        place = Path(os.readlink(f"/proc/self/fd/{self._handle}"))  # if removed, with ` (deleted)` behind it
-        return place if _is_same(self._handle, place) and self._keeps_lock(place) else None
-
-    def _keeps_lock(self, place: Path) -> bool:
-        return self.lock is None or _is_same(self.lock, place / "lock")
+        if not _is_same(self._handle, self.path):
+            return "has been removed, moved or replaced while the run went on"
+        has_lock = self.lock is None or _is_same(self.lock, self.path / "lock")
+        return "" if has_lock else "has lost its file `lock`, so another job may be in it"
 
     def close(self) -> None:
         """Let go of it, and of its lock."""
@@ -71,45 +61,38 @@ def _is_same(handle: int, path: Path) -> bool:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[HeldFolder]:
-    """Hold and lock a run directory until the end."""
-    with ExitStack() as held:
-        home = HeldFolder(folder)
-        held.callback(home.close)
-        lock(home, held)
-        yield home
-
-
-def lock(home: HeldFolder, held: ExitStack) -> None:
-    """Lock the run directory against other jobs, if possible on all hosts.
+    """Hold a run directory until the end, locked against other jobs, if possible on all hosts.
 
     Both the folder and its file `lock` are locked: NFS locks no folders, and a file can be removed. The file names the
     holder. The lock ends with the process.
 
-    Args:
-        held: closes the file `lock`.
-
     Raises:
         UsageError: another job has it: its host and process.
     """
-    path = home.path / "lock"
+    home, path = HeldFolder(folder), folder / "lock"
     try:
-        is_locked = home.try_lock()
-        file = held.enter_context(path.open("a+"))
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        home.lock = None if is_locked else file.fileno()
-    except BlockingIOError:
-        holder = ""
-        with suppress(OSError), path.open(errors="backslashreplace") as file:  # it may have been removed
-            holder = file.read(200).strip()
-        raise UsageError(
-            f"run directory {str(home.path)!r} is in use by {holder or 'another job'}; wait for its end, or name "
-            "another with --run-dir"
-        ) from None
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-    file.truncate(0)
-    try:
-        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode(errors="backslashreplace"))
-    except OSError as error:  # as on a full disk; it does not name the file
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        with path.open("a+") as file:
+            try:
+                is_locked = home.try_lock()
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                home.lock = None if is_locked else file.fileno()
+            except BlockingIOError:
+                holder = ""
+                with suppress(OSError), path.open(errors="backslashreplace") as other:  # it may have been removed
+                    holder = other.read(200).strip()
+                raise UsageError(
+                    f"run directory {str(folder)!r} is in use by {holder or 'another job'}; wait for its end, or name "
+                    "another with --run-dir"
+                ) from None
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+            file.truncate(0)
+            holder = f"process {os.getpid()} on {socket.gethostname()}\n"
+            try:
+                os.write(file.fileno(), holder.encode(errors="backslashreplace"))
+            except OSError as error:  # as on a full disk; it does not name the file
+                raise OSError(error.errno, error.strerror, str(path)) from error
+            yield home
+    finally:
+        home.close()

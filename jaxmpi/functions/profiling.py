@@ -6,21 +6,17 @@ trainer's step.
 """
 
 import contextlib
-import json
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.monitoring
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.files import write_all
-from jaxmpi.runtime.process import launched
 
 PARTS = (
     "function",  # this worker computes
@@ -103,25 +99,6 @@ class Profile:
         """Add figures to the call under way; the command that ends workers is in no call."""
         if self.is_in_call:
             self._call.update(figures)
-
-    def save(self, folder: str | Path) -> None:
-        """Append the table to a folder's record, for `jaxmpi report`.
-
-        The folder may be a run directory; it is made if it is not there. Worker 0's process writes; others do nothing.
-        No communication.
-
-        Raises:
-            UsageError: it cannot be written.
-        """
-        path, rank = Path(folder) / "record.jsonl", launched()
-        if rank is not None and rank.rank != 0:
-            return
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab", buffering=0) as file:
-                write_all(file, (json.dumps({"kind": "functions", "functions": self.rows}) + "\n").encode())
-        except OSError as error:
-            raise UsageError(f"profile: cannot write {str(path)!r}: {error.strerror}; name another folder") from error
 
 
 def as_row(spent: Counter[str]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ FORMAT = 2  # version of the record; 1 had no anatomy
 KINDS = (  # kinds of lines that jaxmpi writes
     *("run", "train", "workers", "eval", "exchange", "checkpoint", "skipped", "rollback", "stopped"),
     *("lost", "changed", "memory", "shuffle", "sample"),
-    "functions",  # by a script's own call: rows of a profile of `jaxmpi.function`
 )
 # Parts of a step's time; all but `hidden` add up to it.
 PARTS = {

@@ -24,7 +24,6 @@ MOST_RANKS = 1 << 20
 MOST = 1e100  # so that sums of drawn values are finite
 MOST_RECORD_BYTES = 1 << 30  # a million lines of 64 ranks
 MOST_FIELDS = 100  # fields with numbers in lines of a kind
-MOST_FUNCTIONS = 1000  # rows of a profile
 MOST_SAMPLES = 50
 MOST_TEXT = 10_000  # characters of a sample
 MOST_PICTURE_BYTES = 1 << 22
@@ -58,7 +57,6 @@ class Record:
     notes: list[str]  # warnings for the page
     own_ranks: int = 1  # neighbouring ranks in a column of `own`, which holds the slowest
     buckets: list[list[Any]] = field(default_factory=list)  # label, seconds in flight, seconds waited for: the last
-    functions: list[dict[str, float | str]] = field(default_factory=list)  # the last profile: name and figures of each
     is_late: bool = False  # an exchange counts as compute in some lines, until it is known
     slowest: list[str] = field(default_factory=list)  # by line with an anatomy, who was waited for; empty if nobody
     samples: Sequence[Sample] = ()  # texts and pictures, the newest of each name
@@ -91,7 +89,6 @@ def read(folder: Path, name: str = "") -> Record:
         own=own_time_matrix(trains),
         own_ranks=max(per, default=1),
         buckets=last_buckets(rows),
-        functions=last_functions(rows),
         is_late=any(row.get("exchange_time") == "unknown" for row in trains),
         slowest=[row["slowest"] for row in trains if "own_s" in row and isinstance(row.get("slowest"), str)],
         notes=collect_notes(facts, broken, [row.get("kind") for row in rows]),
@@ -129,17 +126,17 @@ def drop_first_timings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def collect_notes(facts: Row, broken: int, kinds: Sequence[Any]) -> list[str]:
     """Notes on missing data, with the reason."""
-    version, is_profile = facts.get("format", 1), all(kind == "functions" for kind in kinds)
+    version = facts.get("format", 1)
     order = (version > FORMAT) - (version < FORMAT) if isinstance(version, int) else 1
     notes = {
         f"{broken} lines are damaged and left out": broken,
-        "no line tells the configuration": not facts and not is_profile,
+        "no line tells the configuration": not facts,
         f"record of format {version}, older than {FORMAT}: no anatomy": facts and order < 0,
         f"record of format {version}, newer than {FORMAT}: what is new is left out": order > 0,
         f"{kinds.count('skipped')} steps were not finite and left out": "skipped" in kinds,
         f"{kinds.count('lost')} times ranks were lost": "lost" in kinds,
         f"{kinds.count('rollback')} times back to a checkpoint": "rollback" in kinds,
-        "no step yet": "train" not in kinds and not is_profile,
+        "no step yet": "train" not in kinds,
     }
     return [note for note, holds in notes.items() if holds]
 
@@ -183,25 +180,11 @@ def own_time_matrix(rows: Sequence[Row]) -> np.ndarray:
     return average_neighbours(np.array(full, float).reshape(len(full), ranks), COLUMNS)
 
 
-def last_list(rows: Sequence[Row], kind: str, name: str) -> list[Any]:
-    """A list of the last line of a kind."""
-    return as_list(next((row.get(name) for row in reversed(rows) if row.get("kind") == kind), None))
-
-
 def last_buckets(rows: Sequence[Row]) -> list[list[Any]]:
     """[label, seconds in flight, seconds waited for] of the last `exchange` line."""
-    whole = [row for row in last_list(rows, "exchange", "buckets") if isinstance(row, list) and len(row) == 3]
+    last = next((row for row in reversed(rows) if row.get("kind") == "exchange"), {})
+    whole = [row for row in as_list(last.get("buckets")) if isinstance(row, list) and len(row) == 3]
     return [row for row in whole if isinstance(row[0], str) and as_number(row[1]) >= 0 and as_number(row[2]) >= 0]
-
-
-def last_functions(rows: Sequence[Row]) -> list[dict[str, float | str]]:
-    """Rows of the last profile of calls: `function` and numeric figures."""
-    named = [row for row in last_list(rows, "functions", "functions") if isinstance(row, dict) and "function" in row]
-    return [
-        {"function": str(row["function"])}
-        | {name: as_number(value) for name, value in row.items() if isinstance(value, (int, float))}
-        for row in named[:MOST_FUNCTIONS]
-    ]
 
 
 def newest_samples(folder: Path, rows: Iterable[Row]) -> list[Sample]:

@@ -4,20 +4,17 @@ The page draws them with its script. A long record has more lines than a figure 
 spikes, so each bin of a line keeps its least and its greatest value.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmpi.observe.record_format import PARTS
-from jaxmpi.observe.record_reader import XS, Record, as_number, average_neighbours, known_means
+from jaxmpi.observe.record_reader import XS, Record, average_neighbours, known_means
 
 BINS = 800  # bins of a line on the page, each with its least and its greatest value; fewer if there are many runs
 LEAST_BINS = 100
 ALL_BINS = 3 * BINS  # bins of a line, in all runs together
-MOST_BUCKETS = 40  # drawn; the slowest
-MOST_NAMED = 10  # slow ranks
 MOST_WORKERS = 64  # workers whose steps are drawn, at most
 SHOWN_ELSEWHERE = {"wait_s", "skipped", *PARTS}  # as parts of a step, or as notes
 WORKER = "worker_steps."  # and a worker's number: the name of a column
@@ -141,18 +138,12 @@ def report_data(records: Sequence[Record]) -> dict[str, Any]:
 def run_data(record: Record, runs: int, shown: Sequence[Chart]) -> dict[str, Any]:
     """One run of `runs`; `charts` has the series of each chart."""
     bins = min(BINS, max(LEAST_BINS, ALL_BINS // runs))
-    buckets = [[label, as_number(busy), as_number(waited)] for label, busy, waited in record.buckets]
     return {
         "name": record.name,
         "charts": [[series_data(record, each, bins, chart.factor) for each in chart.series] for chart in shown],
         "parts": parts_data(record, bins),
         "isLate": record.is_late,
-        "slowest": {
-            "lines": len(record.slowest),
-            "ranks": Counter(filter(None, record.slowest)).most_common(MOST_NAMED),
-        },
         "map": map_data(record, max(20, 1000 // runs)),
-        "buckets": sorted(buckets, key=lambda row: -max(row[1], row[2]))[:MOST_BUCKETS],
     }
 
 

@@ -8,9 +8,8 @@ import base64
 import datetime
 import hashlib
 import json
-import math
-import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from html import escape
 from importlib import resources
@@ -21,13 +20,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmpi.core.json_tree import flatten_json
-from jaxmpi.observe.record_reader import Record, Table
+from jaxmpi.observe.record_reader import Record, Table, as_number
 from jaxmpi.observe.report_data import TOPS, custom_figures, is_speed, report_data, speed_unit, words_of
 
 MOST_S = 1e10  # seconds of a run; a stranger's record may say more
 PREFIXES = ((1e6, "M"), (1e9, "G"), (1e12, "T"), (1e15, "P"))
 MOST_NAMED = 4  # runs in the title
 MOST_WORDS = 60  # letters of a name made of settings
+MOST_BUCKETS = 40  # drawn; the slowest
+MOST_SLOW = 10  # ranks that others waited for
 SECTIONS = {
     "learning": "Loss and figures",
     "speed": "Speed and parts of a step",
@@ -63,12 +64,7 @@ def page(records: Sequence[Record]) -> str:
         styles=styles,
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in notes),
         overview=overview(records, grouped if has_seeds else []),
-        sections="".join(
-            f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{heading}</h2>'
-            '<div class="charts"></div></section>'
-            for name, heading in SECTIONS.items()
-        ),
-        functions=profiles(records),
+        sections="".join(chart_section(name, heading, records) for name, heading in SECTIONS.items()),
         samples="".join(sample_figures(record, len(records)) for record in records if record.samples),
         differences=differences(records) if len(records) > 1 else "",
         configuration=configuration(records),
@@ -289,31 +285,41 @@ def format_value(value: float, unit: str) -> str:
 # ---------------------------------------------------------------- sections
 
 
-def profiles(records: Sequence[Record]) -> str:
-    """Tables of the records' profiles of function calls, a row each and their sum; empty without any."""
-    tables = []
-    for record in records:
-        if not record.functions:
-            continue
-        figures = [name for name in record.functions[0] if name != "function"]
-        head = [re.sub("_bytes$", ", MB", re.sub("_s$", ", s", name)) for name in figures]
-        values: list[list[Any]] = [[row.get(name, math.nan) for name in figures] for row in record.functions]
-        names = [str(row["function"]) for row in record.functions]
-        if len(values) > 1:
-            names, values = [*names, "all"], [*values, np.sum(values, axis=0).tolist()]
-        rows = [[name, *map(profile_cell, figures, each)] for name, each in zip(names, values, strict=True)]
-        tables.append(table([record.name, *head], rows))
-    head = '<section id="functions" class="filled"><h2>Calls of functions</h2>'
-    return f"{head}{''.join(tables)}</section>" if tables else ""
+def chart_section(name: str, heading: str, records: Sequence[Record]) -> str:
+    """A section that the page's script fills with charts; bars of each run are in that of ranks already."""
+    cards = "".join(rank_bars(record, len(records)) for record in records) if name == "ranks" else ""
+    filled = ' class="filled"' if cards else ""
+    head = f'<section id="{name}" aria-labelledby="{name}-title"{filled}><h2 id="{name}-title">{heading}</h2>'
+    return f'{head}<div class="charts">{cards}</div></section>'
 
 
-def profile_cell(figure: str, value: Any) -> str:
-    """Seconds with three decimals, megabytes with one, whole counts; empty if unknown."""
-    if math.isnan(value):
+def rank_bars(record: Record, runs: int) -> str:
+    """Cards of the ranks that others waited for, and of the time of an exchange by bucket; nothing if unknown."""
+    of_run = f" of {record.name}" * (runs > 1)
+    slowest = Counter(filter(None, record.slowest)).most_common(MOST_SLOW)
+    waits = [(name, (float(times),), f"{times} lines") for name, times in slowest]
+    note = f"the slowest rank, if 10 % above the median, in {len(record.slowest)} lines"
+    sizes = [(label, (as_number(busy), as_number(waited))) for label, busy, waited in record.buckets]
+    longest = sorted(sizes, key=lambda row: -max(row[1]))[:MOST_BUCKETS]
+    buckets = [(label, both, f"{1e3 * max(both):.3g} ms") for label, both in longest]
+    return bars(f"Ranks that others waited for{of_run}", note, waits) + bars(
+        f"Exchange by bucket, on rank 0{of_run}", "a step: in flight; below, the time that a rank waits for it", buckets
+    )
+
+
+def bars(title: str, note: str, rows: Sequence[tuple[str, Sequence[float], str]]) -> str:
+    """A card of named bars, one below another for each value of a row; nothing without rows."""
+    if not rows:
         return ""
-    if figure.endswith("_bytes"):
-        return f"{value / 1e6:.1f}"
-    return f"{value:.3f}" if figure.endswith("_s") else f"{value:.0f}"
+    most = max(value for _, values, _ in rows for value in values) or 1.0
+    lines = []
+    for name, values, text in rows:  # the page's policy allows no style of an element's own, so no width of a box
+        meters = "".join(f'<meter max="{most:.6g}" value="{value:.6g}"></meter>' for value in values)
+        lines.append(f"<tr><th scope=row>{escape(name)}</th><td>{meters}</td><td>{text}</td></tr>")
+    return (
+        f'<article class="card bars"><div class="head"><h3>{escape(title)}</h3></div><div class="key">{note}</div>'
+        f"<table>{''.join(lines)}</table></article>"
+    )
 
 
 def sample_figures(record: Record, runs: int) -> str:

@@ -141,9 +141,10 @@ def test_who_was_waited_for_most_often_is_named(tmp_path):
     rows = [*map(json.loads, (run / "record.jsonl").read_text().splitlines())]
     for i, row in enumerate(row for row in rows if row["kind"] == "train"):
         row["slowest"] = ("rank 2 on node07", "", "rank 2 on node07", "rank 1 on node07")[i % 4]
-    [told] = report_data([read(write_lines(run, rows))])["runs"]
-    ranks = [("rank 2 on node07", 4), ("rank 1 on node07", 2)]
-    assert told["slowest"] == {"lines": 8, "ranks": ranks}  # without the first line, of a step that was compiled
+    text = report_page.page([read(write_lines(run, rows))])
+    shown = re.findall(r"<th scope=row>(rank . on node07)</th><td><meter [^>]*></meter></td><td>(\d) lines</td>", text)
+    assert shown == [("rank 2 on node07", "4"), ("rank 1 on node07", "2")]
+    assert "in 8 lines" in text  # without the first line, of a step that was compiled
 
 
 # ---------------------------------------------------------------- records that are not as they should be

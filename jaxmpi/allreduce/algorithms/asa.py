@@ -96,5 +96,4 @@ ASA = StrategySpec(
     parts=functools.partial(in_columns, sum=both_halves(schedule_scatter, schedule_gather)),
     seconds=asa_seconds,
     halves=Halves(summed_slice, allgathered, scatter_part=schedule_scatter, gather_part=schedule_gather),
-    arrays_at_work=3,
 )

@@ -63,7 +63,6 @@ NONE = StrategySpec(
     means=own_means,
     seconds=lambda net, n, wire: 0.0,
     exchanges=False,
-    arrays_at_work=1,
 )
 
 # ---------------------------------------------------------------- all to one
@@ -127,5 +126,4 @@ SHARED_MEMORY = StrategySpec(
     fits=is_one,
     seconds=shared_memory_seconds,
     in_shared_memory=True,
-    arrays_at_work=1,
 )

@@ -77,7 +77,6 @@ class StrategySpec(NamedTuple):
     spelled: tuple[str, ...] = ()  # names to try if the name has a blank
     exchanges: bool = True  # else each worker keeps its own, and params drift apart
     in_shared_memory: bool = False  # by `SharedSum`, so that ranks of a host may share their params
-    arrays_at_work: float = 4  # as big as the gradients, results included: scripts/exchange_memory.py
 
     def filled(self, **blank: "int | StrategySpec") -> "StrategySpec":
         """The row with this in the blank of its name; what a `cross` lacks the hierarchy lacks, too."""

@@ -508,7 +508,7 @@
     }
   }
 
-  // ---------------------------------------------------------------- of one run: parts, ranks, buckets
+  // ---------------------------------------------------------------- of one run: parts, ranks
 
   class Parts extends Plot {
     constructor(section) {
@@ -611,30 +611,6 @@
     }
   }
 
-  /** Named bars of a run. */
-  class BarList extends Card {
-    constructor(section, title, rowsOf, keyOf) {
-      super(section, title, true);
-      this.element.classList.add("bars");
-      Object.assign(this, { rowsOf, keyOf });
-    }
-
-    draw() {
-      const run = report.runs[state.run];
-      const rows = this.rowsOf(run);
-      const most = Math.max(...rows.flatMap((row) => row.values), 1e-300);
-      const drawn = rows.map(({ name, values, shown }) => {
-        const bars = values.map(() => make("i"));
-        bars.forEach((bar, i) => (bar.style.width = `${(100 * values[i]) / most}%`));
-        const columns = { name: [name], track: bars, value: [shown] };
-        const cells = Object.entries(columns).map(([className, inside]) => make("span", { className }, ...inside));
-        return make("div", { className: "bar", title: name }, ...cells);
-      });
-      this.key.replaceChildren(...this.keyOf(run));
-      this.plot.replaceChildren(...drawn);
-    }
-  }
-
   // ---------------------------------------------------------------- the toolbar
 
   const choice = (title, options, chosen, act) => {
@@ -723,27 +699,7 @@
         if (name === "speed" && i === 0 && some((run) => run.parts)) new Parts(section);
       });
   }
-  const ranks = document.getElementById("ranks");
-  if (some((run) => run.slowest.ranks.length))
-    new BarList(
-      ranks,
-      "Ranks that others waited for",
-      (run) => run.slowest.ranks.map(([name, times]) => ({ name, values: [times], shown: `${times} lines` })),
-      (run) => [words(`the slowest rank, if 10 % above the median, in ${run.slowest.lines} lines`)],
-    );
-  if (some((run) => run.map)) new RankMap(ranks);
-  if (some((run) => run.buckets.length))
-    new BarList(
-      ranks,
-      "Exchange by bucket, on rank 0",
-      (run) => run.buckets.map(([name, ...values]) => ({ name, values, shown: prefixed(Math.max(...values), "s") })),
-      () => [
-        swatch("var(--accent)", "filled"),
-        words("time a step in flight"),
-        swatch("var(--slow)", "filled"),
-        words("time that a rank waits for it"),
-      ],
-    );
+  if (some((run) => run.map)) new RankMap(document.getElementById("ranks"));
 
   drawToolbar();
   drawAll();
