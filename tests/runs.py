@@ -45,7 +45,7 @@ def checkpoint_files(run_dir: str | Path, step: int) -> dict[str, bytes]:
 
 def steps_saved(run_dir: str | Path) -> list[int]:
     """Steps of the checkpoints that a run keeps."""
-    return [manifests.step_of(path) for path in manifests.found(Path(run_dir) / "checkpoints")]
+    return [manifests.step_of(path) for path in manifests.complete_checkpoints(Path(run_dir) / "checkpoints")]
 
 
 def copy_until(run_dir: str | Path, step: int, to: str | Path) -> Path:

@@ -199,7 +199,7 @@ def test_strangers_checkpoints(examples, tmp_path):
 
     def check(path: list, value: object) -> None:
         manifest = put(json.loads(whole()["manifest.json"]), path, value)
-        read(tmp_path, {**whole(), "manifest.json": manifests.sealed(manifest).encode()})
+        read(tmp_path, {**whole(), "manifest.json": manifests.seal_manifest(manifest).encode()})
 
     numbers = st.integers(-(2**70), 2**70)
     values = JSON | numbers | st.lists(numbers, max_size=3) | st.sampled_from(["float32", "object", "O", "<f4"])

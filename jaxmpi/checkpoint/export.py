@@ -29,7 +29,7 @@ from jaxmpi.checkpoint.exported_files import (
     to_orbax,
     to_safetensors,
 )
-from jaxmpi.checkpoint.manifests import open_regular, read_manifest, undamaged
+from jaxmpi.checkpoint.manifests import check_undamaged, open_regular, read_manifest
 from jaxmpi.checkpoint.restore import WholeLeaves, is_at, is_float, leaf_spec, read_leaf
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.json_tree import nest
@@ -128,7 +128,7 @@ def choose_checkpoint(run_dir: Path, step: int | None = None, best: bool = False
     Raises:
         UsageError: there is none, it is damaged, or both are asked for.
     """
-    kept = {manifests.step_of(path): path for path in manifests.candidates(run_dir / "checkpoints")}
+    kept = {manifests.step_of(path): path for path in manifests.checkpoint_folders(run_dir / "checkpoints")}
     check(bool(kept), f"{run_dir}: no checkpoint; name a run directory")
     check(step is None or not best, f"{run_dir}: got step {step} and best; give one of them")
     if best:
@@ -212,7 +212,7 @@ def _mean_params(path: Path, files: dict[str, Rows]) -> Leaves:
         [b1] = _read_leaves_under(path, name, files[name], f"{where}/b1").values()
         z = _read_leaves_under(path, name, files[name], f"{where}/z")
         fits = all(leaf in params and params[leaf].shape == z[leaf].shape for leaf in z) and not b1.shape
-        undamaged(fits, f"{path / name}: damaged, {where}/z is not of these params")
+        check_undamaged(fits, f"{path / name}: damaged, {where}/z is not of these params")
         state: Any = SimpleNamespace(b1=b1, z=z)  # all fields of Optax's class that it looks at
         x = schedule_free_eval_params(state, {leaf: params[leaf] for leaf in z})
         params |= {leaf: value.astype(params[leaf].dtype) for leaf, value in x.items()}
@@ -244,7 +244,7 @@ def _read_leaves_under(path: Path, name: str, rows: Rows, where: str) -> Leaves:
         likes = {row["path"]: leaf_spec(source, file, row) for row in rows}
         size = sum(math.prod(like.shape) * like.dtype.itemsize for like in likes.values())
         is_whole = len(likes) == len(rows) and size <= os.fstat(file.fileno()).st_size
-        undamaged(is_whole, f"{source}: damaged, leaves lie over each other")
+        check_undamaged(is_whole, f"{source}: damaged, leaves lie over each other")
         return {
             row["path"].removeprefix(where): read_leaf(source, file, row["path"], row, likes[row["path"]])
             for row in rows

@@ -23,7 +23,7 @@ import jax.export
 import numpy as np
 
 from jaxmpi.checkpoint.manager import write_text
-from jaxmpi.checkpoint.manifests import Damaged, undamaged
+from jaxmpi.checkpoint.manifests import Damaged, check_undamaged
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import made_whole
@@ -257,7 +257,7 @@ def _digest_of(leaves: Mapping[str, np.ndarray], *facts: str) -> str:
 
 def _check_whole(source: Path, is_whole: bool) -> None:
     """Raise `Damaged` if an exported file's checksum does not match."""
-    undamaged(is_whole, f"{source}: damaged, its checksum does not match; export the run again")
+    check_undamaged(is_whole, f"{source}: damaged, its checksum does not match; export the run again")
 
 
 def in_structure(source: Path, tree: PyTree, like: PyTree) -> PyTree:

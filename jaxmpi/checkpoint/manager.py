@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxmpi.checkpoint import manifests
 from jaxmpi.checkpoint.held_folder import HeldFolder
-from jaxmpi.checkpoint.manifests import FORMAT, best_first, found, sealed, step_of, worker_file
+from jaxmpi.checkpoint.manifests import FORMAT, best_first, complete_checkpoints, seal_manifest, step_of, worker_file
 from jaxmpi.checkpoint.restore import halves
 from jaxmpi.comm.agreement import on_all_ranks
 from jaxmpi.comm.job import Processes
@@ -187,7 +187,7 @@ def check_finite(files: Files, step: int, folder: Path, way_out: str = "") -> No
 
 def last_good(folder: Path) -> str:
     """Name of the newest checkpoint, for errors."""
-    kept = manifests.found(folder)
+    kept = manifests.complete_checkpoints(folder)
     return f"last good checkpoint: {kept[-1] if kept else 'none yet'}"
 
 
@@ -301,7 +301,7 @@ def _commit(folder: Path, step: int, facts: Mapping[str, Any], keep: Retention) 
     """Turn step_N.tmp into a checkpoint, in place of an older one of that step, and drop those beyond `keep`."""
     aside = _aside_path(folder, step)
     final = aside.with_suffix("")
-    write_text(aside / "manifest.json", sealed({"format": FORMAT, "step": step, **facts}))
+    write_text(aside / "manifest.json", seal_manifest({"format": FORMAT, "step": step, **facts}))
     _sync_folder(aside)
     before = final.with_name(f"{final.name}.old.tmp")
     if final.exists():
@@ -310,7 +310,7 @@ def _commit(folder: Path, step: int, facts: Mapping[str, Any], keep: Retention) 
     _sync_folder(folder)
     if before.exists():
         shutil.rmtree(before)
-    upto = [path for path in found(folder) if step_of(path) <= step]
+    upto = [path for path in complete_checkpoints(folder) if step_of(path) <= step]
     best = best_first(upto)[: keep.best] if keep.best else []
     for path in upto[: -keep.newest]:
         if path not in best:

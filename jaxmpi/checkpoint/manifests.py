@@ -36,7 +36,7 @@ class Damaged(UsageError):
     """A checkpoint unlike what was written; an older one may be whole."""
 
 
-def undamaged(holds: bool, message: str) -> None:
+def check_undamaged(holds: bool, message: str) -> None:
     """Raise `Damaged(message)` unless `holds`."""
     if not holds:
         raise Damaged(message)
@@ -55,7 +55,7 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def candidates(folder: Path) -> list[Path]:
+def checkpoint_folders(folder: Path) -> list[Path]:
     """Folders with a checkpoint's name, oldest first; one without a manifest is damaged. Links are not followed."""
     if not folder.is_dir():
         return []
@@ -63,14 +63,14 @@ def candidates(folder: Path) -> list[Path]:
     return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=step_of)
 
 
-def found(folder: Path) -> list[Path]:
+def complete_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints with a manifest, oldest first."""
-    return [path for path in candidates(folder) if (path / "manifest.json").is_file()]
+    return [path for path in checkpoint_folders(folder) if (path / "manifest.json").is_file()]
 
 
-def newest(folder: Path) -> dict[str, Any] | None:
+def newest_manifest(folder: Path) -> dict[str, Any] | None:
     """The newest manifest that is whole; None if there is none."""
-    for path in reversed(found(folder)):
+    for path in reversed(complete_checkpoints(folder)):
         try:
             return read_manifest(path)
         except Damaged:  # `restore` reports it
@@ -101,7 +101,7 @@ def best_first(paths: Iterable[Path]) -> list[Path]:
 # ---------------------------------------------------------------- manifests
 
 
-def sealed(manifest: dict[str, Any]) -> str:
+def seal_manifest(manifest: dict[str, Any]) -> str:
     """The manifest as JSON, with its own checksum as the last field."""
     return json.dumps({**manifest, "crc32": checksum(manifest)})
 
@@ -116,18 +116,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
     file = path / "manifest.json"
     with open_regular(file) as opened:
         size = os.fstat(opened.fileno()).st_size
-        undamaged(size <= MANIFEST_BYTES, f"{file}: damaged, more than {MANIFEST_BYTES} bytes")
+        check_undamaged(size <= MANIFEST_BYTES, f"{file}: damaged, more than {MANIFEST_BYTES} bytes")
         text = opened.read(size)  # asked for more, Python would reserve as much
     try:
         manifest = parse_json(text, file)
     except UsageError as error:
         raise Damaged(str(error)) from error
-    undamaged(isinstance(manifest, dict), f"{file}: damaged, got {type(manifest).__name__}; expected an object")
+    check_undamaged(isinstance(manifest, dict), f"{file}: damaged, got {type(manifest).__name__}; expected an object")
     is_sealed = manifest.get("crc32") == checksum(manifest)
-    undamaged(is_sealed or "crc32" not in manifest, f"{file}: damaged, its checksum does not match")
+    check_undamaged(is_sealed or "crc32" not in manifest, f"{file}: damaged, its checksum does not match")
     got = manifest.get("format")
     check(type(got) is int and got == FORMAT, f"{path}: got format {got!r:.80}; expected {FORMAT}")
-    undamaged(is_sealed, f"{file}: damaged, it has no checksum")
+    check_undamaged(is_sealed, f"{file}: damaged, it has no checksum")
     _check_fields(file, manifest)
     return manifest
 
@@ -154,7 +154,7 @@ def _check_fields(file: Path, manifest: dict[str, Any]) -> None:
     """Raise `Damaged` if a manifest's field has a wrong type or value."""
 
     def refuse_unless(holds: bool, name: str, got: object, expected: object) -> None:
-        undamaged(holds, f"{file}: {name}: got {got!r:.80}; expected {expected}: damaged")
+        check_undamaged(holds, f"{file}: {name}: got {got!r:.80}; expected {expected}: damaged")
 
     for name, kind in _FIELDS.items():
         refuse_unless(type(manifest.get(name)) is kind, name, manifest.get(name), kind.__name__)

@@ -22,10 +22,10 @@ from jaxmpi.checkpoint.manifests import (
     AGAIN,
     COUNT,
     Damaged,
-    candidates,
+    check_undamaged,
+    checkpoint_folders,
     open_regular,
     read_manifest,
-    undamaged,
     worker_file,
 )
 from jaxmpi.comm.agreement import on_all_ranks
@@ -120,7 +120,7 @@ def first_whole(folder: Path, processes: Processes, read: Callable[[Path], T], s
         UsageError: it is of another model or optimizer (path, got, expected), or all are damaged (leaf); on all ranks.
     """
     is_first = processes.rank == 0
-    names = on_all_ranks(processes, lambda: [path.name for path in candidates(folder)] if is_first else [])[0]
+    names = on_all_ranks(processes, lambda: [path.name for path in checkpoint_folders(folder)] if is_first else [])[0]
     damage: list[str] = []
     for name in reversed(names):
         path, saved, problem = folder / name, None, None  # (is it damaged, the error's text)
@@ -197,7 +197,7 @@ def _read_worker(path: Path, manifest: dict, worker: int, workers: int, common: 
 def read_file(path: Path, manifest: dict, name: str, like: PyTree) -> PyTree:
     """Read one file of a checkpoint, in the structure of `like`."""
     index = manifest["files"].get(name)
-    undamaged(index is not None, f"{path}: no {name} in the manifest")
+    check_undamaged(index is not None, f"{path}: no {name} in the manifest")
     return read_leaves(path / name, index, like)
 
 
@@ -222,12 +222,12 @@ def read_leaf(path: Path, file: BufferedReader, name: str, row: dict[str, Any] |
         )
     size = math.prod(like.shape) * np.dtype(like.dtype).itemsize
     is_there = row["offset"] + size <= os.fstat(file.fileno()).st_size
-    undamaged(is_there, f"{path}: {name}: the file ends before the leaf does")
+    check_undamaged(is_there, f"{path}: {name}: the file ends before the leaf does")
     array = np.empty(like.shape, like.dtype)
     raw = array.reshape(-1).view(np.uint8).data
     file.seek(row["offset"])
-    undamaged(file.readinto(raw) == raw.nbytes, f"{path}: {name}: cannot be read in full")
-    undamaged(zlib.crc32(raw) == row["crc32"], f"{path}: {name}: damaged, its checksum does not match")
+    check_undamaged(file.readinto(raw) == raw.nbytes, f"{path}: {name}: cannot be read in full")
+    check_undamaged(zlib.crc32(raw) == row["crc32"], f"{path}: {name}: damaged, its checksum does not match")
     return array
 
 
@@ -246,7 +246,7 @@ def leaf_spec(path: Path, file: BufferedReader, row: dict[str, Any]) -> jax.Shap
     # An empty array may have other axes longer than NumPy allows.
     known = known and len(shape) <= 32 and min(shape, default=0) >= 0 and math.prod(n or 1 for n in shape) < COUNT
     size, has = math.prod(shape) * dtype.itemsize, os.fstat(file.fileno()).st_size
-    undamaged(known and size <= has, f"{path}: {row['path']:.80}: damaged, no such leaf")
+    check_undamaged(known and size <= has, f"{path}: {row['path']:.80}: damaged, no such leaf")
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxmpi.checkpoint.held_folder import HeldFolder, locked
-from jaxmpi.checkpoint.manifests import AGAIN, candidates, found, newest
+from jaxmpi.checkpoint.manifests import AGAIN, checkpoint_folders, complete_checkpoints, newest_manifest
 from jaxmpi.config import experiment_file, flags
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment
@@ -40,14 +40,14 @@ CONFIG = "config.json"  # a run's configuration
 # ---------------------------------------------------------------- which directory
 
 
-def named(run_dir: str) -> Path:
+def make_folder(run_dir: str) -> Path:
     """The requested run directory, made if absent."""
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def fresh(name: str) -> Path:
+def make_new_folder(name: str) -> Path:
     """Make a new run directory: runs/<name>-<time>, with a number if taken."""
     stem = f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     for number in itertools.count(1):
@@ -60,8 +60,8 @@ def fresh(name: str) -> Path:
     raise AssertionError  # numbers do not end
 
 
-def resumed(experiment: Experiment, name: str) -> Path:
-    """The requested run directory, or the newest that `fresh` made of that name."""
+def find_run_to_resume(experiment: Experiment, name: str) -> Path:
+    """The requested run directory, or the newest that `make_new_folder` made of that name."""
     stamped = re.compile(rf"{re.escape(name)}-(\d{{8}})-(\d{{6}})(?:-(\d+))?")
     runs = map(stamped.fullmatch, os.listdir("runs") if os.path.isdir("runs") else [])
     made = {
@@ -97,11 +97,11 @@ def agreed_run_dir(experiment: Experiment, name: str, processes: "Processes") ->
 
 def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> HeldFolder:
     """Choose the run directory, make it and its record, and lock it."""
-    with usable():
+    with as_usage_errors():
         if experiment.resume:
-            folder = resumed(experiment, name)
+            folder = find_run_to_resume(experiment, name)
         else:
-            folder = named(experiment.run_dir) if experiment.run_dir else fresh(name)
+            folder = make_folder(experiment.run_dir) if experiment.run_dir else make_new_folder(name)
         refuse_ways_out(
             folder,
             f"run directory {str(folder)!r}",
@@ -118,7 +118,7 @@ def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> Held
 
 
 @contextlib.contextmanager
-def usable() -> Iterator[None]:
+def as_usage_errors() -> Iterator[None]:
     """Turn an OSError into a `UsageError` that names the way out."""
     try:
         yield
@@ -129,7 +129,7 @@ def usable() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def still_usable() -> Iterator[None]:
+def as_training_errors() -> Iterator[None]:
     """Turn errors of the run directory during training into `TrainingError`."""
     try:
         yield
@@ -143,7 +143,7 @@ def still_usable() -> Iterator[None]:
 def begin_record(folder: Path) -> None:
     """Begin the record; refuse a folder with a checkpoint or steps."""
     record = folder / "record.jsonl"
-    if found(folder / "checkpoints") or (record.exists() and b'"kind": "train"' in record.read_bytes()):
+    if complete_checkpoints(folder / "checkpoints") or (record.exists() and b'"kind": "train"' in record.read_bytes()):
         raise UsageError(
             f"run directory {str(folder)!r} holds a run already; go on with --resume, begin again with --from-start, "
             "or name another with --run-dir"
@@ -174,7 +174,7 @@ def refuse_lost(folder: Path) -> None:
                 row = json.loads(line)
                 if isinstance(row, dict) and row.get("kind") == "checkpoint" and type(row.get("step")) is int:
                     steps.append(row["step"])
-    if steps and not candidates(folder / "checkpoints"):
+    if steps and not checkpoint_folders(folder / "checkpoints"):
         raise UsageError(
             f"--resume: the record of {str(folder)!r} has checkpoints up to step {max(steps)}, and "
             f"{str(folder / 'checkpoints')!r} has none: {AGAIN}"
@@ -194,7 +194,7 @@ class StoredSettings(NamedTuple):
     group_size: int = 0  # workers that held one copy of the data in memory; 0: not known
 
 
-def stored(experiment: Experiment, name: str) -> StoredSettings | None:
+def read_stored_settings(experiment: Experiment, name: str) -> StoredSettings | None:
     """Read the stored settings of the run to resume; None without one.
 
     Without a checkpoint they are those of its config.json: a job that lost a worker before the first checkpoint goes on
@@ -206,11 +206,11 @@ def stored(experiment: Experiment, name: str) -> StoredSettings | None:
     """
     if not experiment.resume:
         return None
-    run_dir = resumed(experiment, name)
+    run_dir = find_run_to_resume(experiment, name)
     folder = run_dir / "checkpoints"
-    manifest = newest(folder)
+    manifest = newest_manifest(folder)
     if manifest is None:
-        return begun(experiment, run_dir)
+        return read_config_settings(experiment, run_dir)
     extra = manifest["extra"]
     is_run = extra.keys() >= {"exchange", "scaled_for"} and "effective batch" in extra.get("experiment", {})
     check(is_run, f"{folder}: the newest checkpoint is not of a run of the trainer; name the directory of one")
@@ -227,7 +227,7 @@ def stored(experiment: Experiment, name: str) -> StoredSettings | None:
     )
 
 
-def begun(experiment: Experiment, run_dir: Path) -> StoredSettings | None:
+def read_config_settings(experiment: Experiment, run_dir: Path) -> StoredSettings | None:
     """Settings of a run without checkpoints; None if batch or exchange differ."""
     try:
         facts = read_json(run_dir / CONFIG, experiment_file.MOST_CONFIG_BYTES, "a run's configuration")
@@ -241,7 +241,7 @@ def begun(experiment: Experiment, run_dir: Path) -> StoredSettings | None:
     return StoredSettings(workers, scaled_for, batch, exchange) if is_same and asked_batch in (0, batch) else None
 
 
-def settled_exchange(kept: StoredSettings | None, asked: ExchangeConfig) -> dict[str, Any] | None:
+def stored_exchange(kept: StoredSettings | None, asked: ExchangeConfig) -> dict[str, Any] | None:
     """Exchange settings that `auto` chose in the run to resume; else None."""
     if kept is None or kept.exchange["asked"] != asked.strategy:
         return None
@@ -250,7 +250,7 @@ def settled_exchange(kept: StoredSettings | None, asked: ExchangeConfig) -> dict
     return settled | {"overlap": "off" if is_off else asked.overlap}
 
 
-def as_begun(experiment: Experiment, kept: StoredSettings | None, workers: int) -> Experiment:
+def keep_batch_and_groups(experiment: Experiment, kept: StoredSettings | None, workers: int) -> Experiment:
     """The experiment with the run's groups; if workers changed, its effective batch."""
     if kept and kept.group_size and experiment.data.group_size == "auto" and workers % kept.group_size == 0:
         data = dataclasses.replace(experiment.data, group_size=kept.group_size)

@@ -235,7 +235,7 @@ def supervise(
     """
     runner, folder, home = JobRunner(), None, None
     if job.restarts:
-        with run_directory.usable():
+        with run_directory.as_usage_errors():
             folder = run_dir(facts, Path(job.train_args[0]).stem)
             home = HeldFolder(folder)
         if not facts.run_dir:
@@ -254,7 +254,7 @@ def supervise(
                 with contextlib.suppress(OSError):
                     folder.rmdir()  # if no run has come to it
             return code
-        manifest = manifests.newest(folder / "checkpoints")
+        manifest = manifests.newest_manifest(folder / "checkpoints")
         step = manifest["step"] if manifest else 0
         why = ""
         if fate := home.fate():
@@ -297,8 +297,12 @@ def run_dir(facts: ExperimentFacts, name: str) -> Path:
         UsageError: there is none to resume.
     """
     if facts.run_dir:
-        return run_directory.named(facts.run_dir)
-    return run_directory.resumed(Experiment(resume=True), name) if facts.resume else run_directory.fresh(name)
+        return run_directory.make_folder(facts.run_dir)
+    return (
+        run_directory.find_run_to_resume(Experiment(resume=True), name)
+        if facts.resume
+        else run_directory.make_new_folder(name)
+    )
 
 
 def record_in(folder: Path | None) -> int:

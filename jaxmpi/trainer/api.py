@@ -66,8 +66,8 @@ class Trainer:
         process.take_devices(experiment.devices)
         folder = experiment.run_dir
         if not folder:
-            with run_directory.usable():
-                folder = control.bcast_object(str(run_directory.fresh(name)) if control.rank == 0 else "")
+            with run_directory.as_usage_errors():
+                folder = control.bcast_object(str(run_directory.make_new_folder(name)) if control.rank == 0 else "")
         self.experiment, self.name = dataclasses.replace(experiment, run_dir=folder), name
         self.started = workers if workers and control.size == 1 else 1  # processes, by `fit`
         self.run_dir = Path(folder)
@@ -170,7 +170,7 @@ def fit_in_processes(experiment: Experiment, workers: int) -> dict[str, float]:
 
     Ctrl-C lets the run save and end, and is raised here then.
     """
-    with run_directory.usable():
+    with run_directory.as_usage_errors():
         Path(experiment.run_dir).mkdir(parents=True, exist_ok=True)
         private = tempfile.TemporaryDirectory(prefix="from_python_", dir=experiment.run_dir)
     with private as folder:

@@ -278,7 +278,7 @@ def choose_exchange(plan: Plan, stored: run_directory.StoredSettings | None) -> 
         exchange = plan.experiment.exchange
     if not is_auto(exchange.strategy):
         return plan
-    kept, dropped = run_directory.settled_exchange(stored, exchange), ""
+    kept, dropped = run_directory.stored_exchange(stored, exchange), ""
     if kept:
         if can_keep(plan, kept["strategy"]):
             off = ", overlap off" if kept["overlap"] != exchange.overlap else ""

@@ -216,7 +216,7 @@ def restore_newest(run: Run, why: str) -> tuple[States, int]:
     if fate := next(filter(None, control.allgather_object(run.home.fate())), ""):
         raise AgreedError(f"{why}, and the run directory {str(run.folder)!r} {fate}: nothing to go back to")
     if control.rank == 0:
-        with run_directory.still_usable():
+        with run_directory.as_training_errors():
             run_directory.refuse_lost(run.folder)
     resumed = run.plan.with_fields(resume=True)
     states, saved = starting_states(resumed, run.functions.rule, run.folder)
@@ -238,7 +238,7 @@ def continue_after_shrink(run: Run, ends: contextlib.ExitStack) -> tuple[LockSte
     shrinking.renew(workers)
     scaled_for = run.plan.scaled_for
     stored = run_directory.StoredSettings(scaled_for, scaled_for, run.plan.clock.effective_batch, {})
-    experiment = run_directory.as_begun(run.experiment, stored, workers.size)
+    experiment = run_directory.keep_batch_and_groups(run.experiment, stored, workers.size)
     plan = make_plan(experiment, workers, scaled_for, before=run.plan)
     plan = dataclasses.replace(plan, requested=run.plan.requested)
     ends.enter_context(watch(plan))
@@ -277,7 +277,7 @@ def take_over_record(run: Run, step: int, ends: contextlib.ExitStack) -> Recorde
     shrinking = run.shrinking
     assert shrinking is not None
     if shrinking.recorder is None:
-        with run_directory.still_usable():
+        with run_directory.as_training_errors():
             held_folder.lock(run.home, ends)
             shrinking.recorder = open_recorder(run.plan, run.folder, run.recorder.elapsed_s(), run.hosts)
         ends.push(shrinking.recorder)

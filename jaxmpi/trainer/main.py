@@ -158,11 +158,11 @@ def train_until(
                 check_model(experiment.model, loss, experiment.compute_dtype)
     row = None
     if control.rank == 0:
-        with run_directory.usable():
-            row = run_directory.stored(experiment, name)
+        with run_directory.as_usage_errors():
+            row = run_directory.read_stored_settings(experiment, name)
     row = control.bcast_object(row)
     stored = run_directory.StoredSettings(*row) if row else None
-    experiment = run_directory.as_begun(experiment, stored, workers.size)
+    experiment = run_directory.keep_batch_and_groups(experiment, stored, workers.size)
     scaled_for = stored.scaled_for if stored else workers.size
     with progress.phase("opening the data"):
         plan = make_plan(experiment, workers, scaled_for)

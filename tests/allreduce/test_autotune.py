@@ -26,7 +26,7 @@ from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.cost_model import Fit
 from jaxmpi.allreduce.wires import WIRES, Wire
 from jaxmpi.checkpoint import manifests, run_directory
-from jaxmpi.checkpoint.manifests import sealed
+from jaxmpi.checkpoint.manifests import seal_manifest
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm, add_rows
 from jaxmpi.comm.solo import SoloProcesses
@@ -342,7 +342,7 @@ def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
     shutil.rmtree(last)
     manifest = json.loads((middle / "manifest.json").read_text())
     manifest["extra"]["exchange"]["asked"] = "auto"
-    (middle / "manifest.json").write_text(sealed(manifest))
+    (middle / "manifest.json").write_text(seal_manifest(manifest))
     out = trained(3, tmp_path, *line, "--exchange.strategy", "auto", "--resume")
     assert "auto: ring:32, as before" in out
     assert "resumed at step 4" in out
@@ -403,7 +403,7 @@ def test_a_damaged_choice_is_a_damaged_checkpoint(stored, tmp_path):
 def manifest_of(exchange) -> str:
     extra = {"scaled_for": 1, "experiment": {"effective batch": 8}, "exchange": exchange}
     files = {"common.bin": [], "worker_00000.bin": []}
-    return sealed({"format": 2, "step": 4, "workers": 1, "files": files, "extra": extra})
+    return seal_manifest({"format": 2, "step": 4, "workers": 1, "files": files, "extra": extra})
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,9 @@ def test_overlap_that_does_not_pay_stays_off_in_a_resumed_run(before, asked, goe
     folder.mkdir(parents=True)
     exchange = {"asked": "auto", "strategy": "asa:32", "bucket_bytes": None} | ({"overlap": before} if before else {})
     (folder / "manifest.json").write_text(manifest_of(exchange))
-    settled = run_directory.settled_exchange(run_directory.stored(experiment, "digits"), experiment.exchange)
+    settled = run_directory.stored_exchange(
+        run_directory.read_stored_settings(experiment, "digits"), experiment.exchange
+    )
     assert settled == {"strategy": "asa:32", "bucket_bytes": None, "overlap": goes_on}
 
 

@@ -68,7 +68,7 @@ def bits(tree) -> dict:
 
 
 def steps(folder) -> list[int]:
-    return [manifests.step_of(path) for path in manifests.found(folder)]
+    return [manifests.step_of(path) for path in manifests.complete_checkpoints(folder)]
 
 
 @pytest.mark.parametrize("replicated", [False, True])
@@ -270,7 +270,7 @@ def test_hostile_manifests_are_refused(tmp_path, change, message):
     file = save(tmp_path) / "manifest.json"
     manifest = json.loads(file.read_text())
     change(manifest)
-    file.write_text(manifests.sealed(manifest))  # a stranger knows how to make a checksum
+    file.write_text(manifests.seal_manifest(manifest))  # a stranger knows how to make a checksum
     with pytest.raises(UsageError, match=message):
         restore(tmp_path, say=str)
 

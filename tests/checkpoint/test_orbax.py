@@ -38,7 +38,7 @@ def saved(folder, states, step=0, replicated=False, **how):
     """The model in a checkpoint of these states, by path."""
     files = files_of(states, replicated, **how)
     save(folder, files, SoloProcesses(), step=step, workers=len(states), extra={}, keep=Retention(2))
-    return export.model_of(manifests.found(folder)[0])
+    return export.model_of(manifests.complete_checkpoints(folder)[0])
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_of_a_rule_with_a_center_it_is_the_center_that_goes_out(tmp_path):
     apart.end(0, {"center": center}, {}, None)
     for got in (
         saved(tmp_path / "sync", {0: synchronous}, same_params=False),
-        export.model_of(manifests.found(tmp_path / "apart")[0]),
+        export.model_of(manifests.complete_checkpoints(tmp_path / "apart")[0]),
     ):
         assert set(got) == {name for name, _ in pytrees.named_leaves({"params": PARAMS})}
         for name, leaf in pytrees.named_leaves({"params": center}):
@@ -175,7 +175,7 @@ def test_a_strangers_checkpoint_takes_no_more_memory_than_its_file_and_is_refuse
     rows = manifest["files"]["common.bin"]
     half = next(row for row in rows if row["path"] == "params/half")
     manifest["files"]["common.bin"] = [*(row for row in rows if row is not half), *ROWS[name](half)]
-    file.write_text(manifests.sealed(manifest))
+    file.write_text(manifests.seal_manifest(manifest))
     with pytest.raises(UsageError, match=r"common.bin: .*damaged"):
         cli.run(["export", str(run_dir), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

@@ -304,7 +304,7 @@ def kept(workers, scaled_for, batch):
     ],
 )
 def test_the_effective_batch_is_that_of_the_beginning(fields, stored, workers, expected):
-    got = run_directory.as_begun(schema.Experiment(**fields), stored, workers)
+    got = run_directory.keep_batch_and_groups(schema.Experiment(**fields), stored, workers)
     assert (got.local_batch, got.effective_batch) == expected
 
 

@@ -87,7 +87,9 @@ def reference(model, tmp_path_factory):
 
 def saved_state(run_dir: Path) -> dict[tuple[str, str], tuple[list[int], int]]:
     """Shapes and checksums of the last checkpoint: step, params and optimizer, slices included; no batch statistics."""
-    [last] = [path for path in manifests.found(run_dir / "checkpoints") if manifests.step_of(path) == STEPS]
+    [last] = [
+        path for path in manifests.complete_checkpoints(run_dir / "checkpoints") if manifests.step_of(path) == STEPS
+    ]
     files = manifests.read_manifest(last)["files"]
     return {
         (file, row["path"]): (row["shape"], row["crc32"])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.wires import BLOCK, WIRES, host_wire
 from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint
-from jaxmpi.checkpoint.manifests import found
+from jaxmpi.checkpoint.manifests import complete_checkpoints
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.config.optim import Optim
@@ -474,6 +474,6 @@ def test_a_worker_that_a_checkpoint_does_not_know_begins_at_the_rate_of_the_run(
         parts.write_own(7, 0, {**jax.tree.map(np.asarray, fresh)._asdict(), "weight": np.array(1.0)})
         parts.end(7, {"center": params}, {"tally": [0.0] * len(Counters._fields), "times": times}, None)
     for worker in range(2):
-        start = start_from_checkpoint(found(tmp_path)[-1], fresh, worker, 2, asynchronous("easgd"))
+        start = start_from_checkpoint(complete_checkpoints(tmp_path)[-1], fresh, worker, 2, asynchronous("easgd"))
         assert [int(x) for x in jax.tree.leaves(start.state.rule_state) if x.ndim == 0] == [7]
         assert start.extra["times"] == 2

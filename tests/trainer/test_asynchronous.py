@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from jaxmpi.checkpoint.manifests import found
+from jaxmpi.checkpoint.manifests import complete_checkpoints
 from jaxmpi.launch import command, postmortem
 from jaxmpi.launch.experiment_facts import facts_of
 from jaxmpi.launch.options import Options
@@ -232,7 +232,7 @@ def signalled(line: list[str], rank: int, number: int, run_dir: Path) -> tuple[i
     """A job of which a rank gets a signal after the first checkpoint: its exit code and what it printed."""
     job = start(line)
     try:
-        wait_until(lambda: bool(found(run_dir / "checkpoints")), timeout_s=90)
+        wait_until(lambda: bool(complete_checkpoints(run_dir / "checkpoints")), timeout_s=90)
         job.signal(number, rank)
         return job.end(), job.out
     finally:
@@ -273,7 +273,7 @@ def test_a_run_that_is_asked_to_leave_is_gone_on_with_on_another_number_of_ranks
     assert code == failures.PREEMPTED, out
     assert "asked to leave: saved at step" in out
     left = record(run_dir, "train")[-1]
-    newest = found(run_dir / "checkpoints")[-1]
+    newest = complete_checkpoints(run_dir / "checkpoints")[-1]
     saved = json.loads((newest / "manifest.json").read_text())["extra"]["tally"]
     assert saved[1] >= left["examples"]  # every example that was told of
     until = left["epoch"] + 3

@@ -138,7 +138,7 @@ def in_plain_library(
 
 def trained(model: Model, project: Path) -> tuple[Any, Any]:
     """Params and model state as the newest checkpoint of one worker has them, without `jaxmpi export`."""
-    path = manifests.found(project / "run" / "checkpoints")[-1]
+    path = manifests.complete_checkpoints(project / "run" / "checkpoints")[-1]
     manifest = manifests.read_manifest(path)
     likes = jax.eval_shape(model.init, jax.random.key(0), model.example())
     held = {}

@@ -139,7 +139,7 @@ def start_from_checkpoint(path: Path, state: TrainState, worker: int, workers: i
     started = started._replace(rule_state=optimizers.set_step(started.rule_state, manifest["step"]))
     tally = manifest["extra"].get("tally")
     is_whole = isinstance(tally, list) and len(tally) == len(Counters._fields) and all(type(x) is float for x in tally)
-    manifests.undamaged(is_whole, f"{path}: tally: got {tally!r:.80}: damaged")
+    manifests.check_undamaged(is_whole, f"{path}: tally: got {tally!r:.80}: damaged")
     return AsyncStart(
         center=ParamsVector.from_params(state.params).vector(center),
         state=started,
