@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import ml_dtypes
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.color_trees import Forest, plant
+from jaxmpi.allreduce.algorithms.color_trees import TreeSchedule, build_trees
 
 Rows = np.ndarray  # f32[workers, n]
 
@@ -116,7 +116,7 @@ def arrived(blocks: np.ndarray, wire: str) -> np.ndarray:
 
 def color(rows: Rows, wire: str, order: Sequence[int], colours: int, packets: int = 1) -> np.ndarray:
     """Each packet is summed up its tree, children in the order of the rounds they send in."""
-    forest, workers, n = plant(len(rows), colours), len(rows), rows.shape[1]
+    forest, workers, n = build_trees(len(rows), colours), len(rows), rows.shape[1]
     k = len(forest.parent)
     parts = padded(rows[list(order)], k * workers).reshape(workers, k, -1)  # each a multiple of the workers
 
@@ -130,7 +130,7 @@ def color(rows: Rows, wire: str, order: Sequence[int], colours: int, packets: in
     return np.concatenate([summed(c) for c in range(k)])[:n]
 
 
-def climb(forest: Forest, rows: Rows, wire: str, tree: int, place: int) -> np.ndarray:
+def climb(forest: TreeSchedule, rows: Rows, wire: str, tree: int, place: int) -> np.ndarray:
     """Return what one place of a tree sends upwards, and the root to all."""
     received = np.zeros_like(rows[place])
     for child in (child for edges in forest.rounds for c, child, above in edges if (c, above) == (tree, place)):

@@ -34,17 +34,17 @@ def spread(leaf: jax.Array, rows: int, row: jax.Array | int) -> jax.Array:
     return jnp.zeros((rows, *leaf.shape), leaf.dtype).at[row].set(leaf)
 
 
-def place_of(comm: Comm) -> jax.Array:
+def ring_index(comm: Comm) -> jax.Array:
     """i32: the place of this worker's rank in `comm.order`."""
     return jnp.asarray(np.argsort(comm.order).astype(np.int32))[comm.rank]
 
 
-def shift(comm: Comm, places: int) -> Pairs:
+def ring_permutation(comm: Comm, places: int) -> Pairs:
     """All send to the worker so many places on."""
     return [(comm.order[i], comm.order[(i + places) % comm.size]) for i in range(comm.size)]
 
 
-def gather_round(mine: PyTree, comm: Comm, row: Callable[[Any], Any]) -> PyTree:
+def ring_all_gather(mine: PyTree, comm: Comm, row: Callable[[Any], Any]) -> PyTree:
     """Gather all workers' `mine` as rows by passing them round the ring.
 
     Row `row(i)` is that of the worker i places back.
@@ -52,7 +52,7 @@ def gather_round(mine: PyTree, comm: Comm, row: Callable[[Any], Any]) -> PyTree:
 
     def step(i: jax.Array, carry: tuple) -> tuple:
         rows, travelling = carry
-        travelling = comm.permute(travelling, shift(comm, 1))
+        travelling = comm.permute(travelling, ring_permutation(comm, 1))
         return put(rows, row(i + 1), travelling), travelling
 
     rows = jax.tree.map(lambda leaf: spread(leaf, comm.size, row(0)), mine)
@@ -71,17 +71,17 @@ def allgather(x: PyTree, comm: Comm) -> PyTree:
 
 def alltoall_by_rotation(x: PyTree, comm: Comm) -> PyTree:
     """`comm.alltoall` of leaves [w, ...], one partner at a time."""
-    size, place, places = comm.size, place_of(comm), np.argsort(comm.order).astype(np.int32)
+    size, place, places = comm.size, ring_index(comm), np.argsort(comm.order).astype(np.int32)
     leaving = take(x, jnp.asarray(comm.order)[(place + jnp.arange(size)) % size])  # row i: for the worker i places on
     arrived = [take(leaving, 0)]
-    arrived += [comm.permute(take(leaving, i), shift(comm, i)) for i in range(1, size)]
+    arrived += [comm.permute(take(leaving, i), ring_permutation(comm, i)) for i in range(1, size)]
     return take(jax.tree.map(lambda *rows: jnp.stack(rows), *arrived), (place - jnp.asarray(places)) % size)
 
 
 def allgather_by_rotation(x: PyTree, comm: Comm) -> PyTree:
     """`comm.allgather` in which a link between hosts carries each row once."""
-    order, place = jnp.asarray(comm.order), place_of(comm)
-    return gather_round(x, comm, lambda back: order[(place - back) % comm.size])
+    order, place = jnp.asarray(comm.order), ring_index(comm)
+    return ring_all_gather(x, comm, lambda back: order[(place - back) % comm.size])
 
 
 class SubComm(Comm):

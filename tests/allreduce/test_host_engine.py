@@ -14,7 +14,7 @@ import pytest
 
 from jaxmpi.allreduce import schedules
 from jaxmpi.allreduce.algorithms import color_trees, parse
-from jaxmpi.allreduce.algorithms.color_trees import forest, most_edges
+from jaxmpi.allreduce.algorithms.color_trees import most_edges, tree_shape
 from jaxmpi.allreduce.algorithms.table import STRATEGIES
 from jaxmpi.allreduce.dispatch import sum_bucket
 from jaxmpi.allreduce.host_engine import SOURCE
@@ -225,7 +225,7 @@ def test_the_halves_are_the_sum_in_every_bit(strategy, library, monkeypatch):
 @pytest.mark.parametrize("workers", [2, 3, 5, 8, 17])
 def test_the_busiest_rank_sends_what_the_cost_formula_counts(workers, library):
     for colours in range(1, min(workers, 6) + 1):
-        k, arity, _ = forest(workers, colours)
+        k, arity, _ = tree_shape(workers, colours)
         rows = np.ones((workers, workers * k * BLOCK), np.float32)
         _, sent_bytes = sums(library, f"color{colours}", rows, tuple(range(workers)))
         assert max(sent_bytes.values()) == most_edges(workers, k, arity) * 4 * rows.shape[1] / k

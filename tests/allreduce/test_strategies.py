@@ -20,7 +20,7 @@ from jaxmpi.allreduce.algorithms import (
     in_shared_memory,
     parse,
 )
-from jaxmpi.allreduce.algorithms.color_trees import plant
+from jaxmpi.allreduce.algorithms.color_trees import build_trees
 from jaxmpi.allreduce.api import Choice, Op, exchange
 from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.wires import BLOCK
@@ -263,7 +263,7 @@ def test_unknown_spellings_name_what_exists(spelling, message):
 @pytest.mark.parametrize("workers", [1, 2, 3, 5, 8, 13, 16, 33, 64])
 def test_trees_span_have_disjoint_interiors_and_use_each_edge_once(workers):
     for colours in range(1, 17):
-        forest = plant(workers, colours)
+        forest = build_trees(workers, colours)
         assert len(forest.parent) == min(colours, workers)
         interiors = [set(parents) - {-1} for parents in forest.parent]
         assert sum(map(len, interiors)) == len(set().union(*interiors))
@@ -273,7 +273,7 @@ def test_trees_span_have_disjoint_interiors_and_use_each_edge_once(workers):
             assert parents.count(-1) == 1
             assert all(way_up(parents, place)[-1] == root for place in range(workers))
             assert [len(way_up(parents, place)) - 1 for place in range(workers)] == forest.depth[c].tolist()
-            assert all(forest.home[place] == c for place in interiors[c])
+            assert all(forest.interior_tree[place] == c for place in interiors[c])
         edges = [(c, i, above) for c, row in enumerate(forest.parent) for i, above in enumerate(row) if above >= 0]
         assert sorted(edge for used in forest.rounds for edge in used) == sorted(edges)
         for used, colour in zip(forest.rounds, forest.colour, strict=True):
@@ -336,7 +336,7 @@ def pairwise_sent(w: int) -> list[float]:
 
 def trees_sent(w: int, colours: int) -> list[float]:
     """In vectors: a packet a turn on every edge, to the parents and to the children."""
-    forest = plant(w, colours)
+    forest = build_trees(w, colours)
     k, deep = len(forest.parent), 2 * forest.height
     packets = max(1, round(math.sqrt(deep * N / (k * color_trees.PRICE))))
     edges = [[row[place] >= 0 for row in forest.parent].count(True) for place in range(w)]

@@ -16,7 +16,7 @@ import pytest
 import jaxmpi
 import references
 from jaxmpi.allreduce import overlap, schedules
-from jaxmpi.allreduce.algorithms.color_trees import forest, packets_of
+from jaxmpi.allreduce.algorithms.color_trees import packets_of, tree_shape
 from jaxmpi.allreduce.algorithms.table import algorithms_in_c
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import THREAD, exchange_handlers
@@ -60,7 +60,7 @@ def oracle(strategy: str, rows: np.ndarray) -> np.ndarray:
 
 
 def packets(n: int) -> int:
-    k, _, height = forest(SIZE, 4)
+    k, _, height = tree_shape(SIZE, 4)
     return packets_of(n, k, height)
 
 

@@ -1,45 +1,29 @@
-"""ASA: all-to-all, sum, allgather. Ma et al. 2016, section 3.2."""
+"""ASA: an all-to-all, additions in rank order, an all-gather. Ma et al. 2016, section 3.2.
 
-import functools
+Sends 2 (w - 1) / w of the vector; rounds twice, the summands and the sum.
+"""
+
 from collections.abc import Sequence
 from contextlib import nullcontext
 
 import jax
 
-from jaxmpi.allreduce.algorithms.spec import (
-    ALL,
-    Halves,
-    Net,
-    StrategySpec,
-    add,
-    both_halves,
-    code,
-    turn,
-)
+from jaxmpi.allreduce.algorithms.spec import Halves, Net, add, code, in_halves, turn
 from jaxmpi.allreduce.building_blocks import allgather, alltoall
-from jaxmpi.allreduce.schedules import Group, Schedule, Span, gather_round_ring, in_columns
+from jaxmpi.allreduce.schedules import Group, Schedule, Span, gather_round_ring
 from jaxmpi.allreduce.wires import Wire
 from jaxmpi.comm.base import Comm, add_rows
 
 
-def alltoall_sum_allgather(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """Sum by an all-to-all, additions in rank order and an allgather.
-
-    Sends 2 (w - 1) / w of the vector; rounds twice (slices sent, sum sent). Ma et al. 2016, section 3.2.
-    """
-    return allgathered(summed_slice(x, comm, wire), comm, wire)
+def reduce_scatter(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """f32[n] -> f32[n / w]: this worker's chunk of the sum, by an all-to-all and additions in rank order."""
+    # A worker encodes its own row too: else the bits of the sum would depend on which worker adds it up.
+    return add_rows(wire.decode(alltoall(wire.encode(x.reshape(comm.size, -1)), comm)))
 
 
-def summed_slice(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """ASA's first half, f32[n] -> f32[n / w]: this worker's summed slice."""
-    # A worker's own row is encoded, too: else the sum would depend on which worker makes it.
-    parts = wire.decode(alltoall(wire.encode(x.reshape(comm.size, -1)), comm))  # f32[w, n/w]: my slice of each worker
-    return add_rows(parts)
-
-
-def allgathered(mine: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """ASA's second half: f32[n / w] -> f32[n]."""
-    return wire.decode(allgather(wire.encode(mine), comm)).reshape(-1)
+def all_gather(chunk: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """f32[n / w] -> f32[n]: all workers' chunks."""
+    return wire.decode(allgather(wire.encode(chunk), comm)).reshape(-1)
 
 
 def schedule_scatter(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
@@ -89,11 +73,8 @@ def asa_seconds(net: Net, n: float, wire: str) -> float:
     return scatter + (w - 1) * turn(net, part, wire, int(net.hosts > 1)) + add(net, n) + code(net, 2 * n, wire)
 
 
-ASA = StrategySpec(
-    alltoall_sum_allgather,
-    ALL,
+ASA = in_halves(
+    Halves(reduce_scatter, all_gather, scatter_part=schedule_scatter, gather_part=schedule_gather),
     crosses=True,
-    parts=functools.partial(in_columns, sum=both_halves(schedule_scatter, schedule_gather)),
     seconds=asa_seconds,
-    halves=Halves(summed_slice, allgathered, scatter_part=schedule_scatter, gather_part=schedule_gather),
 )

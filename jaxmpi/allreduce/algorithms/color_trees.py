@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxmpi.allreduce.algorithms.spec import ALL, Net, StrategySpec, add, code, turn, wire_format
 from jaxmpi.allreduce.buckets import round_up
-from jaxmpi.allreduce.building_blocks import pad, place_of, put, take
+from jaxmpi.allreduce.building_blocks import pad, put, ring_index, take
 from jaxmpi.allreduce.schedules import HOST_MESSAGE_BYTES, MESSAGE_BYTES, Group, Part, Schedule, Span, columns
 from jaxmpi.allreduce.wires import BLOCK, Wire
 from jaxmpi.comm.base import Comm
@@ -37,14 +37,14 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
     Rounds once per edge on the way up and once at the root. Kumar et al. 2018 (IBM), section 4.2; their pipelined ring
     is the case of one colour, whose tree is a chain.
     """
-    forest, place = plant(comm.size, colours), place_of(comm)
+    forest, place = build_trees(comm.size, colours), ring_index(comm)
     k, height = len(forest.depth), forest.height
     _, part = coloured_cut(x.size, comm.size, colours)
     packets = packets_of(x.size, k, height)
     rows_of_packets = packets * packet_length(part, packets)
     own = jax.vmap(lambda row: pad(row, rows_of_packets))(pad(x, k * part).reshape(k, part)).reshape(k, packets, -1)
     depth = jnp.asarray(forest.depth)[:, place]  # depth of this place in each tree
-    home = jnp.asarray(forest.home)[place]  # the one tree in which it has children
+    interior_tree = jnp.asarray(forest.interior_tree)[place]  # the one tree in which it has children
     colour = [jnp.asarray(row)[place] for row in forest.colour]  # in each round, the tree in which it has a parent
     climbs = [[(comm.order[child], comm.order[parent]) for _, child, parent in edges] for edges in forest.rounds]
     descents = [[(parent, child) for child, parent in edges] for edges in climbs]
@@ -61,10 +61,10 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
         for i, pairs in enumerate(climbs):
             received = received + wire.decode(comm.permute(take(up, colour[i]), pairs))
         partial = rows[jnp.arange(k), jnp.clip(t - height + depth, 0, packets - 1)]
-        up = wire.encode(partial.at[home].add(received))
+        up = wire.encode(partial.at[interior_tree].add(received))
         arrived = up  # right at a root; all other rows come from parents
         for i, pairs in enumerate(descents):
-            arrived = put(arrived, colour[i], comm.permute(take(down, home), pairs))
+            arrived = put(arrived, colour[i], comm.permute(take(down, interior_tree), pairs))
         return up, arrived, rows
 
     still, turns = jax.tree.map(jnp.zeros_like, wire.encode(own[:, 0])), packets + 2 * height
@@ -74,7 +74,7 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
 
 def coloured_parts(n: int, group: Group, wire: Wire, colours: int) -> Iterator[Part]:
     """Cut the packets of `coloured_trees` into messages, each one part that goes up and down its tree when it can."""
-    forest = plant(group.size, colours)
+    forest = build_trees(group.size, colours)
     padded = group.size * -(-n // group.size)
     k, part = coloured_cut(padded, group.size, colours)
     packets = packets_of(padded, k, forest.height)
@@ -89,7 +89,7 @@ def coloured_parts(n: int, group: Group, wire: Wire, colours: int) -> Iterator[P
                     yield Part([(begin, end)], climb)
 
 
-def up_and_down(rows: Sequence[Span], group: Group, schedule: Schedule, forest: "Forest", tree: int) -> None:
+def up_and_down(rows: Sequence[Span], group: Group, schedule: Schedule, forest: "TreeSchedule", tree: int) -> None:
     """Add the children's parts, exchange with the parent, send the sum down."""
     [mine], above = rows, forest.parent[tree][group.place]
     children = [group.order[child] for child in forest.children[tree][group.place]]
@@ -138,25 +138,20 @@ def packet_length(part: int, packets: int) -> int:
     return length if length < BLOCK else min(part, round_up(length, BLOCK))
 
 
-def coloured_pieces(hosts: Sequence[int], colours: int) -> int:
-    """Pieces of a bucket: parts of `coloured_cut` times workers."""
-    return min(colours, len(hosts)) * len(hosts)
-
-
-class Forest(NamedTuple):
+class TreeSchedule(NamedTuple):
     """k spanning trees over w places, and when which edge is used."""
 
     parent: list[list[int]]  # [k][w]; -1 at a root
     children: list[list[list[int]]]  # [k][w], in the order of rounds
     depth: np.ndarray  # i32[k, w]
     height: int
-    home: np.ndarray  # i32[w]: the tree in which a place has children; 0 if it has none
+    interior_tree: np.ndarray  # i32[w]: the tree in which a place has children; 0 if it has none
     rounds: list[list[tuple[int, int, int]]]  # (tree, child, parent); in a round all send once and receive once at most
     colour: np.ndarray  # i32[rounds, w]: the tree in which a place sends to its parent; k if it does not
 
 
 @functools.cache
-def plant(workers: int, colours: int) -> Forest:
+def build_trees(workers: int, colours: int) -> TreeSchedule:
     """IBM's trees for any number of workers, each with other inner nodes.
 
     k = min(colours, w) trees, I = floor(w / k) places each that may have children, arity a = ceil((w - 1) / I). Tree c
@@ -164,15 +159,14 @@ def plant(workers: int, colours: int) -> Forest:
     So positions with children are below I, and their places in [cI, (c + 1) I). For 8 places and 4 colours that is
     figure 2 of Kumar et al. 2018.
     """
-    k = min(colours, workers)
+    k, arity, height = tree_shape(workers, colours)
     interior = workers // k
-    arity = max(1, -(-(workers - 1) // interior))
     parent = [[-1] * workers for _ in range(k)]
-    depth, home = np.zeros((k, workers), np.int32), np.zeros(workers, np.int32)
+    depth, interior_tree = np.zeros((k, workers), np.int32), np.zeros(workers, np.int32)
     for c in range(k):
         for position in range(1, workers):
             child, above = ((c * interior + q) % workers for q in (position, (position - 1) // arity))
-            parent[c][child], home[above] = above, c
+            parent[c][child], interior_tree[above] = above, c
             depth[c, child] = depth[c, above] + 1
     edges = [(c, child, above) for c in range(k) for child, above in enumerate(parent[c]) if above >= 0]
     rounds = schedule(edges)
@@ -184,9 +178,7 @@ def plant(workers: int, colours: int) -> Forest:
     for i, used in enumerate(rounds):
         for c, child, _ in used:
             colour[i, child] = c
-    return Forest(
-        parent=parent, children=children, depth=depth, height=int(depth.max()), home=home, rounds=rounds, colour=colour
-    )
+    return TreeSchedule(parent, children, depth, height, interior_tree, rounds, colour)
 
 
 def schedule(edges: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
@@ -235,7 +227,7 @@ def coloured_trees_seconds(net: Net, n: float, wire: str, colours: int) -> float
 
     Other messages travel meanwhile, as those of `coloured_parts`. Kumar et al. 2018, section 4.2.
     """
-    k, arity, height = forest(net.workers, colours)
+    k, arity, height = tree_shape(net.workers, colours)
     crossing = 0 if net.hosts == 1 else 1 if k == 1 else net.slots
     most = HOST_MESSAGE_BYTES if net.hosts == 1 else MESSAGE_BYTES
     message = min(n / (k * packets_of(n, k, height)), most / wire_format(wire)[1])
@@ -250,8 +242,8 @@ def most_edges(workers: int, k: int, arity: int) -> int:
 
 
 @functools.cache
-def forest(workers: int, colours: int) -> tuple[int, int, int]:
-    """(trees, children of a node, height) of `plant`, without planting."""
+def tree_shape(workers: int, colours: int) -> tuple[int, int, int]:
+    """(trees, children of a node, height) of `build_trees`, without building them."""
     k = min(colours, workers)
     arity = max(1, -(-(workers - 1) // (workers // k)))
     height, position = 0, workers - 1
@@ -260,13 +252,18 @@ def forest(workers: int, colours: int) -> tuple[int, int, int]:
     return k, arity, height
 
 
-COLOR = StrategySpec(
-    coloured_trees,
-    ALL,
-    crosses=True,
-    parts=coloured_parts,
-    seconds=coloured_trees_seconds,
-    cut=coloured_cut,
-    pieces=coloured_pieces,
-    spelled=("color2", "color4"),
-)
+def color(colours: int) -> StrategySpec:
+    """The row of so many colours."""
+    return StrategySpec(
+        functools.partial(coloured_trees, colours=colours),
+        ALL,
+        crosses=True,
+        parts=functools.partial(coloured_parts, colours=colours),
+        seconds=functools.partial(coloured_trees_seconds, colours=colours),
+        cut=functools.partial(coloured_cut, colours=colours),
+        pieces=lambda hosts: min(colours, len(hosts)) * len(hosts),  # parts of `coloured_cut` times workers
+    )
+
+
+COLOR = color(4)._replace(spelled=("color2", "color4"), fill=color)
+PIPELINED_RING = color(1)

@@ -3,14 +3,14 @@
 import collections
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.allreduce.schedules import Group, Part, Schedule, Span, SumSchedule
+from jaxmpi.allreduce.schedules import Group, Parts, Schedule, Span, SumSchedule, in_columns
 from jaxmpi.allreduce.wires import BLOCK, WIRES, Wire
 from jaxmpi.comm.base import Comm
 from jaxmpi.core.errors import lookup
@@ -31,8 +31,8 @@ class Halves(NamedTuple):
     chunks: Callable[..., tuple[int, ...]] = lambda comm: tuple(range(comm.size))  # by rank, which chunk is its own
     means: Means | None = None  # the first half of all vectors at once, as of StrategySpec.means
     wholes: Callable[[list[jax.Array], Comm], list[jax.Array]] | None = None  # the second half of all, in any wire
-    scatter_part: Callable[..., None] | None = None  # a SumSchedule: makes this worker's chunk the sum
-    gather_part: Callable[..., None] | None = None  # a SumSchedule: makes all chunks what their workers have
+    scatter_part: SumSchedule | None = None  # makes this worker's chunk the sum
+    gather_part: SumSchedule | None = None  # makes all chunks what their workers have
     gathers: Collection[str] = ALL  # wires that the second half takes
 
     def scattered(self, vectors: list[jax.Array], comm: Comm, wire: Wire, divisor: float) -> list[jax.Array]:
@@ -53,18 +53,15 @@ class Halves(NamedTuple):
 
 
 class StrategySpec(NamedTuple):
-    """A strategy: `sum` and its wires; all else is optional.
-
-    `colours` and `cross`, what is in the blanks of a name, are keywords of functions, filled in by `filled`.
-    """
+    """A strategy: `sum` and its wires; all else is optional."""
 
     sum: Callable[..., jax.Array]  # (f32[n], comm, wire) -> f32[n]
     wires: Collection[str]
     crosses: bool = False  # True if it needs nothing but `permute`, and so can be the <cross> of hier-<cross>
     means: Means | None = None  # sums over a divisor of f32 arrays of any shapes at once, if that is faster
     fits: Callable[[Sequence[int]], bool] = lambda hosts: True  # by the hosts of all ranks
-    parts: Callable[..., Iterator[Part]] | None = None  # a `schedules.Parts`: the bits of `sum`, in C
-    fits_parts: Callable[..., bool] = lambda hosts: True  # by the hosts of all ranks
+    parts: Parts | None = None  # the bits of `sum`, in C
+    fits_parts: Callable[[Sequence[int]], bool] = lambda hosts: True  # likewise
     seconds: Callable[..., float] | None = (
         None  # (net, floats, wire) -> seconds; without one `auto` and `jaxmpi plan` leave it out
     )
@@ -77,32 +74,23 @@ class StrategySpec(NamedTuple):
     spelled: tuple[str, ...] = ()  # names to try if the name has a blank
     exchanges: bool = True  # else each worker keeps its own, and params drift apart
     in_shared_memory: bool = False  # by `SharedSum`, so that ranks of a host may share their params
-
-    def filled(self, **blank: "int | StrategySpec") -> "StrategySpec":
-        """The row with this in the blank of its name; what a `cross` lacks the hierarchy lacks, too."""
-
-        def fill(row: NamedTuple, names: Sequence[str]) -> dict[str, Callable]:
-            functions = {name: getattr(row, name) for name in names}
-            return {name: functools.partial(each, **blank) for name, each in functions.items() if each}
-
-        row = self._replace(**fill(self, ("sum", "parts", "seconds", "cut", "pieces")))  # pyright: ignore[reportArgumentType]
-        if self.halves:
-            names = "scatter", "gather", "chunks", "scatter_part", "gather_part"
-            row = row._replace(halves=self.halves._replace(**fill(self.halves, names)))  # pyright: ignore[reportArgumentType]
-        if isinstance(cross := blank.get("cross"), StrategySpec):
-            lacking = [name for name in ("parts", "seconds", "halves") if not getattr(cross, name)]
-            row = row._replace(fits_parts=functools.partial(self.fits_parts, cross=cross), **dict.fromkeys(lacking))
-        return row
+    # what the blank of its name stands for -> the row of the name that is filled in
+    fill: "Callable[..., StrategySpec] | None" = None
 
 
-def both_halves(scatter: SumSchedule, gather: SumSchedule) -> SumSchedule:
-    """The sum that has these halves."""
+def in_halves(halves: Halves, **facts: Any) -> StrategySpec:
+    """The row of a sum that is its two halves, one after the other, in a program and in C."""
 
-    def run(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
-        scatter(rows, group, schedule)
-        gather(rows, group, schedule)
+    def sum(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+        return halves.gather(halves.scatter(x, comm, wire), comm, wire)
 
-    return run
+    def schedule(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
+        assert halves.scatter_part
+        assert halves.gather_part
+        halves.scatter_part(rows, group, schedule)
+        halves.gather_part(rows, group, schedule)
+
+    return StrategySpec(sum, ALL, parts=functools.partial(in_columns, sum=schedule), halves=halves, **facts)
 
 
 def is_even(hosts: Sequence[int]) -> bool:

@@ -9,11 +9,11 @@ the rows that have it.
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxmpi.allreduce.algorithms.asa import ASA
 from jaxmpi.allreduce.algorithms.baselines import ALLREDUCE, NONE, ROOT, SHARED_MEMORY
-from jaxmpi.allreduce.algorithms.color_trees import COLOR, MAX_COLOURS
+from jaxmpi.allreduce.algorithms.color_trees import COLOR, MAX_COLOURS, PIPELINED_RING
 from jaxmpi.allreduce.algorithms.hierarchical import HIERARCHICAL
 from jaxmpi.allreduce.algorithms.ring import RING
 from jaxmpi.allreduce.algorithms.spec import StrategySpec
@@ -28,7 +28,7 @@ STRATEGIES: dict[str, StrategySpec] = {
     "ring": RING,
     "tree": TREE,
     "color<k>": COLOR,
-    "pipering": COLOR.filled(colours=1)._replace(spelled=()),
+    "pipering": PIPELINED_RING,
     "root": ROOT,
     "hier-<cross>": HIERARCHICAL,
     "shm": SHARED_MEMORY,
@@ -103,19 +103,25 @@ def find(algorithm: str) -> StrategySpec:
     if colours := re.fullmatch(r"color(\d+)", algorithm):
         if not 1 <= int(colours[1]) <= MAX_COLOURS:
             raise UsageError(f"got strategy {algorithm!r}; expected color1 to color{MAX_COLOURS}")
-        return STRATEGIES["color<k>"].filled(colours=int(colours[1]))
+        return _fill("color<k>", int(colours[1]))
     if algorithm.startswith("hier-") and "<" not in algorithm:
         cross = find(algorithm.removeprefix("hier-"))
         if not cross.crosses:
             able = ", ".join(name for name, other in STRATEGIES.items() if other.crosses)
             raise UsageError(f"got strategy {algorithm!r}; between hosts there can be {able}")
-        return STRATEGIES["hier-<cross>"].filled(cross=cross)
+        return _fill("hier-<cross>", cross)
     blanks = [name for name in STRATEGIES if "<" in name and algorithm in (name, name.partition("<")[0].strip("-"))]
     if blanks:
         raise UsageError(f"got strategy {algorithm!r}; fill in what is in <> in {blanks}, as in color4 and hier-ring")
     if algorithm not in STRATEGIES:
         raise UsageError(f"unknown strategy {algorithm!r}; {nearest(algorithm, {**STRATEGIES, **ALIASES})}")
     return STRATEGIES[algorithm]
+
+
+def _fill(name: str, blank: Any) -> StrategySpec:
+    fill = STRATEGIES[name].fill
+    assert fill
+    return fill(blank)
 
 
 def exchanges(spelling: str) -> bool:

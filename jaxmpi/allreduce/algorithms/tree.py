@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmpi.allreduce.algorithms.spec import ALL, Net, StrategySpec, add, code, crossings, turn
-from jaxmpi.allreduce.building_blocks import pad, place_of, spread
+from jaxmpi.allreduce.building_blocks import pad, ring_index, spread
 from jaxmpi.allreduce.schedules import Group, Schedule, Span, in_columns
 from jaxmpi.allreduce.wires import Wire
 from jaxmpi.comm.base import Comm, Pairs
@@ -25,7 +25,7 @@ def pairwise(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     what Theano-MPI's copper did for 2, 4, 8 and 16.
     """
     levels = comm.size.bit_length() - 1
-    p, order, place = 1 << levels, comm.order, place_of(comm)
+    p, order, place = 1 << levels, comm.order, ring_index(comm)
     folds = [(order[i], order[i - p]) for i in range(p, comm.size)]
     partners = [[(order[i], order[i ^ (1 << level)]) for i in range(p)] for level in range(levels)]
     rows = pad(x, p).reshape(p, -1)  # each is encoded by itself
