@@ -27,7 +27,7 @@ from jaxmpi.allreduce.building_blocks import allgather, halves, mean_of_halves
 from jaxmpi.allreduce.call_order import caller, callers, columns, compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.compression import Peers
 from jaxmpi.allreduce.derivative import NOT_MAPPED, differentiable
-from jaxmpi.allreduce.dispatch import sums
+from jaxmpi.allreduce.dispatch import Beside, sums
 from jaxmpi.comm.agreement import Fingerprint, check_may_send, fingerprint, refuse_together
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import Comm
@@ -160,6 +160,7 @@ class Choice(NamedTuple):
     comm: Comm
     bucket_bytes: int | None
     order: Order | None = None
+    beside: Beside | None = None  # on the communication thread
 
     def run(self, leaves: list[jax.Array], structure: Any, is_part: bool = False) -> list[jax.Array]:
         """The exchange of a tree's leaves, inside or outside jit, without a derivative.
@@ -204,7 +205,7 @@ class Choice(NamedTuple):
         """
         divisor = self.comm.size if self.op == "mean" else 1
         short = [x.astype(jnp.float32) for x in vectors if x.dtype in FLOATS]
-        totals = iter(sums(short, self.strategy, self.comm, divisor) if short else [])
+        totals = iter(sums(short, self.strategy, self.comm, divisor, self.beside) if short else [])
         return [next(totals).astype(x.dtype) if x.dtype in FLOATS else self.exact(x) for x in vectors]
 
     def exact(self, x: jax.Array) -> jax.Array:
@@ -234,7 +235,8 @@ class Choice(NamedTuple):
 
     def what(self, leaves: Sequence[Any]) -> str:
         """Describe the exchange of these leaves, for messages."""
-        return f"{self.strategy}, {self.op} of {sum(map(np.size, leaves)):,} floats in {len(leaves)} leaves"
+        where = "beside its program: " if self.beside else ""
+        return f"{where}{self.strategy}, {self.op} of {sum(map(np.size, leaves)):,} floats in {len(leaves)} leaves"
 
     def buckets(self, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[list[int]]:
         """Buckets of leaves that travel together, by index.

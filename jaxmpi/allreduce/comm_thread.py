@@ -8,13 +8,11 @@ is copied, and XLA, for which only these calls use the buffer, leaves it alone. 
 is called when a plan is new and when something is wrong.
 """
 
-import contextlib
 import functools
 import json
 import threading
 from collections.abc import Sequence
 from ctypes import c_int32
-from enum import StrEnum
 from typing import Any
 
 import jax
@@ -32,21 +30,7 @@ from jaxmpi.runtime import failures, host_callbacks
 
 THREAD = "jaxmpi exchange"
 RANK = f"{THREAD}: rank"
-TEXT_BYTES = 256  # bytes of a call's text, for messages; ranks compare a digest
 TICKET = jax.ShapeDtypeStruct((), jnp.uint32)
-
-
-class UnfitForThread(StrEnum):
-    """Why an exchange cannot run beside a program."""
-
-    NO_MPI = "workers are not MPI ranks"
-    PART = "workers are a part of the job's ranks"
-    NOT_ON_HOST = "strategy {strategy} does not run beside a program; {able} do, as jaxmpi has them and by its wires"
-    RANKS = (
-        "strategy {strategy} is not for these ranks: hier-<cross> needs equally many on every host, tree 2, 4, 8 or "
-        "another power of two"
-    )
-    ONE_THREAD = "MPI gives MPI_THREAD_SERIALIZED, and two threads at once need MPI_THREAD_MULTIPLE"
 
 
 def unavailable_reason(strategy: str, comm: Comm) -> str | None:
@@ -57,17 +41,17 @@ def unavailable_reason(strategy: str, comm: Comm) -> str | None:
     if comm.size == 1:
         return "no other worker takes part in a step"
     if not isinstance(comm, MpiComm):
-        return UnfitForThread.NO_MPI
+        return "workers are not MPI ranks"
     if comm.processes.size < world().size:
-        return UnfitForThread.PART
-    chosen = parse(strategy)
-    if not chosen.is_in_c():
+        return "workers are a part of the job's ranks"
+    if not parse(strategy).is_in_c():
         able = ", ".join(name for name, row in STRATEGIES.items() if row.parts)
-        return UnfitForThread.NOT_ON_HOST.format(strategy=strategy, able=able)
-    if not chosen.is_in_c(comm.hosts):
-        return UnfitForThread.RANKS.format(strategy=strategy)
+        return f"strategy {strategy} does not run beside a program; {able} do, as jaxmpi has them and by its wires"
+    if not parse(strategy).is_in_c(comm.hosts):
+        needs = "hier-<cross> needs equally many on every host, tree 2, 4, 8 or another power of two"
+        return f"strategy {strategy} is not for these ranks: {needs}"
     if not comm.processes.may_overlap:
-        return UnfitForThread.ONE_THREAD
+        return "MPI gives MPI_THREAD_SERIALIZED, and two threads at once need MPI_THREAD_MULTIPLE"
     return host_engine.unavailable_reason(comm) or None
 
 
@@ -77,10 +61,8 @@ def all_reduce_on_comm_thread(
     comm: Comm,
     half: str = "",
     *,
-    plan: Any = None,
     labels: Sequence[str] = (),
     portable: bool = False,
-    waits: contextlib.AbstractContextManager | None = None,
 ) -> list[jax.Array]:
     """f32[n] each -> their sums over workers, by the communication thread.
 
@@ -90,31 +72,26 @@ def all_reduce_on_comm_thread(
     Args:
         strategy: its full name.
         half: of the strategy's sum, `scatter` or `gather`; empty: all of it.
-        plan: what must be the same on all ranks, JSON; default: the strategy and the numbers of floats.
         labels: of the vectors, for messages.
         portable: the program can be exported. Then data alone orders waits, so results of the first sums may be used
             while the last are under way. Else the calls are ordered among mpi4jax's, so that none of these waits for
             one behind it.
-        waits: entered around the waits as they are traced.
     """
     engine, sums = exchange_handlers().engine, [(strategy, half, x.size) for x in vectors]
     parts, most = engine.parts(sums), engine.tags // 2  # a resumed exchange has the other half
     check(parts <= most, f"got {parts} segments of gradients, expected {most} or fewer; use overlap off")
-    plan = plan or {"strategy": strategy, "half": half, "floats of buckets": [x.size for x in vectors]}
     of_half = f"{half} of " if half else ""
     labels = labels or [f"{of_half}bucket {i + 1} of {len(vectors)}" for i in range(len(vectors))]
-    text = json.dumps({"plan": plan, "sums": sums, "labels": [*labels]})
+    text = json.dumps({"sums": sums, "labels": [*labels]})
     effect = host_callbacks.ORDERED if portable or not isinstance(comm, MpiComm) else comm.effect
     [ticket] = _call((OPEN, *words_of(key_of(text))), [], [TICKET], effect, text=text)
-    started = []  # by bucket: the buffer into which its sum comes, and a ticket
-    for i, vector in enumerate(vectors):
-        started.append(_call((START, i), [vector, ticket], [vector, TICKET], None))
+    # A start has no effect that orders it: it waits for its own vector alone.
+    started = [_call((START, i), [x, ticket], [x, TICKET], None) for i, x in enumerate(vectors)]
     before, totals = [last for _, last in started], []  # tickets of all starts: no wait may hold up a computation
     order = host_callbacks.KEPT if effect is host_callbacks.ORDERED else effect
-    with waits or contextlib.nullcontext():  # not the starts: each waits for its own gradients alone
-        for i, vector in enumerate(vectors):
-            total, last = _call((DONE, i), [*started[i], *before], [vector, TICKET], order)
-            totals, before = [*totals, total], [last]
+    for i, vector in enumerate(vectors):
+        total, last = _call((DONE, i), [*started[i], *before], [vector, TICKET], order)
+        totals, before = [*totals, total], [last]
     return totals
 
 

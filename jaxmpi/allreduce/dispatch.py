@@ -1,6 +1,7 @@
 """A strategy's sums of vectors, all at once or one after another."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,21 @@ SHORT_BYTES = 1 << 20  # 8 ms at 1 Gbit/s; two changes of threads take up to 2 m
 MPI_COUNTS = 2**31  # number below which MPI's counts stay
 
 
-def sums(vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1) -> list[jax.Array]:
+class Beside(NamedTuple):
+    """An exchange by the communication thread, beside its program."""
+
+    labels: tuple[str, ...]  # of its buckets, for messages
+    portable: bool  # as of `all_reduce_on_comm_thread`
+
+
+def sums(
+    vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1, beside: Beside | None = None
+) -> list[jax.Array]:
     """Sums over workers of f32 arrays of any shape, divided by `divisor`.
 
-    `name` is a strategy in full, such as asa:32.
+    Args:
+        name: a strategy in full, such as asa:32.
+        beside: how, if the communication thread is to make them.
 
     Raises:
         UsageError: an array has more floats than one MPI message may.
@@ -27,7 +39,10 @@ def sums(vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1
     strategy, flat = parse(name), [x.reshape(-1) for x in vectors]
     if strategy.spec.means:
         return strategy.spec.means(list(vectors), comm, divisor)
-    totals = try_host_all_reduce(flat, name, comm)
+    if beside:
+        totals = comm_thread.all_reduce_on_comm_thread(flat, name, comm, **beside._asdict())
+    else:
+        totals = try_host_all_reduce(flat, name, comm)
     if totals is None:
         check_counts(flat, name, comm)
         totals = [sum_bucket(x, strategy, comm) for x in flat]

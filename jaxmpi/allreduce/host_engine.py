@@ -119,7 +119,8 @@ class HostEngine:
     def learn(self, text: str) -> None:
         """Compare the plan of a program over ranks, which come here together, and let the program find it."""
         about = json.loads(text)
-        self.control.compare(fingerprint("the exchange beside a program", about["plan"]))
+        facts = {name: [each[i] for each in about["sums"]] for i, name in enumerate(("strategy", "half", "floats"))}
+        self.control.compare(fingerprint("the exchange beside a program", facts))
         key = key_of(text)
         _labels[key] = about["labels"]
         self.add_plan(key, [(strategy, half, n) for strategy, half, n in about["sums"]])

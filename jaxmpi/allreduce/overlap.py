@@ -12,7 +12,6 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.table import algorithms_in_c
 from jaxmpi.allreduce.api import (
     BUCKET_BYTES,
-    TRACED,
     Choice,
     Op,
     check_leaves,
@@ -23,9 +22,10 @@ from jaxmpi.allreduce.api import (
     settle,
 )
 from jaxmpi.allreduce.autotune import is_auto
-from jaxmpi.allreduce.buckets import Order, fuse, split
-from jaxmpi.allreduce.call_order import caller, compared, number_of, one_thread
-from jaxmpi.allreduce.comm_thread import all_reduce_on_comm_thread, unavailable_reason
+from jaxmpi.allreduce.buckets import Order
+from jaxmpi.allreduce.call_order import one_thread
+from jaxmpi.allreduce.comm_thread import unavailable_reason
+from jaxmpi.allreduce.dispatch import Beside
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of
 from jaxmpi.config.exchange_config import check_bucket_bytes
@@ -124,22 +124,13 @@ def exchange(
         sizes = [leaf.size for leaf in leaves]
         strategy, bucket_bytes, *_ = settle(workers, strategy, bucket_bytes, sizes, algorithms_in_c(workers.hosts))
     choice = Choice(parse(strategy).name, op, workers, bucket_bytes, order or Order())
-    number = None
-    if not portable:
-        with one_thread(workers):
-            workers.assert_same(choice.fingerprint(tree, TRACED))
-            number = number_of(workers, f"beside its program: {choice.what(leaves)}, {caller()}")
-    buckets, names = choice.buckets(leaves), [name for name, _ in named_leaves(tree)]
-    more = [f" and {len(bucket) - 1} more" if len(bucket) > 1 else "" for bucket in buckets]
-    labels = [f"bucket {b + 1} of {len(buckets)} ({names[each[0]]}{more[b]})" for b, each in enumerate(buckets)]
-    plan, alignment, divisor = choice.fingerprint(tree).value, choice.alignment, workers.size if op == "mean" else 1
+    labels, names = [], [name for name, _ in named_leaves(tree)]
+    for bucket in (buckets := choice.buckets(leaves)):
+        more = f" and {len(bucket) - 1} more" if len(bucket) > 1 else ""
+        labels.append(f"bucket {len(labels) + 1} of {len(buckets)} ({names[bucket[0]]}{more})")
+    choice = choice._replace(beside=Beside(tuple(labels), portable))
     given = [guarded(jnp.asarray(leaf), workers) for leaf in leaves]
-    flats = [fuse([given[i] for i in bucket], alignment) for bucket in buckets]
-    sums = all_reduce_on_comm_thread(
-        flats, choice.strategy, workers, plan=plan, labels=labels, portable=portable, waits=compared(workers, number)
-    )
-    out = [*leaves]
-    for bucket, total in zip(buckets, sums, strict=True):
-        for i, part in zip(bucket, split(total / divisor, [leaves[i] for i in bucket], alignment), strict=True):
-            out[i] = part
-    return jax.tree.unflatten(structure, out)
+    if portable:  # ranks compare what they sum when they run it
+        return jax.tree.unflatten(structure, choice.program(given)(given))
+    with one_thread(workers) as is_part:
+        return jax.tree.unflatten(structure, choice.run(given, structure, is_part))
