@@ -43,7 +43,7 @@ from jaxmpi.allreduce.zero_vectors import ElementVectors, Exchange, TensorVector
 from jaxmpi.comm.agreement import Fingerprint, HostProcesses
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.shared_params import SharedParams
-from jaxmpi.comm.shared_sum import scatter_beside
+from jaxmpi.comm.shared_sum import call_sum
 from jaxmpi.config.exchange_config import check_bucket_bytes
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.core.pytrees import PyTree, clipped
@@ -160,8 +160,8 @@ class Zero(NamedTuple):
             passed: list[jax.Array] = []
 
             def send(flats: list[jax.Array]) -> list[jax.Array]:
-                mine, passed[:] = scatter_beside(sum_name, self.size, flats[0], divisor, through)
-                return [mine]
+                mine, passed[:] = call_sum(sum_name, self.size, flats, divisor, "scatter", through)
+                return mine
 
             bucket = ElementVectors(tuple(leaves), self.size, [[*range(len(leaves))]])  # pyright: ignore[reportArgumentType]
             return bucket.scatter(Exchange(send, Programs()))(leaves), passed

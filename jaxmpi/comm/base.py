@@ -62,24 +62,21 @@ class Comm:
         """f32[size m] -> f32[m]: the sum over workers of chunk `rank`, added in rank order."""
         return add_rows(self.alltoall(x.reshape(self.size, -1)))
 
-    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1, half: str = "") -> list[jax.Array]:
         """Sum f32 arrays over one host's workers in rank order, then divide.
+
+        Args:
+            half: of the sum alone. scatter: f32[size m] -> f32[m], this worker's chunk of the sum, bit for bit.
+                gather: f32[m] -> f32[size m], the chunks of all workers.
 
         Raises:
             UsageError: there are several hosts.
         """
         check_one_host(self.hosts)
-        return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
-
-    def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """f32[size m] -> f32[m]: this worker's chunk of `sum_on_host`, bit for bit."""
-        check_one_host(self.hosts)
-        return [add_rows(self.alltoall(x.reshape(self.size, -1))) / divisor for x in vectors]
-
-    def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-        """f32[m] -> f32[size m] each: the chunks of one host's workers."""
-        check_one_host(self.hosts)
-        return [self.allgather(x).reshape(-1) for x in vectors]
+        if half == "gather":
+            return [self.allgather(x).reshape(-1) for x in vectors]
+        rows = self.alltoall([x.reshape(self.size, -1) for x in vectors]) if half else self.allgather(list(vectors))
+        return [add_rows(x) / divisor for x in rows]
 
     def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
         """`lax.fori_loop` from 0 over turns that communicate."""
@@ -143,7 +140,7 @@ class SoloComm(Comm):
     def assert_same(self, mine: Fingerprint) -> None:
         """One rank agrees with itself."""
 
-    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1, half: str = "") -> list[jax.Array]:
         return [vector / divisor for vector in vectors]
 
 

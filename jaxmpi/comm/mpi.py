@@ -105,14 +105,8 @@ class RankComm(Comm):
         check_one_host(self.hosts)
         return self.cached("shared sum", self._make_shared_sum)
 
-    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        return self.shared_sum.sum(vectors, divisor)
-
-    def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        return self.shared_sum.scatter(vectors, divisor)
-
-    def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-        return self.shared_sum.gather(vectors)
+    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1, half: str = "") -> list[jax.Array]:
+        return self.shared_sum.sum(vectors, divisor, half)
 
 
 made: list["MpiComm"] = []  # communicators of this process that were not freed

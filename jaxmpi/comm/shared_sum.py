@@ -92,36 +92,19 @@ class SharedSum:
         """Let go of the name; the memory goes with the object."""
         host_callbacks.forget(self.name)
 
-    def sum(self, vectors: Sequence[jax.Array], divisor: float = 1, in_place: bool = False) -> list[jax.Array]:
+    def sum(self, vectors: Sequence[jax.Array], divisor: float = 1, half: str = "") -> list[jax.Array]:
         """Sum f32 arrays over this host's ranks, inside or outside jit, with the bits of additions in rank order.
 
         Args:
             vectors: the same shapes on every rank.
             divisor: 1 for sums, the number of ranks for means; divides the f32 sum.
-            in_place: whether results may take the place of the vectors, if XLA needs those no longer.
+            half: as of `Comm.sum_on_host`.
 
         Communicates: one call in all, through shared memory. Raises, if results are waited for: as `add`.
         """
-        return self._call("", vectors, [x.shape for x in vectors], divisor, in_place)
-
-    def scatter(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """f32[w m] -> f32[m] each: this rank's slice of `sum`, for the w ranks of this host."""
-        for x in vectors:
-            check(x.size % self.size == 0, f"a scatter over {self.size} ranks got {x.size} floats; expected a multiple")
-        return self._call("scatter", vectors, [(x.size // self.size,) for x in vectors], divisor)
-
-    def gather(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-        """f32[m] -> f32[w m] each: all ranks' slices."""
-        return self._call("gather", vectors, [(x.size * self.size,) for x in vectors])
-
-    def _call(
-        self, half: str, vectors: Sequence[jax.Array], shapes: list, divisor: float = 1, in_place: bool = False
-    ) -> list[jax.Array]:
         odd = [f"{x.dtype}{list(x.shape)}" for x in vectors if x.dtype != np.float32]
         check(not odd, f"a {half or 'sum'} over this host got {', '.join(odd)}; expected float32: cast before")
-        like = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
-        pairs = [(i, i) for i in range(len(like))] if in_place else []
-        return host_callbacks.call(self.name, vectors, like, pairs, self.effect, divisor=float(divisor), half=half)
+        return call_sum(self.name, self.size, vectors, divisor, half, effect=self.effect)[0]
 
     def sum_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """`sum` without a program, done on return, behind programs begun before.
@@ -179,19 +162,27 @@ class SharedSum:
             # NaN and infinity pass through to all ranks.
             with progress.span("wait", f"{half or 'sum'} in shared memory"), self.lock, np.errstate(all="ignore"):
                 self.board.begin((digest(sizes, float(divisor), half), len(sizes), sum(sizes)))
-                self._run(vectors, totals, sizes, np.float32(divisor), is_gather=half == "gather")
+                self._run(vectors, totals, sizes, np.float32(divisor), half)
         except BaseException:
             self.board.fail()
             raise
 
     def _run(
-        self, vectors: "Vectors", totals: "Vectors", sizes: tuple[int, ...], divisor: np.float32, is_gather: bool
+        self, vectors: "Vectors", totals: "Vectors", sizes: tuple[int, ...], divisor: np.float32, half: str
     ) -> None:
-        if not is_gather and sum(sizes) <= self.small and len(chunks := cut(sizes, self.small)) <= 1:
+        if half != "gather" and sum(sizes) <= self.small and len(chunks := cut(sizes, self.small)) <= 1:
             return self._together(vectors, totals, chunks[0] if chunks else Chunk((), 0), divisor)
         four_a_rank = -(-sum(sizes) // (4 * self.size * LEAST)) * LEAST
-        move = self._gather_chunks if is_gather else self._chain
-        return move(vectors, totals, cut(sizes, min(self.chunk, max(four_a_rank, SHORT))), divisor)
+        chunks = cut(sizes, min(self.chunk, max(four_a_rank, SHORT)))
+        self.board.post(ARRIVED, self.board.call)
+        bring = self._bring_slice if half == "gather" else self._add_to_chain
+        lag, first = self.size, self.summed  # the last rank of a chain has added to chunk j - size before chunk j
+        for j in range(len(chunks) + lag):
+            if j >= lag:
+                self._take(first + j - lag, chunks[j - lag], totals, divisor, half)
+            if j < len(chunks):
+                bring(first + j, chunks[j], vectors, divisor)
+        self.summed += len(chunks)
 
     def _together(self, vectors: "Vectors", totals: "Vectors", chunk: "Chunk", divisor: np.float32) -> None:
         """Every rank sums all ranks' rows, where it wants the sum.
@@ -203,8 +194,7 @@ class SharedSum:
         copy_in(vectors, chunk, rows[self.rank])
         self.board.post(ARRIVED, call)
         for rank in range(self.size):
-            self.board.wait(rank, ARRIVED, call)
-            self.board.check_same(rank)
+            self.board.meet(rank, ARRIVED, call)
         wanted = [piece.place for piece in chunk.pieces if totals[piece.vector] is not None]
         total = np.empty_like(rows[0])
         for columns in [slice(None)] if len(wanted) == len(chunk.pieces) else wanted:
@@ -213,89 +203,68 @@ class SharedSum:
                 total[columns] += row[columns]
         copy_out(total, chunk, totals, divisor)
 
-    def _chain(self, vectors: "Vectors", totals: "Vectors", chunks: tuple["Chunk", ...], divisor: np.float32) -> None:
-        """Add to chunk j, and copy out chunk j - size.
-
-        The last rank has added to the latter by then. No rank waits for a result that it does not want.
-        """
-        self.board.post(ARRIVED, self.board.call)
-        first, lag = self.summed, self.size
-        for j in range(len(chunks) + lag):
-            if j >= lag:
-                chunk, k = chunks[j - lag], first + j - lag
-                if any(totals[piece.vector] is not None for piece in chunk.pieces):
-                    self.board.wait(self.size - 1, SUMMED, k + 1)
-                    copy_out(self.ring[k % self.slots], chunk, totals, divisor if self.each_divides else None)
-                self.board.post(COPIED, k + 1)
-            if j < len(chunks):
-                self._add_mine(first + j, chunks[j], vectors, divisor)
-        self.summed += len(chunks)
-
-    def _add_mine(self, k: int, chunk: "Chunk", vectors: "Vectors", divisor: np.float32) -> None:
+    def _add_to_chain(self, k: int, chunk: "Chunk", vectors: "Vectors", divisor: np.float32) -> None:
         """This rank's step of the chain, for the k-th chunk of all."""
         slot = self.ring[k % self.slots]
         if self.rank == 0:
             self._wait_for_slot(k)
             copy_in(vectors, chunk, slot)
         else:
-            self.board.wait(self.rank - 1, SUMMED, k + 1)
-            if k == self.summed:
-                self.board.check_same(self.rank - 1)
+            self.board.meet(self.rank - 1, SUMMED, k + 1)
             add_to(slot, chunk, vectors)
         if self.rank == self.size - 1 and not self.each_divides and divisor != 1:
             divide, number = division(float(divisor))
             divide(slot[: chunk.floats], number, slot[: chunk.floats])
         self.board.post(SUMMED, k + 1)
 
+    def _bring_slice(self, k: int, chunk: "Chunk", vectors: "Vectors", divisor: np.float32) -> None:
+        """This rank's pieces of the k-th chunk, for the others to copy."""
+        if any(vectors[piece.vector] is not None for piece in chunk.pieces):
+            self._wait_for_slot(k)
+            copy_in(vectors, chunk, self.ring[k % self.slots])
+            self.board.post(SUMMED, k + 1)
+
+    def _take(self, k: int, chunk: "Chunk", totals: "Vectors", divisor: np.float32, half: str) -> None:
+        """Copy the k-th chunk out; no rank waits for a result that it does not want."""
+        wanted = {piece.vector for piece in chunk.pieces if totals[piece.vector] is not None}
+        for rank in {vector % self.size for vector in wanted} if half == "gather" else [self.size - 1][: len(wanted)]:
+            self.board.meet(rank, SUMMED, k + 1)
+        copy_out(self.ring[k % self.slots], chunk, totals, divisor if self.each_divides else None)
+        self.board.post(COPIED, k + 1)
+
     def _wait_for_slot(self, k: int) -> None:
         """Return when all ranks have finished with chunk k's slot."""
         if k >= self.free:
             self.free = self.slots + self.board.wait_for_all(COPIED, k + 1 - self.slots)
 
-    def _gather_chunks(
-        self, vectors: "Vectors", totals: "Vectors", chunks: tuple["Chunk", ...], divisor: np.float32
-    ) -> None:
-        """Copy own pieces of chunk j in, chunk j - size out."""
-        self.board.post(ARRIVED, self.board.call)
-        first, lag, seen = self.summed, self.size, {self.rank}
-        for j in range(len(chunks) + lag):
-            if j < len(chunks) and any(vectors[piece.vector] is not None for piece in chunks[j].pieces):
-                self._wait_for_slot(first + j)
-                copy_in(vectors, chunks[j], self.ring[(first + j) % self.slots])
-                self.board.post(SUMMED, first + j + 1)
-            if j >= lag:
-                k = first + j - lag
-                for rank in {piece.vector % self.size for piece in chunks[j - lag].pieces}:
-                    self.board.wait(rank, SUMMED, k + 1)
-                    if rank not in seen:
-                        self.board.check_same(rank)
-                        seen.add(rank)
-                copy_out(self.ring[k % self.slots], chunks[j - lag], totals, divisor)
-                self.board.post(COPIED, k + 1)
-        self.summed += len(chunks)
 
-
-def scatter_beside(
-    name: str, size: int, x: jax.Array, divisor: float, through: Sequence[jax.Array] = ()
-) -> tuple[jax.Array, list[jax.Array]]:
-    """`SharedSum.scatter` in a program that one rank compiles for its host.
+def call_sum(
+    name: str,
+    size: int,
+    vectors: Sequence[jax.Array],
+    divisor: float = 1,
+    half: str = "",
+    through: Sequence[jax.Array] = (),
+    effect: Any = host_callbacks.ORDERED,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """`SharedSum.sum` by name, in a program that one rank may compile for its host; and `through`.
 
     Args:
         name: of the `SharedSum` in each process that runs the program.
         size: ranks of this host.
         through: arrays of any type that come out as they went in, if XLA can in the same buffers; what is computed of
             these results is computed behind the call.
-
-    Communicates: as `SharedSum.scatter`; in order among such calls of all programs, not among mpi4jax's.
+        effect: of the `SharedSum`; by default calls are in order among such calls of all programs, not among mpi4jax's.
     """
-    like = [
-        jax.ShapeDtypeStruct((x.size // size,), x.dtype),
-        *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in through),
-    ]
-    pairs = [(i, i) for i in range(1, len(like))]
-    options = {"divisor": float(divisor), "half": "scatter", "through": len(through)}
-    own, *rest = host_callbacks.call(name, [x, *through], like, pairs, **options)
-    return own, rest
+    for x in vectors if half == "scatter" else ():
+        check(x.size % size == 0, f"a scatter over {size} ranks got {x.size} floats; expected a multiple")
+    shape = {"scatter": lambda x: (x.size // size,), "gather": lambda x: (x.size * size,)}.get(half, np.shape)
+    like = [jax.ShapeDtypeStruct(shape(x), np.float32) for x in vectors]
+    like += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in through]
+    pairs = [(i, i) for i in range(len(vectors), len(like))]
+    options = {"divisor": float(divisor), "half": half, "through": len(through)}
+    results = host_callbacks.call(name, [*vectors, *through], like, pairs, effect, **options)
+    return results[: len(vectors)], results[len(vectors) :]
 
 
 Vectors = Sequence[np.ndarray | None]  # None: another rank's, or not wanted here

@@ -73,6 +73,7 @@ class SharedCounters:
         """Start a call with a header: digest, numbers of vectors and floats."""
         self._check_none_failed()
         self.call += 1
+        self._unchecked = {rank for rank in range(self.size) if rank != self.rank}
         start = self.rank * ROW + HEADER + 3 * (self.call % 2)
         for i, word in enumerate(header):
             self.words[start + i] = word
@@ -103,6 +104,16 @@ class SharedCounters:
         if words[word] < value and not self._yielded(word, value):
             self._sleep(rank, word, value)
         fence()
+
+    def meet(self, rank: int, kind: int, value: int) -> None:
+        """Return when a rank's counter has come to a value of this call, and the rank has come with the same header.
+
+        A header stays until its rank begins the call after the next, for which this rank must have left this call.
+        """
+        self.wait(rank, kind, value)
+        if rank in self._unchecked:
+            self.check_same(rank)
+            self._unchecked.remove(rank)
 
     def wait_for_all(self, kind: int, value: int) -> int:
         """Return the least counter, once all have come to `value`."""

@@ -385,7 +385,7 @@ def test_a_killed_rank_is_noticed_and_named(floats, tmp_path):
 def test_one_rank_in_jit_means_its_own_and_keeps_shapes():
     [came] = together(
         1,
-        lambda engine, rank: jax.jit(lambda x: engine.sum(x, 4, in_place=True))(
+        lambda engine, rank: jax.jit(lambda x: engine.sum(x, 4))(
             [jnp.arange(6.0).reshape(2, 3), jnp.zeros((0, 2)), jnp.float32(8)]
         ),
     )

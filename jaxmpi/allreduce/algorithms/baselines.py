@@ -117,10 +117,10 @@ SHARED_MEMORY = StrategySpec(
     ("32",),
     means=lambda leaves, comm, divisor: comm.sum_on_host(leaves, divisor),  # nothing is fused, padded or split
     halves=Halves(
-        lambda x, comm, wire: comm.scatter_on_host([x])[0],
-        lambda mine, comm, wire: comm.gather_on_host([mine])[0],
-        means=lambda vectors, comm, divisor: comm.scatter_on_host(vectors, divisor),
-        wholes=lambda chunks, comm: comm.gather_on_host(chunks),
+        lambda x, comm, wire: comm.sum_on_host([x], half="scatter")[0],
+        lambda chunk, comm, wire: comm.sum_on_host([chunk], half="gather")[0],
+        means=lambda vectors, comm, divisor: comm.sum_on_host(vectors, divisor, "scatter"),
+        wholes=lambda chunks, comm: comm.sum_on_host(chunks, half="gather"),
         gathers=("32",),
     ),
     fits=is_one,
