@@ -194,3 +194,12 @@ def is_held(folder: Path) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+def is_job(pid: str, path: str) -> bool:
+    """Return True if a process still runs a script of this folder."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return path.encode() in file.read() and session_of(int(pid)) != os.getsid(0)
+    except OSError:
+        return False

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from jaxmpi.runtime import job_folder
-from launching import ROOT, leaked, mpirun, mpirun_line, run, session_of, shared_memory, wait_until
+from launching import ROOT, is_job, leaked, mpirun, mpirun_line, run, shared_memory, wait_until
 
 HEAD = "import os, sys, time, threading, signal\nimport numpy as np\nimport jaxmpi\n"
 HEAD += "comm = jaxmpi.world()\nx = np.ones(1000, np.float32)\njaxmpi.exchange(x).block_until_ready()\n"
@@ -87,15 +87,6 @@ def test_one_rank_fails_and_the_job_ends(fault, tmp_path):
     )  # MPICH's mpirun ends a moment before the ranks that it kills
     wait_until(lambda: not any(is_job(pid, str(tmp_path)) for pid in os.listdir("/proc") if pid.isdigit()), patience_s)
     assert not [name for name in leaked(segments) if name.startswith("jaxmpi-")]
-
-
-def is_job(pid: str, path: str) -> bool:
-    """Return True if a process still runs a script of this folder."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return path.encode() in file.read() and session_of(int(pid)) != os.getsid(0)
-    except OSError:
-        return False
 
 
 LATE = "from jaxmpi.comm import control\ncontrol.LATE_S = 2\n"  # which ranks have to say that they are here

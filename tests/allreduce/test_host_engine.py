@@ -3,6 +3,7 @@
 import collections
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import CFUNCTYPE, POINTER, c_int, c_int32, c_int64, c_void_p
@@ -23,35 +24,6 @@ from jaxmpi.allreduce.wires import BLOCK, WIRES
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.core import scheduling
 from jaxmpi.runtime import compile_cache
-
-
-class Request:
-    """A message sent or received, true until it is complete; its buffer is MPI's until then."""
-
-    def __init__(self, buffer: np.ndarray) -> None:
-        self.buffer, self.is_under_way = buffer, True
-
-    def __bool__(self) -> bool:
-        return self.is_under_way
-
-
-class Network:
-    """Messages between ranks of this process, those of one sender, receiver and tag in order, all others in any."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng, self.sent_bytes = np.random.default_rng(seed), collections.Counter[int]()
-        self.ends: dict[tuple[int, int, int], tuple[list[Request], list[Request]]] = collections.defaultdict(
-            lambda: ([], [])
-        )
-
-    def deliver_one(self) -> None:
-        """Copy one message that both sides have asked for."""
-        ready = [key for key, (sends, receives) in self.ends.items() if sends and receives]
-        assert ready, "all ranks wait"
-        sent, received = (queue.pop(0) for queue in self.ends[ready[self.rng.integers(len(ready))]])
-        assert sent.buffer.size == received.buffer.size
-        received.buffer[:] = sent.buffer
-        sent.is_under_way = received.is_under_way = False
 
 
 def rows_of(workers: int, n: int) -> np.ndarray:
@@ -79,35 +51,41 @@ class Pace(ctypes.Structure):
 
 
 class Engine:
-    """Sums of all ranks, which one thread carries on; a rank's number is its communicator's handle."""
+    """Sums of all ranks, which one thread carries on; a rank's number is its communicator's handle.
+
+    Messages of one sender, receiver and tag come in order, all others in any.
+    """
 
     def __init__(self, library: ctypes.CDLL, seed: int = 0) -> None:
         self.results, self.is_in_place = dict[int, np.ndarray](), bool(seed % 2)
-        self.library, self.network, self.requests = library, Network(seed), dict[int, Request]()
+        self.library, self.rng, self.sent_bytes = library, np.random.default_rng(seed), collections.Counter[int]()
+        self.under_way = dict[int, np.ndarray]()  # by request: a message's buffer, which is MPI's until it has come
+        self.ends = collections.defaultdict[Any, tuple[list[int], list[int]]](lambda: ([], []))  # requests to match
         self._functions = Isend(self._isend), Isend(self._irecv), SomeAreComplete(self._testsome)
         pointers = [ctypes.cast(function, c_void_p) for function in self._functions]
         library.jaxmpi_sum_setup((c_void_p * 6)(*pointers), 0)  # no callbacks
-        self._kept, self.sums = list[Any](), dict[int, int]()
+        self._kept, self.sums, self.requests = list[Any](), dict[int, int](), itertools.count(1)
 
-    def _posted(self, address: int, size: int, key: tuple[int, int, int], end: int, request: Any) -> int:
+    def _posted(self, address: int, size: int, queue: list[int], request: Any) -> int:
+        request[0] = next(self.requests)
         buffer = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)) if size else np.empty(0, np.uint8)
-        made = Request(buffer)
-        self.network.ends[key][end].append(made)
-        request[0] = len(self.requests) + 1
-        self.requests[request[0]] = made
+        self.under_way[request[0]] = buffer
+        queue.append(request[0])
         return 0
 
     def _isend(self, address: int, size: int, byte: int, to: int, tag: int, comm: int, request: Any) -> int:
-        self.network.sent_bytes[comm] += size
-        return self._posted(address, size, (comm, to, tag), 0, request)
+        self.sent_bytes[comm] += size
+        return self._posted(address, size, self.ends[comm, to, tag][0], request)
 
     def _irecv(self, address: int, size: int, byte: int, source: int, tag: int, comm: int, request: Any) -> int:
-        return self._posted(address, size, (source, comm, tag), 1, request)
+        return self._posted(address, size, self.ends[source, comm, tag][1], request)
 
     def _testsome(self, count: int, requests: Any, found: Any, indices: Any, statuses: int) -> int:
-        if any(sends and receives for sends, receives in self.network.ends.values()):
-            self.network.deliver_one()
-        ended = [i for i in range(count) if not self.requests[requests[i]].is_under_way]
+        if ready := [queues for queues in self.ends.values() if all(queues)]:
+            sent, received = (queue.pop(0) for queue in ready[self.rng.integers(len(ready))])
+            assert self.under_way[sent].size == self.under_way[received].size
+            self.under_way.pop(received)[:] = self.under_way.pop(sent)
+        ended = [i for i in range(count) if requests[i] not in self.under_way]
         found[0] = len(ended)
         for i, index in enumerate(ended):
             indices[i] = index
@@ -147,8 +125,8 @@ def sums(library: ctypes.CDLL, strategy: str, rows: np.ndarray, hosts: tuple[int
             engine.begin(rank, parse(strategy).schedule(x.size, Group(rank, order, hosts), half), x)
         while engine.sums:
             engine.go_on(20)
-        assert not any(queue for ends in engine.network.ends.values() for queue in ends)
-        return np.stack([engine.results[rank] for rank in range(len(rows))]), engine.network.sent_bytes
+        assert not engine.under_way
+        return np.stack([engine.results[rank] for rank in range(len(rows))]), engine.sent_bytes
 
     return in_thread(run)
 

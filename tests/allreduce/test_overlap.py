@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmpi.allreduce import overlap
-from jaxmpi.comm import polling
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.solo import SoloProcesses
@@ -21,21 +20,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.models.cnn import digits_cnn
 from jaxmpi.trainer.build import overlap_obstacle
 from jaxmpi.trainer.plan import make_plan
-from launching import CLUSTER, NOT_PERMITTED, ROOT, mpirun, run, session_of, train
-
-
-def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
-    """It counts a second, and goes on to count."""
-    now_s = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    waited = polling.WaitClock()
-    now_s += 3600
-    assert waited.look() == 1
-    now_s += 0.5
-    assert waited.look() == 1.5
-
-
-# ---------------------------------------------------------------- whether
+from launching import CLUSTER, NOT_PERMITTED, ROOT, is_job, mpirun, run, train
 
 
 @pytest.mark.parametrize(
@@ -126,30 +111,21 @@ SLOW_FAULTS = ("rank 1 does not come", "rank 1 is killed", "rank 1 leaves")
 )
 def test_a_fault_ends_the_job(fault, tmp_path):
     code, message, limits_s = FAULTS[fault]
-    (tmp_path / "job.py").write_text(HEAD + code)
     env = {f"JAXMPI_{limit}_TIMEOUT_S": seconds for limit, seconds in limits_s.items()}
     begin = time.monotonic()
-    ended = mpirun(3 if fault in SLOW_FAULTS else 2, str(tmp_path / "job.py"), timeout_s=90, env=env)
+    ended = job(tmp_path, HEAD + code, ranks=3 if fault in SLOW_FAULTS else 2, env=env)
     assert not ended.timed_out, ended.out[-3000:]
     assert ended.code != 0
     assert re.search(message, ended.out), ended.out[-3000:]
     if message:
         assert "jaxmpi: rank " in ended.out
     assert time.monotonic() - begin < 60
-    assert not survivors(str(tmp_path))
+    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and is_job(pid, str(tmp_path))]
 
 
-def survivors(path: str) -> list[str]:
-    """Processes that still run a script of this folder."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                if path.encode() in file.read() and session_of(int(pid)) != os.getsid(0):
-                    found.append(pid)
-        except OSError:
-            continue
-    return found
+def job(folder, code: str, ranks: int = 2, **options):
+    (folder / "job.py").write_text(code)
+    return mpirun(ranks, str(folder / "job.py"), timeout_s=90, **options)
 
 
 @pytest.mark.e2e
@@ -166,21 +142,15 @@ def test_a_job_ends_in_peace_with_an_exchange_under_way(tmp_path):
         "atexit.register(lambda: print('alive', handlers.thread.is_alive(), 'ready', last.is_ready()))\n"
         "atexit.register(handlers.stop)\n"
     )
-    (tmp_path / "job.py").write_text(HEAD + code)
-    ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=60)
+    ended = job(tmp_path, HEAD + code)
     assert ended.code == 0, ended.out[-3000:]
     assert ended.out.count("alive False ready True") == 2
 
 
 @pytest.mark.e2e
 def test_where_mpi_allows_one_thread_a_line_says_so(tmp_path):
-    code = (
-        "import mpi4py; mpi4py.rc.thread_level = 'serialized'\n"
-        "import jaxmpi\nfrom jaxmpi.allreduce import overlap\n"
-        "overlap.chosen('on', 'ring32', jaxmpi.world())\n"
-    )
-    (tmp_path / "job.py").write_text(code)
-    ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=60)
+    code = "overlap.chosen('on', 'ring32', comm)\n"
+    ended = job(tmp_path, f"import mpi4py; mpi4py.rc.thread_level = 'serialized'\n{HEAD}{code}")
     assert "MPI_THREAD_MULTIPLE" in ended.out, ended.out[-3000:]
 
 
@@ -252,28 +222,28 @@ print("summed before the last start:", sum(span.end_s < last for span in travels
 """
 
 
+def on_a_cluster(tmp_path, hosts: int, *command: str) -> str:
+    """What a job with a rank on each of some emulated hosts prints."""
+    line = [*CLUSTER, "--hosts", str(hosts), "--rate", "500mbit", "--", "mpirun", "-n", str(hosts), sys.executable]
+    ended = run([*line, *command], timeout_s=120, cwd=ROOT, env={"TMPDIR": str(tmp_path)})
+    if ended.code == NOT_PERMITTED:
+        pytest.skip(ended.out.strip())
+    assert ended.code == 0, ended.out[-3000:]
+    return ended.out
+
+
 @pytest.mark.e2e
 @pytest.mark.slow  # of times
 def test_between_hosts_with_slow_links_buckets_arrive_while_others_are_computed(tmp_path):
     (tmp_path / "job.py").write_text(HEAD + ON_A_CLUSTER)
-    cluster = [*CLUSTER, "--hosts", "3", "--rate", "500mbit", "--"]
-    line = ["mpirun", "-n", "3", sys.executable, str(tmp_path / "job.py")]
-    ended = run([*cluster, *line], timeout_s=120, cwd=ROOT, env={"TMPDIR": str(tmp_path)})
-    if ended.code == NOT_PERMITTED:
-        pytest.skip(ended.out.strip())
-    assert ended.code == 0, ended.out[-3000:]
-    assert ended.out.count("summed before the last start:") == 3
-    assert "summed before the last start: 0" not in ended.out
+    out = on_a_cluster(tmp_path, 3, str(tmp_path / "job.py"))
+    assert out.count("summed before the last start:") == 3
+    assert "summed before the last start: 0" not in out
 
 
 @pytest.mark.e2e
 def test_between_hosts_a_run_overlaps_by_itself(tmp_path):
     (tmp_path / "tiny.py").write_text(TINY)
-    cluster = [*CLUSTER, "--hosts", "2", "--rate", "500mbit", "--", "mpirun", "-n", "2"]
-    args = ["--train-for", "3st", "--run-dir", str(tmp_path / "run")]
-    line = [*cluster, sys.executable, "-m", "jaxmpi.train", str(tmp_path / "tiny.py"), *args]
-    ended = run(line, timeout_s=120, cwd=ROOT, env={"TMPDIR": str(tmp_path)})
-    if ended.code == NOT_PERMITTED:
-        pytest.skip(ended.out.strip())
-    assert ended.code == 0, ended.out[-3000:]
-    assert "fused form: one jit; overlap on: ranks are on 2 hosts" in ended.out
+    options = "--train-for", "3st", "--run-dir", str(tmp_path / "run")
+    out = on_a_cluster(tmp_path, 2, "-m", "jaxmpi.train", str(tmp_path / "tiny.py"), *options)
+    assert "fused form: one jit; overlap on: ranks are on 2 hosts" in out
