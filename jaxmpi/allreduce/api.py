@@ -235,8 +235,7 @@ class Choice(NamedTuple):
 
     def what(self, leaves: Sequence[Any]) -> str:
         """Describe the exchange of these leaves, for messages."""
-        where = "beside its program: " if self.beside else ""
-        return f"{where}{self.strategy}, {self.op} of {sum(map(np.size, leaves)):,} floats in {len(leaves)} leaves"
+        return f"{self.strategy}, {self.op} of {sum(map(np.size, leaves)):,} floats in {len(leaves)} leaves"
 
     def buckets(self, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[list[int]]:
         """Buckets of leaves that travel together, by index.

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jaxmpi.allreduce import host_engine
 from jaxmpi.allreduce.algorithms import STRATEGIES, parse
+from jaxmpi.allreduce.call_order import compared
 from jaxmpi.allreduce.host_engine import DONE, OPEN, START, HostEngine, key_of, words_of
 from jaxmpi.comm import c_handlers
 from jaxmpi.comm.base import Comm
@@ -63,6 +64,7 @@ def all_reduce_on_comm_thread(
     *,
     labels: Sequence[str] = (),
     portable: bool = False,
+    number: int | None = None,
 ) -> list[jax.Array]:
     """f32[n] each -> their sums over workers, by the communication thread.
 
@@ -76,6 +78,7 @@ def all_reduce_on_comm_thread(
         portable: the program can be exported. Then data alone orders waits, so results of the first sums may be used
             while the last are under way. Else the calls are ordered among mpi4jax's, so that none of these waits for
             one behind it.
+        number: by which ranks compare the exchange when its program runs, as of `call_order.compared`.
     """
     engine, sums = exchange_handlers().engine, [(strategy, half, x.size) for x in vectors]
     parts, most = engine.parts(sums), engine.tags // 2  # a resumed exchange has the other half
@@ -89,9 +92,11 @@ def all_reduce_on_comm_thread(
     started = [_call((START, i), [x, ticket], [x, TICKET], None) for i, x in enumerate(vectors)]
     before, totals = [last for _, last in started], []  # tickets of all starts: no wait may hold up a computation
     order = host_callbacks.KEPT if effect is host_callbacks.ORDERED else effect
-    for i, vector in enumerate(vectors):
-        total, last = _call((DONE, i), [*started[i], *before], [vector, TICKET], order)
-        totals, before = [*totals, total], [last]
+    # The comparison goes around the waits alone: XLA would put off starts behind its beginning till the gradients' end.
+    with compared(comm, number):
+        for i, vector in enumerate(vectors):
+            total, last = _call((DONE, i), [*started[i], *before], [vector, TICKET], order)
+            totals, before = [*totals, total], [last]
     return totals
 
 

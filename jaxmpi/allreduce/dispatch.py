@@ -21,7 +21,8 @@ class Beside(NamedTuple):
     """An exchange by the communication thread, beside its program."""
 
     labels: tuple[str, ...]  # of its buckets, for messages
-    portable: bool  # as of `all_reduce_on_comm_thread`
+    portable: bool  # this and `number` as of `all_reduce_on_comm_thread`
+    number: int | None = None
 
 
 def sums(

@@ -12,6 +12,7 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.table import algorithms_in_c
 from jaxmpi.allreduce.api import (
     BUCKET_BYTES,
+    TRACED,
     Choice,
     Op,
     check_leaves,
@@ -23,7 +24,7 @@ from jaxmpi.allreduce.api import (
 )
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.call_order import one_thread
+from jaxmpi.allreduce.call_order import caller, number_of, one_thread
 from jaxmpi.allreduce.comm_thread import unavailable_reason
 from jaxmpi.allreduce.dispatch import Beside
 from jaxmpi.comm.base import Comm
@@ -128,9 +129,11 @@ def exchange(
     for bucket in (buckets := choice.buckets(leaves)):
         more = f" and {len(bucket) - 1} more" if len(bucket) > 1 else ""
         labels.append(f"bucket {len(labels) + 1} of {len(buckets)} ({names[bucket[0]]}{more})")
-    choice = choice._replace(beside=Beside(tuple(labels), portable))
+    number = None
+    if not portable:  # else ranks compare what they sum when they first run it
+        with one_thread(workers):
+            workers.assert_same(choice.fingerprint(tree, TRACED))
+            number = number_of(workers, f"beside its program: {choice.what(leaves)}, {caller()}")
+    choice = choice._replace(beside=Beside(tuple(labels), portable, number))
     given = [guarded(jnp.asarray(leaf), workers) for leaf in leaves]
-    if portable:  # ranks compare what they sum when they run it
-        return jax.tree.unflatten(structure, choice.program(given)(given))
-    with one_thread(workers) as is_part:
-        return jax.tree.unflatten(structure, choice.run(given, structure, is_part))
+    return jax.tree.unflatten(structure, choice.program(given)(given))
