@@ -15,7 +15,6 @@ import ctypes
 import functools
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, c_double, c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -35,7 +34,7 @@ from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.diagnosis import comparison_of
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.polling import survives_losses
-from jaxmpi.core.env import seconds_from
+from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import failures, progress
 from jaxmpi.runtime.progress import Span
@@ -46,7 +45,6 @@ OWN_ERRORS = {
     NO_MEMORY: "there is no memory for the messages of a sum",
     MOVED: "XLA has moved a bucket while it travelled; use --exchange.overlap off, and report this",
 }
-TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 CALLS = "OPEN", "START", "DONE"  # names in C
 OPEN, START, DONE = range(len(CALLS))
 TRACKS = "", "wait", "travel"  # of spans: NOTHING, WAIT_FOR_SUM, TRAVEL
@@ -82,10 +80,8 @@ def unavailable_reason(comm: MpiComm) -> str:
     def agreed() -> str:
         mine = SOURCE.unavailable_reason() or "errors of lost ranks are Python's" * survives_losses()
         reasons = comm.processes.allgather_object(mine)
-        first = next((rank for rank, why in enumerate(reasons) if why.startswith(c_handlers.TROUBLE)), None)
-        if first == comm.rank:
-            line = f"sums between processes are mpi4jax's, since {mine}"
-            print(f"jaxmpi: {failures.describe_rank()}: {line}", file=sys.stderr, flush=True)
+        troubles = [why if why.startswith(c_handlers.TROUBLE) else "" for why in reasons]
+        c_handlers.say_once(comm, troubles, "sums between processes are mpi4jax's")
         return next(filter(None, reasons), "")
 
     return comm.cached("why there is no host engine", agreed)

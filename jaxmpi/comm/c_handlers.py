@@ -106,7 +106,7 @@ class CSource:
 
 def say_once(comm: Any, troubles: Sequence[str], what: str) -> None:
     """Print what programs do without C, on the first rank that has no C; `troubles` of all ranks."""
-    if comm.rank == next(rank for rank, trouble in enumerate(troubles) if trouble):
+    if comm.rank == next((rank for rank, trouble in enumerate(troubles) if trouble), None):
         _print_once(f"{what}, since {troubles[comm.rank]}")
 
 
