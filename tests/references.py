@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import ml_dtypes
 import numpy as np
 
+from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.color_trees import TreeSchedule, build_trees
 
 Rows = np.ndarray  # f32[workers, n]
@@ -145,6 +146,21 @@ def hier(rows: Rows, wire: str, hosts: Sequence[int], cross: Callable[[Rows, str
     sums = np.stack([functools.reduce(np.add, group) for group in groups]).reshape(len(groups), slots, -1)
     parts = [cross(sums[:, part], wire) if len(groups) > 1 else sums[0, part] for part in range(slots)]
     return np.concatenate([part[: sums.shape[-1]] for part in parts])  # without what `cross` filled up
+
+
+def by_name(strategy: str, rows: Rows, order: Sequence[int], hosts: Sequence[int], packets: int = 1) -> np.ndarray:
+    """The bits of a strategy's sum of rows that are a multiple of the workers; it may be filled up with zeros."""
+    algorithm, _, wire = parse(strategy).name.partition(":")
+    if algorithm.startswith("hier-"):
+        cross = lambda parts, wire: by_name(f"{algorithm[5:]}:{wire}", parts, range(len(parts)), ())  # noqa: E731
+        return hier(rows, wire, hosts, cross)
+    if algorithm in ("asa", "shm"):
+        return asa(rows, wire)
+    if algorithm == "root":
+        return root(rows, wire)
+    if algorithm in ("ring", "tree"):
+        return {"ring": ring, "tree": tree}[algorithm](rows, wire, order)
+    return color(rows, wire, order, 1 if algorithm == "pipering" else int(algorithm[5:]), packets)
 
 
 def padded(rows: Rows, multiple: int) -> Rows:

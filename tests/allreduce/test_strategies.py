@@ -95,7 +95,9 @@ def test_sum_is_that_of_numpy_and_the_oracle_s_bits_on_all_workers(strategy, wor
             error = bound(strategy, rows[n], hosts=len(set(HOSTS[workers])))
             assert (np.abs(got[0] - sum_over_workers(rows[n])) <= error).all()
             if workers > 1 and scale == 1 and not strategy.startswith("ar"):
-                expected = oracle(strategy, references.padded(rows[n], workers), range(workers), HOSTS[workers])
+                expected = references.by_name(
+                    strategy, references.padded(rows[n], workers), range(workers), HOSTS[workers]
+                )
                 assert got[0].tobytes() == expected[: int(n)].tobytes()
     assert len(traces) == 1
 
@@ -111,22 +113,6 @@ def test_nan_of_one_worker_is_nan_and_infinity_finite_on_none(strategy, workers)
             last = np.asarray(got)[:, -1:]
             assert not np.isfinite(last).any(), n
             assert np.isnan(last).all() or np.isinf(odd), n
-
-
-def oracle(strategy: str, rows: np.ndarray, order, hosts) -> np.ndarray:
-    """The bits of the sum; `n` divides by the number of workers, as it does for a strategy."""
-    algorithm, _, wire = parse(strategy).name.partition(":")
-    if algorithm.startswith("hier-"):
-        count = len(set(hosts))
-        cross = lambda parts, wire: oracle(f"{algorithm[5:]}:{wire}", parts, range(count), ())  # noqa: E731
-        return references.hier(rows, wire, hosts, cross)
-    if algorithm == "shm":
-        return references.asa(rows, wire)
-    if algorithm in ("asa", "root"):
-        return getattr(references, algorithm)(rows, wire)
-    if algorithm in ("ring", "tree"):
-        return getattr(references, algorithm)(rows, wire, order)
-    return references.color(rows, wire, order, 1 if algorithm == "pipering" else int(algorithm[5:]))
 
 
 def direct(strategy: str, comm: AxisComm):
@@ -172,10 +158,10 @@ def test_bits_in_any_order_number_and_place_of_workers(where, strategy):
     rows = gauss(comm.size, 24 * comm.size)
     got = np.asarray(direct(strategy, comm)(rows))
     assert same_on_all_workers(got)
-    assert got[0].tobytes() == oracle(strategy, rows, comm.order, comm.hosts)[: rows.shape[1]].tobytes()
+    assert got[0].tobytes() == references.by_name(strategy, rows, comm.order, comm.hosts)[: rows.shape[1]].tobytes()
     assert (np.abs(got[0] - sum_over_workers(rows)) <= bound(strategy, rows, hosts=len(set(comm.hosts)))).all()
     if isinstance(comm, OrderedComm):
-        assert got[0].tobytes() != oracle(strategy, rows, range(comm.size), ())[: rows.shape[1]].tobytes()
+        assert got[0].tobytes() != references.by_name(strategy, rows, range(comm.size), ())[: rows.shape[1]].tobytes()
 
 
 @pytest.mark.parametrize("strategy", ["color3:16", "pipering:8"])
@@ -187,10 +173,7 @@ def test_several_packets_follow_each_other(strategy, monkeypatch):
     packets = round(math.sqrt(2 * height(5, colours) * 125 / colours / 4))
     assert packets > 3
     assert same_on_all_workers(got)
-    assert (
-        got[0].tobytes()
-        == references.color(rows, strategy[-2:].strip(":g"), range(5), colours, packets)[:125].tobytes()
-    )
+    assert got[0].tobytes() == references.by_name(strategy, rows, range(5), (), packets)[:125].tobytes()
 
 
 @pytest.mark.parametrize("devices", [3, 8])

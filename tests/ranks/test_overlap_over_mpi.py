@@ -47,16 +47,9 @@ def vectors(n: int, seed: int = 0) -> np.ndarray:
 
 def oracle(strategy: str, rows: np.ndarray) -> np.ndarray:
     """Return what all ranks must hold, bit for bit."""
-    algorithm, _, wire = strategy.partition(":")
     padded = references.padded(rows, SIZE)
-    sums = {
-        "ring": lambda: references.ring(padded, wire, COMM.order),
-        "asa": lambda: references.asa(padded, wire),
-        "tree": lambda: references.tree(padded, wire, COMM.order),
-        "color4": lambda: references.color(padded, wire, COMM.order, 4, packets(padded.shape[1])),
-        "hier": lambda: references.asa(padded, "32"),  # on one host; on several: tests/for_scripts/test_cluster.py
-    }
-    return sums[algorithm.partition("-")[0]]()[: rows.shape[1]]
+    sums = references.by_name(strategy, padded, COMM.order, COMM.hosts, packets(padded.shape[1]))
+    return sums[: rows.shape[1]]
 
 
 def packets(n: int) -> int:
