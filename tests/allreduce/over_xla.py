@@ -22,8 +22,8 @@ from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.xla_mesh import global_mesh
-from references import padded, sum_over_workers
-from test_strategies import ROWS, SUMS, oracle
+from references import by_name, padded, sum_over_workers
+from test_strategies import ROWS, SUMS
 from tolerances import U, bound
 
 # All, or every algorithm once, with one wire or another.
@@ -70,7 +70,7 @@ def check_strategies() -> None:
         assert same_bits_everywhere(total), name
         assert (np.abs(total - sum_over_workers(rows)) <= bound(name, rows, 2)).all(), name
         if not name.startswith("ar"):
-            expected = oracle(name, padded(rows, SIZE), ring_order(HOSTS), HOSTS)
+            expected = by_name(name, padded(rows, SIZE), ring_order(HOSTS), HOSTS)
             assert total.tobytes() == expected[:N].tobytes(), name
 
 
