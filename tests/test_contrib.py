@@ -40,7 +40,7 @@ def test_conda_needs_what_pip_needs():
 def test_spack_needs_what_pip_needs():
     text = (CONTRIB / "spack" / "package.py").read_text()
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
-    specs = [call.args[0].value for call in calls if getattr(call.func, "id", "") == "depends_on"]
+    specs = [ast.literal_eval(call.args[0]) for call in calls if getattr(call.func, "id", "") == "depends_on"]
     versions = [spec for spec in specs if "@" in spec]
     assert bounds(versions, r"(?:py-)?([\w-]+)@([\w.]+):(?: .*)?") == NEEDED
 

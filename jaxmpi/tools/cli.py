@@ -23,7 +23,7 @@ class CommandSpec(NamedTuple):
 COMMANDS = {
     "train": CommandSpec("train an experiment with N workers; prints the launcher's line", "launch.command:main"),
     "run": CommandSpec(
-        "a script of your own under mpirun: an error on one rank ends the job, named",
+        "a script of your own with N ranks; an error on one ends the job, named",
         "launch.script:main",
     ),
     "sweep": CommandSpec(

@@ -184,10 +184,8 @@ class Summary(NamedTuple):
     seeds: int
     failed: int
     metric: str
-    mean: float
-    error: float  # standard error of the mean
-    difference: float
-    difference_error: float
+    mean: tuple[float, float]  # with its standard error
+    difference: tuple[float, float]
     elapsed_s: float
 
 
@@ -215,11 +213,16 @@ def summaries(sweep: Sweep, metric: str | None = None) -> list[Summary]:
         values = {seed: row[name] for seed, row in runs.items() for name in names}
         reference = reference or values
         differences = [values[seed] - reference[seed] for seed in values if seed in reference]
-        elapsed_s = mean_and_error([row["elapsed_s"] for row in runs.values()])[0]
-        failed = len({row["seed"] for row in rows} - set(runs))
-        if rows:
-            means = *mean_and_error([*values.values()]), *mean_and_error(differences)
-            results.append(Summary(cell_name(cell) or "as it is", len(runs), failed, *names or {""}, *means, elapsed_s))
+        summary = Summary(
+            cell=cell_name(cell) or "as it is",
+            seeds=len(runs),
+            failed=len({row["seed"] for row in rows} - set(runs)),
+            metric=next(iter(names), ""),
+            mean=mean_and_error([*values.values()]),
+            difference=mean_and_error(differences),
+            elapsed_s=mean_and_error([row["elapsed_s"] for row in runs.values()])[0],
+        )
+        results += [summary] if rows else []
     return results
 
 
@@ -231,9 +234,9 @@ def table(rows: Sequence[Summary]) -> list[str]:
     lines = [head, ["---"] * len(head)]
     for row in rows:
         seeds = f"{row.seeds}" + (f", {row.failed} failed" if row.failed else "")
-        is_clear = abs(row.difference) > 2 * row.difference_error
-        compared = "" if row is rows[0] else with_error(row.difference, row.difference_error, "+") + " *" * is_clear
-        lines.append([row.cell, seeds, with_error(row.mean, row.error), compared, with_error(row.elapsed_s, math.inf)])
+        is_clear = abs(row.difference[0]) > 2 * row.difference[1]
+        compared = "" if row is rows[0] else with_error(*row.difference, "+") + " *" * is_clear
+        lines.append([row.cell, seeds, with_error(*row.mean), compared, with_error(row.elapsed_s, math.inf)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "| " + " | ".join(f"{text:{width}}" for text, width in zip(line, widths, strict=True)) + " |" for line in lines
