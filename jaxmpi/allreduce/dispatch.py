@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxmpi.allreduce import comm_thread
 from jaxmpi.allreduce.algorithms import Strategy, parse
+from jaxmpi.allreduce.building_blocks import pad
 from jaxmpi.allreduce.host_engine import is_far, summed
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, world
@@ -70,9 +70,7 @@ def sum_bucket(flat: jax.Array, strategy: Strategy, comm: Comm) -> jax.Array:
     """Sum f32[n] by the strategy, padded to a multiple of the workers."""
     if comm.size == 1:
         return flat
-    missing = -flat.size % comm.size
-    padded = jnp.pad(flat, (0, missing)) if missing else flat
-    return strategy.spec.sum(padded, comm, strategy.wire)[: flat.size]
+    return strategy.spec.sum(pad(flat, comm.size), comm, strategy.wire)[: flat.size]
 
 
 def check_counts(vectors: Sequence[jax.Array], name: str, comm: Comm) -> None:
