@@ -21,6 +21,7 @@ from jaxmpi.models.cnn import digits_cnn
 from jaxmpi.trainer.build import overlap_obstacle
 from jaxmpi.trainer.plan import make_plan
 from launching import CLUSTER, NOT_PERMITTED, ROOT, is_job, mpirun, run, train
+from runs import TINY
 
 
 @pytest.mark.parametrize(
@@ -156,22 +157,6 @@ def test_where_mpi_allows_one_thread_a_line_says_so(tmp_path):
 
 # ---------------------------------------------------------------- runs
 
-TINY = """
-from jaxmpi.config.data import Data
-from jaxmpi.config.exchange_config import ExchangeConfig
-from jaxmpi.config.schema import Experiment
-from jaxmpi.config.optim import Optim
-from jaxmpi.models.cnn import digits_cnn_tiny
-
-experiment = Experiment(
-    model=digits_cnn_tiny(),
-    data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
-    optim=Optim("momentum", lr=0.05),
-    exchange=ExchangeConfig("ring16", bucket_bytes=4096),
-    effective_batch=60, train_for="20st", eval_every="10st", checkpoint_every="10st", log_every=10,
-)
-"""
-
 
 @pytest.mark.e2e
 def test_a_run_that_cannot_overlap_says_why(tmp_path):
@@ -244,6 +229,6 @@ def test_between_hosts_with_slow_links_buckets_arrive_while_others_are_computed(
 @pytest.mark.e2e
 def test_between_hosts_a_run_overlaps_by_itself(tmp_path):
     (tmp_path / "tiny.py").write_text(TINY)
-    options = "--train-for", "3st", "--run-dir", str(tmp_path / "run")
+    options = "--exchange.strategy", "ring16", "--train-for", "3st", "--run-dir", str(tmp_path / "run")
     out = on_a_cluster(tmp_path, 2, "-m", "jaxmpi.train", str(tmp_path / "tiny.py"), *options)
     assert "fused form: one jit; overlap on: ranks are on 2 hosts" in out
