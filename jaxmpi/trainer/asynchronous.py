@@ -124,8 +124,11 @@ class AsyncCoordinator(Coordinator):
         limit_s = start_limit_s(run.experiment.stall_timeout_s)
         with phase("tracing and compiling the step"):
             self.step = self.control.leader_first(lambda: run.functions.compile_step(state, self.first), limit_s)
+        failures.set_phase("start", failures.LONG)
         with phase("waiting for all workers to be ready"):
-            self.worker.wait_for_start()
+            self.worker.report()  # which is answered when all that are alive have reported
+        self.worker.new = Counters()  # the wait is no part of a step
+        drain()
         run.recorder.start_window(int(self.start.counters.examples))
         return state
 

@@ -33,7 +33,7 @@ from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.optim import optimizers
-from jaxmpi.rules.asynchronous.center import CenterClient, CenterLayout, CenterServer
+from jaxmpi.rules.asynchronous.center import CenterClient, CenterLayout, CenterServer, Exchange
 from jaxmpi.rules.asynchronous.gossip import GossipThread
 from jaxmpi.rules.asynchronous.progress import ABANDONED, OVER, Counters, GlobalProgress, Order, Report, Status
 from jaxmpi.rules.base import Asynchronous
@@ -193,27 +193,17 @@ class AsyncWorker:
         """Add to the counters of the next report."""
         self.new = self.new.plus(Counters(**new))
 
-    def wait_for_start(self) -> None:
-        """Report ready before the first step, and wait for all workers that are alive."""
-        failures.set_phase("start", failures.LONG)
-        self.report()
-        self.new = Counters()  # the wait is no part of a step
-        progress.drain()
-
     def report(self, *, leave: bool = False, closing: int = 0) -> Status:
-        """A report without an exchange."""
-        begin = time.perf_counter()
-        with progress.span("wait", "the center"):
-            exchange = self.client.exchange(None, self._next_report(leave, closing))
-        self.count(sync=time.perf_counter() - begin)
-        return check_alive(exchange.status)
+        """Report without an exchange; return the answer."""
+        exchange, status = self._ask(None, leave, closing)
+        self.count(sync=exchange.report_wait_s)
+        return status
 
     def exchange(self, state: TrainState, *, leave: bool = False) -> tuple[TrainState, Status]:
         """Exchange with the center and report; return the state and the answer."""
         begin = time.perf_counter()
         w = self.flat.vector(self.rule.to_center(state.params, state.rule_state))
-        with progress.span("wait", "the center"):
-            exchange = self.client.exchange(self.rule.push(w, self.base), self._next_report(leave))
+        exchange, status = self._ask(self.rule.push(w, self.base), leave)
         # From the center as it was: afterwards both have moved towards each other.
         distance = float(np.linalg.norm(w - exchange.seen))
         w, self.base = self.rule.pull(w, self.base, exchange.pushed, exchange.seen)
@@ -221,7 +211,17 @@ class AsyncWorker:
         took_s, wait_s = time.perf_counter() - begin, exchange.report_wait_s
         self.count(exchanges=1, exchange_s=took_s, sent_bytes=exchange.sent_bytes, distance=distance)
         self.count(exchange=took_s - wait_s, sync=wait_s)
-        return state, check_alive(exchange.status)
+        return state, status
+
+    def _ask(self, vector: np.ndarray | None, leave: bool, closing: int = 0) -> tuple[Exchange, Status]:
+        new, self.new = self.new, Counters()
+        report = Report(self.clock, new, self.saved, self.is_done, leave, self.save_order, closing)
+        with progress.span("wait", "the center"):
+            exchange = self.client.exchange(vector, report)
+        assert exchange.status
+        if exchange.status.closing == ABANDONED:
+            raise TrainingError("rank 0, which keeps the record, is gone; go on from the last checkpoint with --resume")
+        return exchange, exchange.status
 
     def gossip_step(self, state: TrainState) -> TrainState:
         """Merge what has arrived, then perhaps push."""
@@ -232,7 +232,8 @@ class AsyncWorker:
         while thread.arrived:
             push = thread.arrived.popleft()
             if w is None:
-                begin, w = wait_for_step(state), self.flat.vector(state.params)
+                jax.block_until_ready(state.params)  # the step is no part of the exchange
+                begin, w = time.perf_counter(), self.flat.vector(state.params)
             pushed = self.wire.decode(push.body, w.size)
             self.count(exchanges=1, distance=float(np.linalg.norm(w - pushed)))
             w = gossip.merge(w, pushed, push.share)
@@ -240,7 +241,8 @@ class AsyncWorker:
             state = state._replace(params=self._to_params(w, state))
         push = None if self.is_done else gossip.draw(thread.closed_peers())
         if push:
-            begin = begin or wait_for_step(state)
+            jax.block_until_ready(state.params)
+            begin = begin or time.perf_counter()
             body = self.wire.encode(self.flat.vector(state.params) if w is None else w)
             to, share = push
             thread.push(to, share, body)
@@ -293,26 +295,8 @@ class AsyncWorker:
         self.report(closing=OVER)
         self.client.end(is_left)
 
-    def _next_report(self, leave: bool = False, closing: int = 0) -> Report:
-        new, self.new = self.new, Counters()
-        return Report(self.clock, new, self.saved, self.is_done, leave, self.save_order, closing)
-
     def _to_params(self, w: np.ndarray, state: TrainState) -> PyTree:
         return self.rule.from_center(on_device(self.flat.tree(w)), state.rule_state)
-
-
-def wait_for_step(state: Any) -> float:
-    """When the step behind a state is through; waits for it."""
-    jax.block_until_ready(state.params)
-    return time.perf_counter()
-
-
-def check_alive(status: Status | None) -> Status:
-    """The status, or `TrainingError` if worker 0 is gone."""
-    assert status is not None
-    if status.closing == ABANDONED:
-        raise TrainingError("rank 0, which keeps the record, is gone; go on from the last checkpoint with --resume")
-    return status
 
 
 # ---------------------------------------------------------------- which rank trains and which keeps the center
