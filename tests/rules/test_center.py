@@ -274,10 +274,6 @@ def client(server: CenterServer, rank: int = 0, workers: int = 0, **line: Any) -
     return CenterClient(mpi, CenterLayout(N, 1, "32"), [0], workers)
 
 
-def answered(progress: GlobalProgress) -> list[int]:
-    return [worker for worker, _ in progress.answers()]
-
-
 def test_reading_changes_nothing():
     server = serve(ready(1))
     np.testing.assert_array_equal(client(server).read(), np.arange(N))
@@ -325,16 +321,42 @@ def test_the_answer_to_a_report_is_waited_for_longer_than_params(monkeypatch, an
 # ---------------------------------------------------------------- the progress of all
 
 
-def test_a_worker_ahead_waits_and_continues_when_the_slowest_dies():
-    progress = ready(3, bound=2)
-    for clock in (1, 2):
-        progress.report(0, Report(clock))
-        assert answered(progress) == [0]
-    progress.report(0, Report(3))
-    progress.report(1, Report(1))
-    assert answered(progress) == [1]  # worker 2 has done nothing yet
-    progress.drop(2)
-    assert answered(progress) == [0]
+def says(worker: int, clock: int = 0, **more: Any) -> tuple[int, Report]:
+    return worker, Report(clock, **more)
+
+
+STORIES = {  # how many of the workers have come, the bound; events, a report or a death, and whom each has answered
+    "a worker ahead waits, and continues when the slowest dies": (
+        *(3, 3, 2),
+        [(says(0, 1), [0]), (says(0, 2), [0]), (says(0, 3), []), (says(1, 1), [1]), (2, [0])],
+    ),
+    "a worker that is done holds nobody back": (*(2, 2, 1), [(says(0, 1, is_done=True), [0]), (says(1, 9), [1])]),
+    "nobody is answered before all that are alive have come": (
+        *(4, 0, 0),
+        [(says(2), []), (says(0), []), (3, []), (says(1), [0, 1, 2]), (says(2, 9), [2])],
+    ),
+    "the run is over when all that are alive have been told": (
+        *(3, 3, 0),
+        [(says(0, 1, is_done=True, closing=OVER), [0]), (says(1, 1, is_done=True), [1]), (2, [])],
+    ),
+    "the others are told that worker 0 has died": (*(2, 2, 0), [(0, []), (says(1, 1), [1])]),
+}
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_who_is_answered_when(story):
+    workers, come, bound, events = STORIES[story]
+    progress = ready(workers, bound=bound) if come else GlobalProgress(workers, 1e9, bound)
+    closings = set()
+    for event, expected in events:
+        assert not progress.is_over()
+        progress.drop(event) if isinstance(event, int) else progress.report(*event)
+        answers = [*progress.answers()]
+        assert [worker for worker, _ in answers] == expected
+        closings |= {status.closing for _, status in answers}
+    closing = OVER if "is over" in story else ABANDONED if "worker 0 has died" in story else 0
+    assert closings == {closing}
+    assert progress.is_over() == bool(closing)
 
 
 def test_staleness_counts_exchanges_of_others():
@@ -343,24 +365,6 @@ def test_staleness_counts_exchanges_of_others():
         progress.count_exchange(worker)
     counts = {late: count for late, count in enumerate(progress.staleness) if count}
     assert counts == {0: LONGEST + 5, 1: 1, 2: 1, LONGEST: 1}
-
-
-def test_the_run_is_over_when_all_that_are_alive_have_been_told():
-    progress = ready(3)
-    progress.report(0, Report(1, is_done=True, closing=OVER))
-    assert answered(progress) == [0]
-    progress.report(1, Report(1, is_done=True))
-    assert [status.closing for _, status in progress.answers()] == [OVER]
-    assert not progress.is_over()
-    progress.drop(2)
-    assert progress.is_over()
-
-
-def test_the_others_are_told_that_worker_0_has_died():
-    progress = ready(2)
-    progress.drop(0)
-    progress.report(1, Report(1))
-    assert [status.closing for _, status in progress.answers()] == [ABANDONED]
 
 
 @pytest.mark.parametrize("reasons", [(ENOUGH, LEAVE), (LEAVE, ENOUGH)])
@@ -375,32 +379,12 @@ def test_all_workers_stop_for_the_same_reason(reasons):
     assert stops == [reasons[0]] * 2
 
 
-def test_a_worker_that_is_done_holds_nobody_back():
-    """Its clock stands still, while others come to their end."""
-    progress = ready(2, bound=1)
-    progress.report(0, Report(1, is_done=True))
-    progress.report(1, Report(9))
-    assert answered(progress) == [0, 1]
-
-
-def test_nobody_is_answered_before_all_that_are_alive_have_come():
-    progress = GlobalProgress(4, 1e9, bound=0)
-    for worker in (2, 0):
-        progress.report(worker, Report())
-        assert answered(progress) == []
-    assert progress.expected_workers() == {1, 3}
-    progress.drop(3)
-    assert answered(progress) == []
-    progress.report(1, Report())
-    assert answered(progress) == [0, 1, 2]
-    progress.report(2, Report(9))  # from here on nobody waits
-    assert answered(progress) == [2]
-
-
 def test_workers_may_begin_without_one_that_is_late():
     server = serve(GlobalProgress(2, 1e9, bound=0))
     assert server.progress
+    assert server.progress.expected_workers() == {0, 1}
     server.progress.report(0, Report())
+    assert server.progress.expected_workers() == {1}
     server.begin_without({1})
     assert len(server._answers[0]) == 1
     assert server.progress.expected_workers() == {0, 1}  # it may still come
