@@ -26,7 +26,7 @@ from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import to_device
 from jaxmpi.config.durations import step_range
 from jaxmpi.core.errors import TrainingError
-from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.step_timing import StepTimer, summary_asynchronous
@@ -100,10 +100,8 @@ class AsyncCoordinator(Coordinator):
     ) -> None:
         # Votes and evaluations are this rank's.
         solo = dataclasses.replace(run.plan, workers=run.workers._replace(processes=SoloProcesses()))
-        leaves = [path for path, _ in named_leaves(start.state.params)]
-        votes = decisions.StepConsensus(solo.workers.processes, run.notice, leaves)
         recorder = StderrRecorder(None) if worker.number else run.recorder
-        self.run = dataclasses.replace(run, plan=solo, votes=votes, recorder=recorder)
+        self.run = dataclasses.replace(run, plan=solo, recorder=recorder)
         self.control, self.start, self.worker = run.workers.processes, start, worker
         self.trace, self.server = trace, server
         self.timer = StepTimer(worker.workers, to_device(run.workers))

@@ -12,6 +12,7 @@ on the number of ranks is then made anew: plan, compiled functions, the place of
 
 import contextlib
 import dataclasses
+import socket
 from collections.abc import Callable, Generator
 from functools import partial
 
@@ -24,6 +25,7 @@ from jaxmpi.core.errors import AgreedError
 from jaxmpi.core.pytrees import size_bytes
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.core.train_state import Batch, TrainState, worker_key
+from jaxmpi.observe.flops import total_peak
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.step_timing import StepTimer
 from jaxmpi.recover import decisions
@@ -34,7 +36,7 @@ from jaxmpi.trainer import memory
 from jaxmpi.trainer.build import build_functions
 from jaxmpi.trainer.loop import Coordinator, Position, RunProgress, run_steps
 from jaxmpi.trainer.plan import Plan, make_plan
-from jaxmpi.trainer.run import SUMS, Run, distance, evaluate, of_workers, open_recorder, rate_factor, score
+from jaxmpi.trainer.run import SUMS, Run, distance, evaluate, open_recorder, rate_factor, score
 from jaxmpi.trainer.state import (
     States,
     note_saved,
@@ -187,7 +189,8 @@ def run_to_end(run: Run, states: States, start: int) -> dict[str, float]:
         while True:
             try:
                 coordinator, position = begin()
-                return run_steps(coordinator, coordinator.run.callbacks, position)
+                run = coordinator.run
+                return run_steps(coordinator, run.callbacks, position)
             except decisions.RollBack as back:
                 begin = partial(roll_back, run, back)
             except Exception as error:
@@ -242,13 +245,13 @@ def continue_after_shrink(run: Run, ends: contextlib.ExitStack) -> tuple[LockSte
     plan = make_plan(experiment, workers, scaled_for, before=run.plan)
     plan = dataclasses.replace(plan, requested=run.plan.requested)
     ends.enter_context(watch(plan))
-    functions = build_functions(plan)
-    for name, value in of_workers(plan, functions, run.home, run.notice, run.profiler).items():
-        setattr(run, name, value)
-    before = run.memory  # of as many examples at a time; state is larger if updates are sharded
-    run.memory = memory.estimate_memory(plan, functions.rule, is_fused=functions.is_fused)
-    if before:
-        run.memory = dataclasses.replace(run.memory, activations=before.activations, batch=before.batch)
+    functions, before = build_functions(plan), run.memory
+    assert before is not None
+    # Of as many examples at a time; state is larger if updates are sharded.
+    needed = memory.estimate_memory(plan, functions.rule, is_fused=functions.is_fused)
+    needed = dataclasses.replace(needed, activations=before.activations, batch=before.batch)
+    hosts, peak = control.allgather_object(socket.gethostname()), total_peak(workers, experiment.compute_dtype)
+    run = dataclasses.replace(run, plan=plan, functions=functions, memory=needed, hosts=hosts, peak=peak)
     run.is_measured = True
     give_back_freed_memory()
     back = ""
@@ -265,7 +268,7 @@ def continue_after_shrink(run: Run, ends: contextlib.ExitStack) -> tuple[LockSte
     run.recorder.say(
         f"{shrinking.describe_gone()}{back}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}"
     )
-    run.recorder.say(memory.describe_worker(run.memory, workers.size))
+    run.recorder.say(memory.describe_worker(needed, workers.size))
     shrinking.gone, shrinking.is_unsaved = [], is_unsaved
     overdue = plan.timetable.between(step - 1, step) if is_late else DueEvents()
     overdue = overdue._replace(save=overdue.save or is_unsaved)

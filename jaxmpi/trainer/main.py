@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import socket
 import sys
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,7 @@ from jaxmpi.core.files import write_whole
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data import SOURCES
 from jaxmpi.model.check import check_model
+from jaxmpi.observe.flops import total_peak
 from jaxmpi.observe.record_format import FORMAT
 from jaxmpi.observe.recorder import Recorder, cut_record
 from jaxmpi.observe.sinks.registry import SINKS, check_sinks
@@ -57,7 +59,7 @@ from jaxmpi.trainer.build import Functions, build_functions, choose_exchange
 from jaxmpi.trainer.conflicts import check_compatible
 from jaxmpi.trainer.lock_step import run_to_end, watch
 from jaxmpi.trainer.plan import Plan, make_plan
-from jaxmpi.trainer.run import Run, of_workers, open_recorder
+from jaxmpi.trainer.run import Run, open_recorder
 from jaxmpi.trainer.state import restore_feed_and_callbacks, say_changes, starting_states
 
 # Names that a flag takes, live: an experiment file may have added rows of its own when --help lists them.
@@ -259,19 +261,21 @@ def run_in(
     restore_feed_and_callbacks(plan, saved)
     rank = f"rank_{control.rank:05d}"  # JAX names files by host: ranks of one host would overwrite them
     profiler = Profiler(step_range(experiment.profile, "profile"), folder / "profile" / rank)
-    callback_states = callbacks.states(experiment.callbacks, control)
-    parts = of_workers(plan, functions, home, notice, profiler)
-    recorder = open_recorder(plan, folder, elapsed_s, parts["hosts"]) if is_first else Recorder(None, elapsed_s)
+    hosts = control.allgather_object(socket.gethostname())
+    recorder = open_recorder(plan, folder, elapsed_s, hosts) if is_first else Recorder(None, elapsed_s)
     run = Run(
+        plan=plan,
+        functions=functions,
         home=home,
         recorder=recorder,
         notice=notice,
         recovery=decisions.Recovery(experiment.on_nonfinite, experiment.recover_limit),
         profiler=profiler,
         shrinking=shrink.shrinking(experiment, workers, recorder if is_first else None),
-        callback_states=callback_states,
+        callback_states=callbacks.states(experiment.callbacks, control),
         memory=needed,
-        **parts,
+        hosts=hosts,
+        peak=total_peak(workers, experiment.compute_dtype),
     )
     if is_first:
         write_facts(run, root, digest)

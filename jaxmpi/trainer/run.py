@@ -12,9 +12,8 @@ callbacks run; before a sum that one of them makes, ranks compare which call the
 
 import contextlib
 import math
-import socket
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.data.feed import DeviceFeed
 from jaxmpi.data.shuffle import MemoryShuffle, Shuffle, describe_memory
-from jaxmpi.observe.flops import Peak, Work, total_peak
+from jaxmpi.observe.flops import Peak, Work
 from jaxmpi.observe.gradient_noise import Means, Noise
 from jaxmpi.observe.recorder import Recorder, Unit
 from jaxmpi.observe.sinks.registry import open_sinks
@@ -69,15 +68,28 @@ class Run:
     callback_states: Sequence[Sequence[Any]]  # of the user's own, at the start
     memory: WorkerMemory | None  # bytes that a worker holds, by part; None under asynchronous rules
     is_measured: bool = False  # False: the first step's program is still to be measured
-    # of these workers, by `of_workers`
     hosts: Sequence[str]  # names by rank
-    saver: Saver
-    votes: decisions.StepConsensus
-    callbacks: Sequence[Callback]
-    tracer: Tracer
-    noise: Noise | None  # if the rule measures it
     peak: Peak | None  # most FLOP/s of all workers' devices, if known
     shuffles: int = 0  # number of shuffles of data in memory that have been recorded
+    # made of plan and functions, and so anew if ranks that died are left out
+    saver: Saver = field(init=False)
+    votes: decisions.StepConsensus = field(init=False)
+    callbacks: Sequence[Callback] = field(init=False)
+    tracer: Tracer = field(init=False)
+    noise: Noise | None = field(init=False)  # if the rule measures it
+
+    def __post_init__(self) -> None:
+        """Open what depends on the workers; all ranks call it."""
+        plan, experiment, workers, rule = self.plan, self.experiment, self.workers, self.functions.rule
+        control, keep = workers.processes, Retention(experiment.keep_checkpoints, experiment.keep_best)
+        equal = {"replicated": rule.state_is_replicated, "same_params": rule.params_are_replicated}
+        self.saver = Saver(self.home, control, workers=workers.size, keep=keep, **equal)
+        leaves = [path for path, _ in named_leaves(plan.param_shapes)]
+        self.votes = decisions.StepConsensus(control, self.notice, leaves)
+        own = [callback for callback in experiment.callbacks if control.rank == 0 or not callback.first_rank_only]
+        self.callbacks = [Instruments(self.profiler), *own]
+        self.tracer = Tracer(step_range(experiment.trace, "trace"), control, self.hosts, self.folder / "trace.json")
+        self.noise = Noise(workers.size, plan.clock.effective_batch // workers.size) if rule.measured else None
 
     @property
     def experiment(self) -> Experiment:
@@ -226,28 +238,6 @@ class Run:
         self.shuffles += count
         seconds, moved_bytes = every[..., 0].max(axis=0), every[..., 1].sum(axis=0)
         return [Shuffle(s, int(size)) for s, size in zip(seconds.tolist(), moved_bytes.tolist(), strict=True)]
-
-
-def of_workers(
-    plan: Plan, functions: Functions, home: HeldFolder, notice: signals.PreemptionNotice, profiler: Profiler
-) -> dict[str, Any]:
-    """Fields of a run that depend on its workers, and are made anew when ranks that died are left out."""
-    experiment, workers, rule, control = plan.experiment, plan.workers, functions.rule, plan.workers.processes
-    equal = {"replicated": rule.state_is_replicated, "same_params": rule.params_are_replicated}
-    keep = Retention(experiment.keep_checkpoints, experiment.keep_best)
-    own = [callback for callback in experiment.callbacks if control.rank == 0 or not callback.first_rank_only]
-    hosts, trace = control.allgather_object(socket.gethostname()), step_range(experiment.trace, "trace")
-    return {
-        "hosts": hosts,
-        "plan": plan,
-        "functions": functions,
-        "saver": Saver(home, control, workers=workers.size, keep=keep, **equal),
-        "votes": decisions.StepConsensus(control, notice, [path for path, _ in named_leaves(plan.param_shapes)]),
-        "callbacks": [Instruments(profiler), *own],
-        "tracer": Tracer(trace, control, hosts, home.path / "trace.json"),
-        "noise": Noise(workers.size, plan.clock.effective_batch // workers.size) if rule.measured else None,
-        "peak": total_peak(workers, experiment.compute_dtype),
-    }
 
 
 def open_recorder(plan: Plan, folder: Path, elapsed_s: float, hosts: Sequence[str]) -> Recorder:
