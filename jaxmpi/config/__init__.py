@@ -1,8 +1,8 @@
 """Settings of a run: frozen dataclasses that check themselves, flags, experiment files.
 
 In reading order: `schema`, the experiment; `data`, `optim`, `rule_config` and `exchange_config`, its parts; `validate`,
-words and ranges of fields, and options that do not go together; `durations`, turned into steps; `flags`, made from
-fields; `experiment_file`, file and command line as one experiment.
+words and ranges of fields; `durations`, turned into steps; `flags`, made from fields; `experiment_file`, file and
+command line as one experiment.
 
 It imports `core` and `runtime`.
 """

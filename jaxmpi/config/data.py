@@ -14,21 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from jaxmpi.config import durations
-from jaxmpi.config.validate import (
-    InPython,
-    check_fields,
-    incompatible,
-    refuse_incompatible,
-)
+from jaxmpi.config.validate import InPython, check_fields
 from jaxmpi.core.errors import UsageError
 
 _PERIOD = re.compile(r"\d+(\.\d+)?(ep|st|ex)")
 MOST_LOADERS = 1024  # per worker; each is a thread or a process
-REFUSALS = incompatible(
-    lambda x: x.memory != "none",
-    "data.memory {memory}, which reads no file after the start",
-    ("data.shuffle_by", "files, files-mixed", "use auto"),
-)
 
 
 @dataclass(frozen=True)
@@ -93,7 +83,11 @@ class Data:
             window=">= 1",
             stall_timeout_s="> 0 seconds",
         )
-        refuse_incompatible(REFUSALS, self, "data.")
+        if self.memory != "none" and self.shuffle_by in ("files", "files-mixed"):
+            raise UsageError(
+                f"data.shuffle_by: got {self.shuffle_by} with data.memory {self.memory}, which reads no file after the "
+                "start; use auto"
+            )
         for name in ("mean", "std"):
             got = len(getattr(self, name))
             if got not in (0, 1, self.channels):

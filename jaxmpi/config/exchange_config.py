@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxmpi.config.validate import check_fields, incompatible, refuse_incompatible
+from jaxmpi.config.validate import check_fields
 from jaxmpi.core.errors import UsageError
 
 
@@ -13,16 +13,6 @@ def check_bucket_bytes(bucket_bytes: int | None) -> None:
         raise UsageError(
             f"bucket_bytes: got {bucket_bytes!r}; expected None (one flat buffer) or a whole number of bytes >= 4"
         )
-
-
-ADD_SHARDS = "add shard_update on, or leave it out"
-REFUSALS = (
-    *incompatible(
-        lambda x: x.shard_update != "on",
-        "shard_update {shard_update}, which gathers no params",
-        ("exchange.gather_wire", "below 32", ADD_SHARDS, "32".__ne__),
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -42,4 +32,8 @@ class ExchangeConfig:
     def __post_init__(self) -> None:
         check_fields(self, "exchange.")
         check_bucket_bytes(self.bucket_bytes)
-        refuse_incompatible(REFUSALS, self, "exchange.")
+        if self.gather_wire != "32" and self.shard_update != "on":
+            raise UsageError(
+                f"exchange.gather_wire: got {self.gather_wire} with shard_update {self.shard_update}, which gathers no "
+                "params; add shard_update on, or leave it out"
+            )

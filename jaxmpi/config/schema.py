@@ -3,7 +3,7 @@
 A wrong setting should stop a run before it starts MPI or a device. `Experiment` therefore checks values and
 combinations when it is made, and importing this file starts neither. Fields become command-line flags of `python -m
 jaxmpi.train`, and the comment at each field is its help text. Fields marked `InPython` have no flag; an experiment file
-sets them. The table `REFUSALS` lists settings that exclude each other.
+sets them.
 """
 
 import re
@@ -16,15 +16,7 @@ from jaxmpi.config.durations import check_divides, duration_steps, step_range
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.rule_config import RuleConfig
-from jaxmpi.config.validate import (
-    GIVE_ONE,
-    PAIR,
-    InPython,
-    Repeatable,
-    check_fields,
-    incompatible,
-    refuse_incompatible,
-)
+from jaxmpi.config.validate import InPython, Repeatable, check_fields
 from jaxmpi.core.errors import UsageError
 
 # What a job does once late ranks are named.
@@ -37,16 +29,6 @@ PARTS: dict[str, tuple[type, str]] = {
     "rule": (RuleConfig, 'RuleConfig("awagd")'),
     "exchange": (ExchangeConfig, 'ExchangeConfig("asa16")'),
 }
-
-REFUSALS = (
-    *incompatible(
-        lambda x: x.effective_batch,
-        "effective_batch {effective_batch}",
-        ("local_batch", "any", GIVE_ONE),
-        form="got {field} {got} and {words}; {instead}",
-    ),
-    *incompatible(lambda x: x.from_start, "from_start", ("resume", "any", GIVE_ONE), form=PAIR),
-)
 
 
 @dataclass(frozen=True)
@@ -137,7 +119,9 @@ class Experiment:
                 raise UsageError(f"sinks: got {sink!r}; expected a word or a function of a dict")
         for name in ("trace", "profile"):
             step_range(getattr(self, name), name)
-        refuse_incompatible(REFUSALS, self)
+        for one, other in (("local_batch", "effective_batch"), ("resume", "from_start")):
+            if getattr(self, one) and getattr(self, other):
+                raise UsageError(f"got {one} and {other}; give one of them")
         for name in ("train_for", "eval_every", "checkpoint_every", "replica_check_every"):
             duration_steps(getattr(self, name), 1, 1, 1)
         if not ("%" not in self.train_for and float(re.sub(r"[^\d.]", "", self.train_for)) > 0):

@@ -1,11 +1,9 @@
-"""Checks that the dataclasses of settings share: words and ranges of fields, and options that do not go together."""
+"""Checks that the dataclasses of settings share: words and ranges of their fields."""
 
 import functools
-import operator
 import re
-from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxmpi.core.errors import UsageError, lookup
 
@@ -66,45 +64,3 @@ def is_in(value: float, text: str) -> bool:
 def _python_number(value: Any) -> Any:
     is_number = getattr(value, "ndim", None) == 0 and hasattr(value, "dtype") and hasattr(value, "item")
     return value.item() if is_number else value
-
-
-# ---------------------------------------------------------------- options that do not go together
-
-
-WITH = "{field}: got {got} with {words}; {instead}"
-PAIR, GIVE_ONE = "got {field} and {words}; {instead}", "give one of them"
-
-
-class Refusal(NamedTuple):
-    """Values of a field that do not go with other options: the words of an error, and a row of docs/combining.md."""
-
-    field: str  # such as `data.memory`
-    values: str  # in the docs; `any` is any that is given
-    beside: Callable[[Any], object]  # the other options
-    words: str  # for them; names in braces are fields
-    instead: str
-    refuses: Callable[[Any], object] | None = None  # by its value; None: as `values` says
-    form: str = WITH
-
-
-def incompatible(beside: Callable[[Any], object], words: str, *rows: tuple, form: str = WITH) -> tuple[Refusal, ...]:
-    """Refusals with the same `beside` and `words`; rows have the other fields."""
-    return tuple(Refusal(field, values, beside, words, *rest, form=form) for field, values, *rest in rows)
-
-
-def refuse_incompatible(rows: Iterable[Refusal], options: Any, part: str = "", **more: Any) -> None:
-    """Refuse options that do not go together.
-
-    Args:
-        part: of the experiment that they are, such as `exchange.`.
-        more: names in the words that are no fields of `options`.
-
-    Raises:
-        UsageError: a field, what it does not go with, and the way out.
-    """
-    for row in rows:
-        got = operator.attrgetter(row.field.removeprefix(part))(options)
-        is_one = got if row.values == "any" else got in row.values.split(", ")
-        if (row.refuses(got) if row.refuses else is_one) and row.beside(options):
-            words, instead = (text.format(**vars(options), **more) for text in (row.words, row.instead))
-            raise UsageError(row.form.format(field=row.field, got=got, words=words, instead=instead))

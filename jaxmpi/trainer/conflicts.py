@@ -1,11 +1,13 @@
 """The table of options that do not go together, and its check.
 
-A row has a field with its values, what they do not go with, why, and the way out. Rows about one dataclass stand with
-that dataclass, and are refused when it is made. What depends on more, such as hosts, or the strategy that `auto` found,
-is refused by the part that knows it. The table of docs/combining.md is made of these rows.
+A row has a field with its values, what they do not go with, why, and the way out. What depends on more, such as hosts,
+or the strategy that `auto` found, is refused by the part that knows it. The table of docs/combining.md is made of these
+rows.
 """
 
-from typing import Any
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,13 +16,28 @@ from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.config.data import Data
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.schema import Experiment
-from jaxmpi.config.validate import incompatible, refuse_incompatible
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.data.sources.grain_datasets import is_stream
 from jaxmpi.optim.optimizers import has_own_rate
 from jaxmpi.rules import registry
 from jaxmpi.runtime.process import launched_workers
 from jaxmpi.tasks.base import Task
+
+
+class Refusal(NamedTuple):
+    """Values of a field that do not go with other options: the words of an error, and a row of docs/combining.md."""
+
+    field: str  # such as `data.memory`
+    values: str  # in the docs; `any` is any that is given
+    beside: Callable[[Any], object]  # the other options
+    words: str  # for them; names in braces are fields
+    instead: str
+    refuses: Callable[[Any], object] | None = None  # by its value; None: as `values` says
+
+
+def incompatible(beside: Callable[[Any], object], words: str, *rows: tuple) -> tuple[Refusal, ...]:
+    """Refusals with the same `beside` and `words`; rows have the other fields."""
+    return tuple(Refusal(field, values, beside, words, *rest) for field, values, *rest in rows)
 
 
 def shrinks(experiment: Experiment) -> bool:
@@ -61,7 +78,7 @@ def has_foreign_momentum(experiment: Experiment) -> bool:
 END, OWN_RATE = "or --on-rank-loss end", "leave it out, or give optim.transform a function of the schedule"
 STREAM, NOT_IN_LOCK_STEP = "grain with an IterDataset", "leave EarlyStop and ReduceOnPlateau out"
 is_streaming, is_not_gradients, is_several = ("grain", "mixture").__contains__, "gradients".__ne__, (1).__ne__
-AT_START = (
+REFUSALS = (
     *incompatible(
         lambda x: lookup(registry.RULES, x.rule.name, "rule").sums_updates,
         "a rule that sums updates, whose step grows with the number of workers already",
@@ -158,8 +175,13 @@ AT_START = (
 
 
 def check_compatible(experiment: Experiment) -> None:
-    """Refuse incompatible options, as far as the options alone show it."""
-    refuse_incompatible(AT_START, experiment)
+    """Raise `UsageError` for options that do not go together, as far as the options alone show it."""
+    for row in REFUSALS:
+        got = operator.attrgetter(row.field)(experiment)
+        is_one = got if row.values == "any" else got in row.values.split(", ")
+        if (row.refuses(got) if row.refuses else is_one) and row.beside(experiment):
+            words, instead = (text.format(**vars(experiment)) for text in (row.words, row.instead))
+            raise UsageError(f"{row.field}: got {got} with {words}; {instead}")
     if shrinks(experiment) and (backend := jax.default_backend()) != "cpu":
         raise UsageError(
             f"backend: got {backend} with --on-rank-loss shrink; it has been tried on CPUs only: --on-rank-loss end"
