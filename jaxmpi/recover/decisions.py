@@ -75,7 +75,9 @@ class StepConsensus:
             applied: whether the update was made.
         """
         before = self.count()
-        ballot = 0 if bad is None else (1 << 62) - (worker << 32) - bad  # the largest is the lowest worker's
+        # One maximum tells all ranks which worker and leaf: 0 if all is well, 1 if only the sum of all gradients is not
+        # finite, else the larger the lower the worker and the leaf. It stays below 2^63 with 2^30 workers.
+        ballot = 0 if bad is None else (1 << 62) - (worker << 32) - bad
         if bad is None and not applied:
             ballot = 1
         self._open = step, self._processes.iallreduce_max(np.array([self._notice.given, ballot]))

@@ -73,11 +73,14 @@ class ShrinkCoordinator:
         """Shrink to the remaining ranks after a loss; drop an unfinished checkpoint."""
         if not (isinstance(error, Lost) or is_mpi_error(error)):
             raise error
+        # Others may wait for messages of ranks that have come here: revoked, these fail, and they come here, too.
         self.control.revoke()
+        # A rank whose message has failed owes the vote in which those wait that have seen no failure.
         if not isinstance(error, Lost):
             self.control.vote(False)
         self.is_unsaved = saver.abandon() or self.is_unsaved
-        jax.effects_barrier()  # programs run to their end, and their results are dropped
+        # Programs that were dispatched run to their end with zeros for what does not come; their results are dropped.
+        jax.effects_barrier()
         self.gone += self.control.shrink(str(error))
         if self.committed is None:
             raise AgreedError(f"{self.describe_gone()} before the first step: there is no state to go on from")
