@@ -118,8 +118,8 @@ class Watchdog:
             return  # rank 0 is there to judge
         idle_s = self.now_s - max((status.moved_s for status in self.known.values()), default=self.now_s)
         silent_s = self.now_s - min((status.heard_s for status in self.known.values()), default=self.now_s)
-        # A rank may say that it is at something long, such as compiling. One that has fallen silent is given no more time
-        # than others, or a rank that hangs while it compiles would be noticed after six times the limit.
+        # A rank may say that it is at something long, such as compiling. One that has fallen silent is given no more
+        # time than others, or a rank that hangs while it compiles would be noticed after six times the limit.
         answering = [status for status in self.known.values() if not self._is_silent(status)]
         patience = max((status.beat["patience"] for status in answering), default=1.0)
         if idle_s < self.stall_timeout_s * patience + self.beat_s and silent_s < self.stall_timeout_s + self.beat_s:
