@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -211,6 +211,14 @@ class AsyncCoordinator(Coordinator):
 # ---------------------------------------------------------------- worker 0
 
 
+class PendingCheckpoint(NamedTuple):
+    """A checkpoint whose parts workers still write, and what it keeps of the moment at which it was begun."""
+
+    order: Order
+    extra: dict[str, Any]
+    score: float | None
+
+
 class AsyncLeader(AsyncCoordinator):
     """Worker 0's coordinator: it leads all, by their examples."""
 
@@ -218,13 +226,8 @@ class AsyncLeader(AsyncCoordinator):
         super().__init__(run, start, worker, *more)
         self.logged = AllWorkers({}, start.counters, np.zeros((worker.workers, len(Counters._fields))), [])
         self.workers = self.logged  # as the last answer has them
-        self.saved = start.counters  # when the last checkpoint was begun
         self.done = start.step  # the last step for which it is known what is due
-        self.order = Order(0, start.step)  # the last checkpoint
-        self.is_writing = False  # a checkpoint, whose parts workers still write
-        # When the last checkpoint was begun: states of callbacks, and the figure that orders checkpoints.
-        self.states: list[list[Any]] = []
-        self.figure: float | None = None
+        self.checkpoint: PendingCheckpoint | None = None
         self.overdue = DueEvents(log=True)  # the run starts with a progress line
         self.result: dict[str, float] = {}
         self.evaluated = -1  # step of the last evaluation
@@ -236,13 +239,13 @@ class AsyncLeader(AsyncCoordinator):
         """
         assert status.workers is not None
         self.workers, step = status.workers, self.run.plan.step(status.examples)
-        if self.is_writing and all(report.saved >= self.order.number for report in self.workers.reports.values()):
-            self.complete(state)
+        if (pending := self.checkpoint) and all(r.saved >= pending.order.number for r in self.workers.reports.values()):
+            self.complete(pending, state)
         if status.stop:
             return RunProgress(step, is_over=True)
         due, self.done = self.run.plan.timetable.between(self.done, step), step
         due = DueEvents(*map(or_, due, self.overdue))
-        now = due._replace(compare=False, log=due.log and self.has_news(), save=due.save and not self.is_writing)
+        now = due._replace(compare=False, log=due.log and self.has_news(), save=due.save and not self.checkpoint)
         self.overdue = DueEvents(log=due.log > now.log, save=due.save > now.save)
         return RunProgress(step, now)
 
@@ -252,23 +255,23 @@ class AsyncLeader(AsyncCoordinator):
 
     def save(self, step: int, state: TrainState, *, is_last: bool) -> None:
         """Have all workers write their parts of a checkpoint."""
-        self.order, self.saved, home = Order(self.order.number + 1, step), self.workers.counters, self.run.home
+        run, home, order = self.run, self.run.home, Order(self.worker.save_order.number + 1, step)
         if fate := home.fate():
             raise TrainingError(f"run directory {str(home.path)!r} {fate}: nothing is saved at step {step}")
-        self.states = callbacks.states(self.run.experiment.callbacks, self.run.workers.processes)
+        states = callbacks.states(run.experiment.callbacks, run.workers.processes)
         with written(step, home):
             self.parts.begin(step)
-        self.figure = score(self.run.experiment, self.result) if self.evaluated == step else None
-        self.is_writing, self.worker.save_order = True, self.order
+        extra = run_facts(run, step) | {"tally": [*map(float, self.workers.counters)], "callbacks": states}
+        figure = score(run.experiment, self.result) if self.evaluated == step else None
+        self.checkpoint, self.worker.save_order = PendingCheckpoint(order, extra, figure), order
 
-    def complete(self, state: TrainState) -> None:
+    def complete(self, pending: PendingCheckpoint, state: TrainState) -> None:
         """Complete a checkpoint's parts with the shared params and JSON values."""
-        run, step = self.run, self.order.step
-        extra = run_facts(run, step) | {"tally": [*map(float, self.saved)], "callbacks": self.states}
-        with written(step, run.home):
-            self.parts.end(step, {"center": self.shared(state)}, extra, self.figure)
-        self.is_writing = False
-        note_saved(run, step)
+        step = pending.order.step
+        with written(step, self.run.home):
+            self.parts.end(step, {"center": self.shared(state)}, pending.extra, pending.score)
+        self.checkpoint = None
+        note_saved(self.run, step)
 
     def evaluate(self, step: int, state: TrainState) -> None:
         """Evaluate the center, in gossip worker 0's params until the end; the other workers go on."""
@@ -324,7 +327,7 @@ class AsyncLeader(AsyncCoordinator):
     def complete_run(self, state: TrainState) -> dict[str, float]:
         """Wait for all last exchanges; make the last evaluation and checkpoint; let all go."""
         run, workers = self.run, self.worker.workers
-        while self.is_writing or not all(report.is_done for report in self.workers.reports.values()):
+        while self.checkpoint or not all(report.is_done for report in self.workers.reports.values()):
             self.wait(state)
         step = run.plan.step(self.workers.counters.examples)
         if self.has_news():
@@ -332,7 +335,7 @@ class AsyncLeader(AsyncCoordinator):
         if step == run.plan.clock.total_steps or run.plan.timetable.between(self.done, step).evaluate:
             self.evaluate(step, state)
         self.save(step, state, is_last=True)
-        while self.is_writing:
+        while self.checkpoint:
             self.wait(state)
         if traced := self.trace.merge(workers):
             run.recorder.say(traced)
@@ -348,4 +351,4 @@ class AsyncLeader(AsyncCoordinator):
         time.sleep(LOOK_S)
         status = self.worker.report()
         self.worker.write_if_ordered(self.parts, self.run.home, state, status)
-        self.progress(self.order.step, state, status)
+        self.progress(self.done, state, status)
