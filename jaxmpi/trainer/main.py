@@ -261,7 +261,8 @@ def run_in(
     restore_feed_and_callbacks(plan, saved)
     rank = f"rank_{control.rank:05d}"  # JAX names files by host: ranks of one host would overwrite them
     profiler = Profiler(step_range(experiment.profile, "profile"), folder / "profile" / rank)
-    hosts = control.allgather_object(socket.gethostname())
+    callback_states = callbacks.states(experiment.callbacks, control)
+    hosts, peak = control.allgather_object(socket.gethostname()), total_peak(workers, experiment.compute_dtype)
     recorder = open_recorder(plan, folder, elapsed_s, hosts) if is_first else Recorder(None, elapsed_s)
     run = Run(
         plan=plan,
@@ -272,10 +273,10 @@ def run_in(
         recovery=decisions.Recovery(experiment.on_nonfinite, experiment.recover_limit),
         profiler=profiler,
         shrinking=shrink.shrinking(experiment, workers, recorder if is_first else None),
-        callback_states=callbacks.states(experiment.callbacks, control),
+        callback_states=callback_states,
         memory=needed,
         hosts=hosts,
-        peak=total_peak(workers, experiment.compute_dtype),
+        peak=peak,
     )
     if is_first:
         write_facts(run, root, digest)
