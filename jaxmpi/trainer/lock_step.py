@@ -281,7 +281,7 @@ def take_over_record(run: Run, step: int, ends: contextlib.ExitStack) -> Recorde
     assert shrinking is not None
     if shrinking.recorder is None:
         with run_directory.as_training_errors():
-            held_folder.lock(run.home, ends)
+            run.home.lock = ends.enter_context(held_folder.locked(run.folder)).lock
             shrinking.recorder = open_recorder(run.plan, run.folder, run.recorder.elapsed_s(), run.hosts)
         ends.push(shrinking.recorder)
     shrinking.recorder.go_back(step)

@@ -210,7 +210,7 @@ def test_gradients_with_adam_is_one_worker_with_adam(monkeypatch):
 
 # To a rule any optimizer is two functions: a linear one and another will do. Rules that meet every so many steps do so
 # after these five; easgd_sync before the first, when worker and center are the same.
-RARELY = {"tau": 100, "local_steps": 100}
+RARELY: dict[str, Any] = {"tau": 100, "local_steps": 100}
 EVERY_STEP = ("gradients", "subgd", "awagd")
 ALONE = [(RuleConfig(name, force=True), each) for name in EVERY_STEP for each in ("momentum", "adam")]
 ALONE += [(RuleConfig(name, **RARELY), "nesterov") for name in ("easgd", "asgd", "gosgd", "easgd_sync")]
