@@ -149,7 +149,7 @@ class MpiComm(RankComm):
         effects.remat_allowed_effects.add_type(type(effect))
         # JAX itself refuses such a program on several devices, before anything of ours is lowered; its error lists the
         # effects, so their text is the only place for the way out.
-        type(effect).__repr__ = lambda _: host_callbacks.ONE_DEVICE
+        type(effect).__repr__ = lambda _: host_callbacks.ONE_DEVICE  # pyright: ignore[reportAttributeAccessIssue]
         return effect
 
     def _make_shared_sum(self) -> SharedSum:
