@@ -8,7 +8,6 @@ reads, and all groups together read each record once.
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -121,14 +120,12 @@ def slice_owners(examples: int, parts: int) -> np.ndarray:
 
 
 class Move(NamedTuple):
-    """One member's sends and receives in one segment of a shuffle."""
+    """One member's sends and receives in one segment of a shuffle, by member, and in the order of places."""
 
-    sent: np.ndarray  # i64[k], records by destination, then by place
-    to: np.ndarray  # i64[k], the member that each goes to
-    sent_bytes: np.ndarray  # i64[parts], to each member
-    received: np.ndarray  # i64[l], records by source, then by place
-    source: np.ndarray  # i64[l], the member that each comes from
-    received_bytes: np.ndarray  # i64[parts], from each member
+    sent: list[np.ndarray]  # i64[k], records that go to each member
+    sent_bytes: np.ndarray  # i64[parts]
+    received: list[np.ndarray]  # i64[k], records that come from each member
+    received_bytes: np.ndarray  # i64[parts]
 
 
 def plan_moves(
@@ -139,27 +136,27 @@ def plan_moves(
     me: int,
     parts: int,
     segment_bytes: int = SEGMENT_BYTES,
-) -> Iterator[Move]:
-    """Yield a shuffle in segments, equally many for every member: Algorithm 2 of IBM's DIMD (Kumar et al. 2018).
+) -> list[Move]:
+    """A shuffle in segments, equally many for every member: Algorithm 2 of IBM's DIMD (Kumar et al. 2018).
 
-    The new epoch's `order` is i64[n]; `before` and `after` are i32[n], who has record i, and who is to have place i of
-    the order; `lengths` are i64[n], bytes of record i; `me` is one of `parts` members, each in a process of its own. A
-    segment is a run of places of the new order whose records have about `parts` x `segment_bytes`. It begins below 2^30
-    bytes and no record is longer than that, so no count of MPI passes 2^31.
+    A segment is a run of places of the new order whose records have about `parts` x `segment_bytes`. It begins below
+    2^30 bytes and no record is longer than that, so no count of MPI passes 2^31.
+
+    Args:
+        order: i64[n], records in the order of the new epoch.
+        before: i32[n], the member that has each record.
+        after: i32[n], the member that is to have the record of each place.
+        lengths: i64[n], bytes of each record.
+        me: one of `parts` members, each in a process of its own.
     """
     assert lengths.max(initial=0) <= MAX_RECORD_BYTES
     segments = (np.cumsum(lengths[order]) - lengths[order]) // min(parts * segment_bytes, MAX_RECORD_BYTES)
-
-    def sort(records: np.ndarray, members: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Records by member, the member of each, and bytes by member."""
-        by_member = np.argsort(members, kind="stable")
-        records, members = records[by_member], members[by_member]
-        size_bytes = np.zeros(parts, np.int64)
-        np.add.at(size_bytes, members, lengths[records])
-        return records, members, size_bytes
-
+    moves = []
     for number in range(int(segments[-1]) + 1 if len(order) else 0):
         places = slice(*np.searchsorted(segments, [number, number + 1]))
         records, sources, targets = order[places], before[order[places]], after[places]
-        sent, received = sources == me, targets == me
-        yield Move(*sort(records[sent], targets[sent]), *sort(records[received], sources[received]))
+        sent = [records[(sources == me) & (targets == member)] for member in range(parts)]
+        received = [records[(sources == member) & (targets == me)] for member in range(parts)]
+        sent_bytes, received_bytes = (np.array([lengths[r].sum() for r in by_member]) for by_member in (sent, received))
+        moves.append(Move(sent, sent_bytes, received, received_bytes))
+    return moves

@@ -26,7 +26,7 @@ from jaxmpi.data.sources.base import Source, TableSource, pair, where
 from jaxmpi.data.sources.packed import check_record
 from jaxmpi.data.thread_map import in_order
 
-CHUNK_BYTES = 64 << 20  # bytes of a chunk of records as read; while it is copied, it is in memory twice
+BUFFER_BYTES = 64 << 20  # bytes that a process needs beside its records: what a shuffle sends is copied together
 FREE_SHARE = 0.5  # share of the free memory that `auto` gives to records; the rest is the run's, and held-out examples'
 SAMPLE = 256  # records that are read first: from their lengths follows, to some 5 %, how much memory all take
 READERS = 4  # threads: files are often on another machine
@@ -46,16 +46,16 @@ class Arena:
     Args:
         records: i64[k], in the order in which they lie.
         lengths: i64[n], bytes of every record of the data set.
-        spare: pages to lie in, if they are enough: new ones must be cleared first, which takes longer than a copy.
+        pages: to lie in, if they are enough: new ones must be cleared first, which takes longer than a copy.
     """
 
-    def __init__(self, records: np.ndarray, lengths: np.ndarray, spare: mmap.mmap | None = None) -> None:
+    def __init__(self, records: np.ndarray, lengths: np.ndarray, pages: mmap.mmap | None = None) -> None:
         ends = np.cumsum(lengths[records])
         by_number = np.argsort(records)
         self.records = records[by_number]
         self.begins, self.ends = (ends - lengths[records])[by_number], ends[by_number]
         size_bytes = int(ends[-1]) if len(ends) else 0
-        self.pages = map_pages(size_bytes) if spare is None or len(spare) < size_bytes else spare
+        self.pages = map_pages(size_bytes) if pages is None or len(pages) < size_bytes else pages
         self.bytes = np.frombuffer(self.pages, np.uint8, size_bytes)
 
     def __contains__(self, record: int) -> bool:
@@ -66,16 +66,12 @@ class Arena:
         place = int(np.searchsorted(self.records, record))
         return self.bytes[self.begins[place] : self.ends[place]]
 
-    def gather(self, records: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """u8: these records, one after another, copied into `out` if given."""
-        places = np.searchsorted(self.records, records)
-        begins, ends = self.begins[places].tolist(), self.ends[places].tolist()
-        out = np.empty(sum(ends) - sum(begins), np.uint8) if out is None else out
-        at = 0
-        for begin, end in zip(begins, ends, strict=True):
+    def copy_to(self, out: np.ndarray, records: np.ndarray) -> None:
+        """Copy these records into `out`, one after another."""
+        places, at = np.searchsorted(self.records, records), 0
+        for begin, end in zip(self.begins[places].tolist(), self.ends[places].tolist(), strict=True):
             out[at : at + end - begin] = self.bytes[begin:end]
             at += end - begin
-        return out
 
 
 def map_pages(size_bytes: int) -> mmap.mmap:
@@ -169,18 +165,18 @@ class MemorySource(TableSource):
         """
         records = _sample_first(records)
         blobs = self._read_all(records.tolist())
-        sample, count = _next_chunk(itertools.islice(blobs, SAMPLE))
-        (check_memory or check_alone)(len(sample) / max(count, 1) * len(records), len(sample))
-        chunks = [sample]
-        del sample
-        while len(chunk := _next_chunk(blobs)[0]):
-            chunks.append(chunk)
-        arena, at = Arena(records, self.lengths), 0
-        while chunks:  # each chunk is dropped once it is copied, so that no more than one is there twice
-            chunk = chunks.pop(0)
-            arena.bytes[at : at + len(chunk)] = chunk
-            at += len(chunk)
-        self.take(arena)
+        sample = [*itertools.islice(blobs, SAMPLE)]
+        sample_bytes = sum(map(len, sample))
+        part_bytes = sample_bytes / max(len(sample), 1) * len(records)
+        (check_memory or check_alone)(part_bytes, sample_bytes)
+        pages, at = map_pages(int(part_bytes)), 0
+        for blob in itertools.chain(sample, blobs):
+            end = at + len(blob)
+            if end > len(pages):  # the estimate was too small; what is not written takes no memory
+                pages.resize(2 * end)
+            pages[at:end] = blob
+            at = end
+        self.take(Arena(records, self.lengths, pages))
 
     def _read_all(self, records: list[int]) -> Iterator[Any]:
         done, stall_timeout_s = 0, self.data.stall_timeout_s
@@ -261,41 +257,30 @@ def _sample_first(records: np.ndarray) -> np.ndarray:
     return np.concatenate([records[first], np.delete(records, first)])
 
 
-def _next_chunk(blobs: Iterator[Any]) -> tuple[np.ndarray, int]:
-    """The next of these joined as u8, CHUNK_BYTES of them or fewer if they end; and how many they are."""
-    chunk: list[Any] = []
-    size_bytes = 0
-    while size_bytes < CHUNK_BYTES and (blob := next(blobs, None)) is not None:
-        chunk.append(blob)
-        size_bytes += len(blob)
-    joined, at = np.frombuffer(map_pages(size_bytes), np.uint8, size_bytes), 0
-    for blob in chunk:
-        joined[at : at + len(blob)] = np.frombuffer(blob, np.uint8)
-        at += len(blob)
-    return joined, len(chunk)
-
-
 # ---------------------------------------------------------------- room
 
 
-def need_and_left(part_bytes: float, loaded_bytes: float, copies: float = 1) -> np.ndarray:
-    """f64[2]: bytes that a process still needs for its part and copies, a chunk with each; bytes its host has left."""
-    need_bytes = copies * (part_bytes + min(part_bytes, CHUNK_BYTES)) - loaded_bytes
+def need_and_left(part_bytes: float, loaded_bytes: float = 0, copies: float = 1) -> np.ndarray:
+    """f64[2]: bytes that a process still needs, its part `copies` times and to send records; bytes that are left."""
+    need_bytes = copies * part_bytes + min(part_bytes, BUFFER_BYTES) - loaded_bytes
     return np.array([need_bytes, available_bytes()], np.float64)
 
 
 def check_room(rows: np.ndarray, hosts: Sequence[int]) -> None:
     """Raise `NoRoom` for parts that together need more memory than their host has left.
 
-    The system would grant the memory, and kill the process that uses it. `rows` are f64[ranks, 2], `need_and_left` of
-    each rank, `hosts` those of the ranks.
+    The system would grant the memory, and kill the process that uses it.
+
+    Args:
+        rows: f64[ranks, 2], `need_and_left` of each rank.
+        hosts: of the ranks.
     """
     for ranks in _by_host(hosts):
-        need_bytes, left_bytes = rows[ranks, 0].sum(), rows[ranks, 1].min()
-        if need_bytes > left_bytes:
+        need, left = rows[ranks, 0].sum(), rows[ranks, 1].min()
+        if need > left:
             raise NoRoom(
-                f"data.memory: {need_bytes / 1e9:,.1f} GB more are needed by {len(ranks)} rank{'s' * (len(ranks) > 1)} "
-                f"on rank {ranks[0]}'s machine, which has {left_bytes / 1e9:,.1f} GB left; take more workers on other "
+                f"data.memory: {need / 1e9:,.1f} GB more are needed by {len(ranks)} rank{'s' * (len(ranks) > 1)} "
+                f"on rank {ranks[0]}'s machine, which has {left / 1e9:,.1f} GB left; take more workers on other "
                 "hosts, a larger data.group_size, smaller images, or data.memory none"
             )
 
@@ -312,15 +297,20 @@ def _by_host(hosts: Sequence[int]) -> list[list[int]]:
 def smallest_group(total_bytes: float, copies: float, left: np.ndarray, hosts: Sequence[int], each: int = 1) -> int:
     """The smallest group whose parts fit into FREE_SHARE of each host's free memory; all workers if none does.
 
-    The smaller a group, the fewer records move. `total_bytes` are those of all records, of which a part is there
-    `copies` times if they move; `left` is f64[ranks], the bytes that the host of each has left; a rank has `each`
-    workers.
+    The smaller a group, the fewer records move.
+
+    Args:
+        total_bytes: of all records.
+        copies: of its part that a worker has at once if records move.
+        left: f64[ranks], bytes that the host of each has left.
+        hosts: of the ranks.
+        each: workers of a rank.
     """
     sizes = _group_sizes(len(hosts) * each, each)
     for size in sizes:
         parts = max(size // each, 1)
-        need_bytes = need_and_left(total_bytes / parts, 0, copies if parts > 1 else 1)[0]
-        if all(len(ranks) * need_bytes <= FREE_SHARE * left[ranks].min() for ranks in _by_host(hosts)):
+        need = need_and_left(total_bytes / parts, copies=copies if parts > 1 else 1)[0]
+        if all(len(ranks) * need <= FREE_SHARE * left[ranks].min() for ranks in _by_host(hosts)):
             return size
     return sizes[-1]
 

@@ -59,19 +59,21 @@ class TestRoom:
         with pytest.raises(UsageError, match=r"5\.0 GB .* by 2 ranks on rank 1's machine, which has 4\.0 GB"):
             memory_source.check_room(rows, hosts)
 
-    def test_chunks_that_wait_are_not_counted_twice(self, monkeypatch):
-        """On a machine with room for the part and a fifth of it."""
+    def test_a_part_is_read_into_the_memory_in_which_it_stays(self, monkeypatch):
+        """On a machine with room for the part and a fifth of it, though the estimate is too small."""
         taken, whole = [], memory_source.map_pages
-        monkeypatch.setattr(memory_source, "map_pages", lambda size: taken.append(size) or whole(size))
+        monkeypatch.setattr(memory_source, "map_pages", lambda size: taken.append(size) or whole(size // 3))
         monkeypatch.setattr(memory_source, "available_bytes", lambda: 1500 - sum(taken))
-        monkeypatch.setattr(memory_source, "CHUNK_BYTES", 100)
-        assert loaded(50).newest().bytes.size == 1225
+        monkeypatch.setattr(memory_source, "BUFFER_BYTES", 100)
+        source = loaded(50)
+        assert source.newest().bytes.size == 1225 == taken[0]
+        assert all(bytes(source.record(i)[0]) == bytes([i]) * i for i in range(50))
 
     def test_what_others_took_since_is_seen_before_a_shuffle(self, monkeypatch):
         source, stays = loaded(9), np.zeros(9, int)
         monkeypatch.setattr(memory_source, "available_bytes", lambda: 35)
         with pytest.raises(UsageError, match=r"data\.memory"):
-            new_arena(source, list(plan_moves(np.arange(9), stays, stays, source.lengths, 0, 1)))
+            new_arena(source, plan_moves(np.arange(9), stays, stays, source.lengths, 0, 1))
 
 
 class TestAvailable:
@@ -116,7 +118,7 @@ class TestGroups:
                 memory_source.check_group(group, workers, each)
 
     def test_the_smallest_that_fits_is_chosen(self):
-        """Eight ranks on two hosts, 8 GB of records and two chunks of 64 MiB a rank; half of what is left is taken."""
+        """Eight ranks on two hosts, 8 GB of records and buffers of 64 MiB a rank; half of what is left is taken."""
 
         def chosen(left_bytes: float, copies: float = 2.0) -> int:
             left = np.array([9e12] * 4 + [left_bytes] * 4)
@@ -201,7 +203,7 @@ class TestShuffles:
         source.take(Arena(np.arange(9), source.lengths))
         monkeypatch.setattr(memory_source, "available_bytes", lambda: size_bytes)  # the spare pages are counted, too
         stays = np.zeros(78, int)
-        arena = new_arena(source, list(plan_moves(np.arange(78), stays, stays, source.lengths, 0, 1)))
+        arena = new_arena(source, plan_moves(np.arange(78), stays, stays, source.lengths, 0, 1))
         assert (arena.bytes.ctypes.data, arena.bytes.size) == (address, sum(range(78)))
         source.lengths[79] = len(arena.pages)
         assert Arena(np.arange(80), source.lengths, arena.pages).bytes.size == len(arena.pages) + sum(range(79))
