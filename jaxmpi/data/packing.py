@@ -14,6 +14,7 @@ import functools
 import hashlib
 import io
 import json
+import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ import numpy as np
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import refuse_ways_out, sync_file, write_all
 from jaxmpi.data.decode import CorruptExample, corrupt_if_it_fails, decoded, encoded, encoded_again, resized
-from jaxmpi.data.sources.base import Source, pair, where
+from jaxmpi.data.sources.base import Source, pair, sha256, where
 from jaxmpi.data.sources.packed import (
     FORMAT,
     INDEX,
@@ -103,6 +104,7 @@ def pack(
         "source": source.name,
         "examples": len(source),
         "digest": getattr(source, "digest", str)(),
+        "files": _digest_states(source),
         **{name: getattr(options, name) for name in ("resize", "quality", "shard_bytes")},
     }
     shards: list[Shard] = []
@@ -130,6 +132,12 @@ def pack(
             f"{folder}: {error.strerror or error}; {_count_done(shards)} of {len(source)} examples are safe in whole "
             "shards. Make room, and run the same line again: it continues from there"
         ) from error
+
+
+def _digest_states(source: Source) -> str:
+    """Digest of the sizes and times of a source's files: `digest` is of their names and labels, which stay."""
+    states = (os.stat(path) for path in getattr(source, "paths", tuple)())
+    return sha256(f"{state.st_size} {state.st_mtime_ns}" for state in states)
 
 
 def _count_done(shards: list[Shard]) -> int:

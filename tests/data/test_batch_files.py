@@ -167,7 +167,7 @@ class TestDamage:
         with pytest.raises(UsageError, match=r"part10-a\.npy and part8-a\.npy, .*leading zeros"):
             opened(folder)
         (files / "part10-a.npy").rename(files / "zz1234.npy")  # another name altogether
-        assert opened(folder).files == ["part8-a.npy", "part9-a.npy", "zz1234.npy"]
+        assert opened(folder).files == [f"{files}/{name}" for name in ("part8-a.npy", "part9-a.npy", "zz1234.npy")]
 
     @pytest.mark.parametrize("name", ["train/00000.npy", "train_labels.npy"])
     def test_pipes_are_refused_without_waiting(self, folder, name):

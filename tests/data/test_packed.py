@@ -126,6 +126,16 @@ def test_files_keep_their_bytes_unless_another_size_is_asked_for(folder, tmp_pat
     assert packing.pack(source, tmp_path / "low", low).size_bytes < sum(small.manifest.shard_bytes)
 
 
+def test_files_that_have_changed_under_their_names_are_not_taken_for_those_that_were_packed(folder, tmp_path):
+    packing.pack(opened(folder), tmp_path / "packed")
+    packing.pack(opened(folder), tmp_path / "packed")
+    path = folder / "train" / "cat" / "0.jpg"
+    path.write_bytes(jpeg((20, 30)))
+    os.utime(path, (1, 1))
+    with pytest.raises(UsageError, match="files: got"):
+        packing.pack(opened(folder), tmp_path / "packed")
+
+
 # ---------------------------------------------------------------- the command
 
 

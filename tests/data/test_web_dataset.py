@@ -195,6 +195,14 @@ def test_every_format_and_ending_of_a_tar_file_is_read_whole(tmp_path, kind):
         assert [opened(tmp_path)[i][0].max() for i in range(6)] == [*range(6)]
 
 
+@pytest.mark.parametrize("factor", [1, 20, 128, 2048])  # of `tar -b`
+def test_a_shard_of_any_usual_record_size_is_read_whole(tmp_path, factor):
+    shard(tmp_path / "train.tar", SIX)
+    blob = (tmp_path / "train.tar").read_bytes()[: 14 * 2 * HEADER - 2 * HEADER]
+    (tmp_path / "train.tar").write_bytes(blob + bytes(-len(blob) % (factor * HEADER)))
+    assert len(opened(tmp_path)) == 6
+
+
 def test_a_link_among_the_members_is_refused(tmp_path):
     with tarfile.open(tmp_path / "train.tar", "w") as tar:
         for name in ("0.png", "1.png"):

@@ -65,7 +65,7 @@ class ParquetSource(ArrowSource):
     """One split of Parquet files."""
 
     def __init__(self, config: Data, files: Sequence[str]) -> None:
-        self.groups: list[tuple[str, int]] = []
+        self.files, self.groups = files, []
         rows, size_bytes, labels = [], [], []
         for path in files:
             with _open_parquet(path) as file:
@@ -125,8 +125,8 @@ class HuggingFaceSource(ArrowSource):
     def __init__(self, config: Data, folder: str) -> None:
         self.config, self.folder, self.tables = config, folder, []
         pyarrow = base.import_package("huggingface", "huggingface", "pyarrow")
-        paths, features = _read_saved(Path(folder))
-        for path in paths:
+        self.files, features = _read_saved(Path(folder))
+        for path in self.files:
             with base.refusing(path, DATA_SET, pyarrow.ArrowException):
                 schema, batches = _map_batches(pyarrow, path)
             self.add_schema(config, schema, path)

@@ -30,6 +30,7 @@ class Source(Protocol):
     - `where(i) -> str`: the name of example i in errors.
     - `notes: tuple[str, ...]`: lines for the user at the start.
     - `digest() -> str`: the same on all ranks if their data are.
+    - `paths() -> Iterable[str]`: its files; `jaxmpi data pack` sees by their sizes and times whether they have changed.
     - `encoded(i) -> (bytes, label)`: example i as a JPEG, PNG or what else Pillow knows, any object with a buffer.
       Loaders then call it in place of `source[i]` and decode no more than a crop needs. May be None. Its errors
       end the run; `CorruptExample` is skipped if `data.on_error` says so.
@@ -105,6 +106,7 @@ class TableSource:
     names: tuple[str, ...] = ()  # of the classes
     classes, is_counted = 0, False
     parts: tuple[str, ...] = ()  # names of files, or of what is in them
+    files: Sequence[str] = ()  # paths
     ends = np.zeros(0, np.int64)  # of each part, the index behind its last row
 
     def __init__(self, config: Data, columns: Sequence[str] = DEFAULT) -> None:
@@ -122,6 +124,10 @@ class TableSource:
         """The file of row `index`, and its place there."""
         part, row = place_in_parts(self.ends, index)
         return f"{self.parts[part]}[{row}]"
+
+    def paths(self) -> Iterable[str]:
+        """The files that are read."""
+        return self.files
 
     def digest(self) -> str:
         """The same for files of the same names, lengths and labels."""

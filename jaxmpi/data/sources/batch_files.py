@@ -58,11 +58,11 @@ class BatchFileSource(TableSource):
         super().__init__(config)
         folder = os.path.join(root, split)
         there = os.listdir(folder) if os.path.isdir(folder) else []
-        self.files = sorted(file for file in there if file.endswith(".npy"))
-        if not self.files:
+        names = sorted(file for file in there if file.endswith(".npy"))
+        if not names:
             raise UsageError(f"batchfiles: found no .npy file in a folder {folder}; expected {LAYOUT}")
-        _check_order(folder, self.files)
-        paths = [os.path.join(folder, file) for file in self.files]
+        _check_order(folder, names)
+        self.files = paths = [os.path.join(folder, name) for name in names]
         headers = [read_header(path, IMAGES) for path in paths]
         self.shape = headers[0].shape[1:]
         self.each = math.prod(self.shape)  # bytes of an image; a file with holes can be larger than its disk

@@ -32,6 +32,10 @@ class Subset:
         """The file of the example, or its place in the source."""
         return where(self.source, int(self.indices[index]))
 
+    def paths(self) -> Any:
+        """The files of the source."""
+        return getattr(self.source, "paths", tuple)()
+
     def digest(self) -> str:
         """The source's, and which examples."""
         return sha256([getattr(self.source, "digest", str)()], [self.indices])

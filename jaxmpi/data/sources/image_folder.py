@@ -1,7 +1,7 @@
 """Source: a folder of images, one folder a class."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -49,6 +49,9 @@ class FolderSource(TableSource):
 
     def digest(self) -> str:
         return sha256(self.names, (self.blob, self.offsets, self.labels))
+
+    def paths(self) -> Iterable[str]:
+        return map(self.where, range(len(self)))
 
     def where(self, index: int) -> str:
         name = os.fsdecode(self.blob[self.offsets[index] : self.offsets[index + 1]].tobytes())

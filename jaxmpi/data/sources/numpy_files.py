@@ -132,7 +132,7 @@ class NumpySource(base.TableSource):
     """
 
     def __init__(self, config: Data, files: Sequence[str]) -> None:
-        self.opened = OpenFiles(files)
+        self.files, self.opened = files, OpenFiles(files)
         if files[0].endswith(".npz"):
             tables = [(path, _list_zip(path, number)) for number, path in enumerate(files)]
         else:

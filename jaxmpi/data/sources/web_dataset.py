@@ -62,7 +62,7 @@ class WebDatasetSource(TableSource):
         if unknown:
             raise UsageError(f"data.columns: got {', '.join(unknown)}; {config.source} reads {MEMBERS}")
         super().__init__(config, columns)
-        self.shards, self.parts = OpenFiles(shards), tuple(shards)
+        self.shards, self.files, self.parts = OpenFiles(shards), shards, tuple(shards)
         self.index = load_or_build_index(shards, columns)
         self.ends, self.labels = self.index.ends, self.index.labels if len(self.index.labels) else None
         self.is_compressed = all(name.split(".")[-1] in IMAGES for name in self.alternatives[0])
@@ -233,9 +233,12 @@ def _list_members(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
             yield tarfile.TarInfo.fromtarfile(tar)
         except (tarfile.TarError, ValueError) as error:
             raise UsageError(f"{path}: damaged at byte {begin}: {error}; copy it again") from error
-    record = tarfile.RECORDSIZE
-    if any(file.read(record)) or size > -(-(begin + 2 * tarfile.BLOCKSIZE) // record) * record:
+    # A writer fills its last record, of 20 blocks or, as with `tar -b 128`, a power of two of them. More zeros than that
+    # are a hole, such as a copy has that was broken off after its file had been given its size.
+    end, records = begin + 2 * tarfile.BLOCKSIZE, [20, *(1 << i for i in range(12))]
+    is_filled = size <= end or any(size == -(-end // (n * tarfile.BLOCKSIZE)) * n * tarfile.BLOCKSIZE for n in records)
+    if not is_filled or any(file.read(size - file.tell())):
         raise UsageError(
             f"{path}: got zeros at byte {begin}, which close a tar file, and {size - begin} bytes from there on; "
-            f"expected its end within {record}: it has a hole, or is two shards in one: copy or write it again"
+            "expected zeros up to the end of a record: it has a hole, or is two shards in one: copy or write it again"
         )
