@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class LoaderPool:
     def __init__(self, kind: str, size: int, stall_timeout_s: float) -> None:
         self.kind, self.size, self.stall_timeout_s = kind, size, stall_timeout_s
         self._start = lookup(KINDS, kind, "data.loader")
-        self._loaders: Any = None  # made by a row of KINDS
+        self._loaders: Sequence[Any] = ()  # made by a row of KINDS
         self._stop_loaders: Callable[[], object] = lambda: None
         self._board = np.zeros(size, BOARD)
         self.jobs: dict[int, Job] = {}  # that are not closed
@@ -87,14 +87,15 @@ class LoaderPool:
         Raises:
             UsageError: loader processes cannot have its source.
         """
-        if self._loaders is None:
+        if not self._loaders:
             board = Segment(self._board.nbytes)
             self._board = board.array(0, self._board.shape, BOARD)
             self._loaders = self._start(self.size, board)
-            self._stop_loaders = weakref.finalize(self, _stop, self._loaders, self._board)
-        job, prepared = next(self._numbers), self._loaders.prepare(reader)
+            # Not a method of the pool, which the finalizer would keep alive. The board's address holds as long as it.
+            self._stop_loaders = weakref.finalize(self, _stop, self._loaders, self._board, board)
+        job, prepared = next(self._numbers), reader if self.kind == "threads" else pickle_reader(reader)
         self.jobs[job] = Job(reader, prepared)
-        self.note(job, prepared)
+        self._send_all(Note(job, prepared))
         return job
 
     def attach(self, job: int, ring: Ring) -> None:
@@ -102,25 +103,23 @@ class LoaderPool:
         if (opened := self.jobs.get(job)) is None:
             raise CancelledError  # another thread has closed it
         opened.ring = ring
-        self.note(job, ring)
+        self._send_all(Note(job, ring))
 
-    def note(self, job: int, content: Any) -> None:
-        """Send all loaders a `Note`."""
-        if self._loaders is not None:
-            for number in range(self.size):
-                self._loaders.send(number, Note(job, content))
+    def _send_all(self, note: Note) -> None:
+        for loader in self._loaders:
+            loader.send(note)
 
     def request(self, number: int, job: int, *fields: Any) -> int:
         """Send a loader `Make(job, ticket, *fields)`; return the ticket."""
         ticket = next(self._numbers)
         self._tickets[ticket] = job, number
-        if self._loaders is not None:  # else it has been stopped, which whoever waits will see
-            self._loaders.send(number, Make(job, ticket, *fields))
+        for loader in self._loaders[number : number + 1]:  # none if it has been stopped, which whoever waits will see
+            loader.send(Make(job, ticket, *fields))
         return ticket
 
     def has(self, ticket: int) -> bool:
         """Return True if `answer` would not wait."""
-        self._receive(0)
+        self._receive(ticket, 0)
         return ticket in self._answers
 
     def answer(self, ticket: int) -> Answer:
@@ -132,25 +131,26 @@ class LoaderPool:
         """
         begin = time.monotonic()
         while ticket not in self._answers:
-            if ticket not in self._tickets or self._loaders is None:
+            if ticket not in self._tickets or not self._loaders:
                 raise CancelledError
-            if not self._receive(POLL_S):
+            if not self._receive(ticket, POLL_S):
                 self._check_alive(ticket, begin)
         self._tickets.pop(ticket, None)
         return self._answers.pop(ticket)
 
-    def _receive(self, timeout_s: float) -> bool:
+    def _receive(self, ticket: int, timeout_s: float) -> bool:
+        """Take what the loader of a ticket has answered, if anything within the time."""
         with self._lock:
-            loaders = self._loaders  # another thread may stop the pool
-            answers = loaders.answers(timeout_s) if loaders is not None else []
+            _, number = self._tickets.get(ticket, (0, 0))
+            answers = [answer for loader in self._loaders[number : number + 1] for answer in loader.receive(timeout_s)]
             self._answers |= {answer.ticket: answer for answer in answers if answer.ticket in self._tickets}
             return bool(answers)
 
     def _check_alive(self, ticket: int, begin: float) -> None:
         loaders, (job, number) = self._loaders, self._tickets.get(ticket, (0, 0))
-        if not job or loaders is None:
+        if not job or not loaders:  # another thread has closed the job, or stopped the pool
             return
-        how, (place, since_s) = loaders.ended(number), self.current_example(number)
+        how, (place, since_s) = loaders[number].ended(), self.current_example(number)
         if how:
             raise TrainingError(f"loader {number} of {self.size} {how} {place or 'between examples'}")
         silent_s = time.monotonic() - (since_s if place else max(begin, since_s))  # since its last message
@@ -180,11 +180,11 @@ class LoaderPool:
             for ticket in [ticket for ticket, (other, _) in self._tickets.items() if other == job]:
                 del self._tickets[ticket]
                 self._answers.pop(ticket, None)
-        self.note(job, None)
+        self._send_all(Note(job, None))
 
     def stop(self) -> None:
         """End the loaders. A job that is opened later starts new ones."""
-        self._loaders = None
+        self._loaders = ()
         self.jobs.clear()
         self._stop_loaders()
 
@@ -195,9 +195,13 @@ class LoaderPool:
         self.stop()
 
 
-def _stop(loaders: Any, board: np.ndarray) -> None:
-    board["stop"] = 1
-    loaders.stop()
+def _stop(loaders: Sequence[Any], board: np.ndarray, _segment: Segment) -> None:
+    board["stop"] = 1  # queued requests are passed over
+    for loader in loaders:
+        loader.end()
+    deadline = time.monotonic() + max(loader.JOIN_S for loader in loaders)
+    for loader in loaders:
+        loader.join(max(0.0, deadline - time.monotonic()))
 
 
 def kind_for(config: Data, source: Source) -> str:
@@ -214,48 +218,36 @@ def kind_for(config: Data, source: Source) -> str:
     return "processes" if decodes and not in_process and hasattr(os, "memfd_create") else "threads"
 
 
-class Threads:
-    """Loaders that are threads of this process; decoding releases the GIL."""
+class ThreadLoader:
+    """A loader that is a thread of this process; decoding releases the GIL."""
 
-    def __init__(self, size: int, board: Segment) -> None:
+    JOIN_S = JOIN_S
+
+    def __init__(self, number: int, board: np.ndarray) -> None:
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.done: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self.inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
-        rows = board.array(0, (size,), BOARD)
-        self.threads = [
-            threading.Thread(
-                target=_work,
-                args=(rows[number : number + 1], inbox, self.done),
-                daemon=True,
-                name=f"jaxmpi-loader-{number}",
-            )
-            for number, inbox in enumerate(self.inboxes)
-        ]
-        for thread in self.threads:
-            thread.start()
+        name = f"jaxmpi-loader-{number}"
+        # The thread does not have this object, so that a pool that nobody has ends.
+        arguments = board[number : number + 1], self.inbox, self.done
+        self.thread = threading.Thread(target=_work, args=arguments, daemon=True, name=name)
+        self.thread.start()
 
-    def prepare(self, reader: ExampleReader) -> ExampleReader:
-        return reader
+    def send(self, message: Any) -> None:
+        self.inbox.put(message)
 
-    def send(self, number: int, message: Any) -> None:
-        self.inboxes[number].put(message)
-
-    def answers(self, timeout_s: float) -> list[Answer]:
-        answers: list[Answer] = []
+    def receive(self, timeout_s: float) -> list[Answer]:
         with contextlib.suppress(queue.Empty):
-            answers.append(self.done.get(block=timeout_s > 0, timeout=timeout_s))
-            while True:
-                answers.append(self.done.get_nowait())
-        return answers
+            return [self.done.get(block=timeout_s > 0, timeout=timeout_s)]
+        return []
 
-    def ended(self, number: int) -> str:
-        return ""  # a thread does not end before `stop`
+    def ended(self) -> str:
+        return ""  # a thread does not end before `end`
 
-    def stop(self) -> None:  # queued requests are passed over, since the board says so
-        for inbox in self.inboxes:
-            inbox.put(None)
-        deadline = time.monotonic() + JOIN_S
-        for thread in self.threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+    def end(self) -> None:
+        self.inbox.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        self.thread.join(timeout_s)
 
 
 def _work(board: np.ndarray, inbox: "queue.SimpleQueue[Any]", done: "queue.SimpleQueue[Answer]") -> None:
@@ -267,43 +259,10 @@ def _work(board: np.ndarray, inbox: "queue.SimpleQueue[Any]", done: "queue.Simpl
         del message, answer  # else an idle thread keeps its last batch alive
 
 
-class LoaderProcesses:
-    """Loaders that are processes, which end with this one, however it ends.
-
-    They start from scratch and are not forked: MPI and JAX have threads by then.
-    """
-
-    def __init__(self, size: int, board: Segment) -> None:
-        self.board = board  # its address is valid while it lives
-        self.loaders = [LoaderProcess(number, board.address) for number in range(size)]
-        self.open_pipes = {loader.pipe for loader in self.loaders}
-
-    def prepare(self, reader: ExampleReader) -> SharedPickle:
-        return pickle_reader(reader)
-
-    def send(self, number: int, message: Any) -> None:
-        self.loaders[number].outbox.put(pickle.dumps(message))
-
-    def answers(self, timeout_s: float) -> list[Answer]:
-        answers = []
-        try:
-            ready = wait([*self.open_pipes], timeout_s)
-        except OSError:  # another thread has stopped the pool
-            return answers
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            try:
-                while pipe.poll():
-                    answers.append(answer_from_bytes(pipe.recv_bytes()))
-            except (EOFError, OSError):  # it has ended; `ended` says how
-                self.open_pipes.discard(pipe)
-        return answers
-
-    def ended(self, number: int) -> str:
-        return self.loaders[number].ended()
-
-    def stop(self) -> None:
-        end_processes(self.loaders)
+def start_threads(size: int, board: Segment) -> list[ThreadLoader]:
+    """Loaders that are threads."""
+    rows = board.array(0, (size,), BOARD)
+    return [ThreadLoader(number, rows) for number in range(size)]
 
 
 def pickle_reader(reader: ExampleReader) -> SharedPickle:
@@ -336,7 +295,12 @@ def python_line(module: str, *arguments: Any) -> list[str]:
 
 
 class LoaderProcess:
-    """A process of loader `number`, whose board has this address; it ends with this one (`loader_worker.main`)."""
+    """A loader that is a process, whose board has this address; it ends with this one (`loader_worker.main`).
+
+    It starts from scratch and is not forked: MPI and JAX have threads by then.
+    """
+
+    JOIN_S = END_S
 
     def __init__(self, number: int, board: tuple[int, ...] | None) -> None:
         if board is None:
@@ -356,6 +320,15 @@ class LoaderProcess:
         self.outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         threading.Thread(target=_send_all, args=(self.pipe, self.outbox), daemon=True, name="jaxmpi-outbox").start()
 
+    def send(self, message: Any) -> None:
+        self.outbox.put(pickle.dumps(message))
+
+    def receive(self, timeout_s: float) -> list[Answer]:
+        try:
+            return [answer_from_bytes(self.pipe.recv_bytes())] if self.pipe.poll(timeout_s) else []
+        except (EOFError, OSError):  # it has ended, and `ended` says how; or another thread has stopped the pool
+            return []
+
     def ended(self) -> str:
         """How the process ended; empty while it lives."""
         code = self.process.poll()
@@ -364,6 +337,19 @@ class LoaderProcess:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return f"(process {self.process.pid}) {how}"
 
+    def end(self) -> None:
+        """Have the process end, whatever it is at."""
+        self.pipe.close()
+        self.outbox.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:  # stopped, perhaps
+            self.process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1)
+
 
 def _send_all(pipe: Connection, outbox: "queue.SimpleQueue[bytes | None]") -> None:
     while (message := outbox.get()) is not None:
@@ -371,22 +357,9 @@ def _send_all(pipe: Connection, outbox: "queue.SimpleQueue[bytes | None]") -> No
             pipe.send_bytes(message)
 
 
-def end_processes(loaders: Sequence[LoaderProcess]) -> None:
-    """End loader processes, whatever they are at, by closing their pipes."""
-    for loader in loaders:
-        loader.pipe.close()
-        loader.outbox.put(None)
-    deadline = time.monotonic() + END_S
-    for loader in loaders:
-        try:
-            loader.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:  # stopped, perhaps
-            loader.process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                loader.process.wait(1)
-
-
-# Each row has `prepare(reader)`, whose result is sent and kept until the job is closed, `send(number, message)`,
-# `answers(timeout_s)`, which waits for the first, `ended(number)`, empty while a loader lives, and `stop()`.
-# `mpi_loaders` adds `spawn`.
-KINDS: dict[str, Callable[[int, Segment], Any]] = {"threads": Threads, "processes": LoaderProcesses}
+# By kind, what starts `size` loaders. Each has `send(message)`, `receive(timeout_s)`, which waits for an answer,
+# `ended()`, empty while it lives, `end()` and `join(timeout_s)`. `mpi_loaders` adds `spawn`.
+KINDS: dict[str, Callable[[int, Segment], Sequence[Any]]] = {
+    "threads": start_threads,
+    "processes": lambda size, board: [LoaderProcess(number, board.address) for number in range(size)],
+}

@@ -21,7 +21,7 @@ from typing import Any
 from jaxmpi.comm.polling import POLL_S, WaitClock, wait
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.shared_memory import Segment
-from jaxmpi.data.loader_pool import JOIN_S, KINDS, LoaderProcess, end_processes, pickle_reader, python_line
+from jaxmpi.data.loader_pool import JOIN_S, KINDS, LoaderProcess, python_line
 from jaxmpi.data.loader_worker import Answer, answer_from_bytes, ignore_signals
 from jaxmpi.runtime import failures, job_folder
 
@@ -29,54 +29,48 @@ TO_LOADER, TO_WORKER = 40, 55
 STOP, ENDED = b"stop", b"ended"
 
 
-class SpawnedLoaders:
-    """MPI loaders on the worker's host, in a communicator with it alone."""
+class SpawnedLoader:
+    """A loader that MPI has started on the worker's host, in a communicator of all its loaders with it alone."""
 
-    prepare = staticmethod(pickle_reader)
+    JOIN_S = JOIN_S
 
-    def __init__(self, size: int, board: Segment) -> None:
-        self.board, self.size = board, size  # the board's address is valid while it lives
-        self.deaths: dict[int, str] = {}  # by number, how loaders have ended
-        self.mpi, self.comm = _spawn(size, board)
+    def __init__(self, number: int, mpi: Any, comm: Any, stopped: set[int]) -> None:
+        self.number, self.mpi, self.comm = number, mpi, comm
+        self.stopped = stopped  # numbers of those of the communicator that have ended
+        self.death = ""  # how it has ended
         self.sent: list[tuple[Any, bytes]] = []  # requests with what they send
 
-    def send(self, number: int, message: Any) -> None:
-        self._send(number, pickle.dumps(message))
+    def send(self, message: Any) -> None:
+        self._send(pickle.dumps(message))
 
-    def _send(self, number: int, message: bytes) -> None:
+    def _send(self, message: bytes) -> None:
         self.sent = [(request, data) for request, data in self.sent if not request.Test()]
-        self.sent.append((self.comm.Isend([message, self.mpi.BYTE], number, TO_LOADER), message))
+        self.sent.append((self.comm.Isend([message, self.mpi.BYTE], self.number, TO_LOADER), message))
 
-    def answers(self, timeout_s: float) -> list[Answer]:
-        wait(partial(self.comm.Iprobe, self.mpi.ANY_SOURCE, TO_WORKER), timeout_s)
-        answers = []
-        for number, message in self._receive_all():
-            if message.startswith(ENDED):
-                self.deaths[number] = message.partition(b" ")[2].decode()
-            elif message != STOP:
-                answers.append(answer_from_bytes(message))
-        return answers
+    def receive(self, timeout_s: float) -> list[Answer]:
+        wait(partial(self.comm.Iprobe, self.number, TO_WORKER), timeout_s)
+        message = _receive(self.mpi, self.comm, self.number, TO_WORKER) or STOP
+        if message.startswith(ENDED):
+            self.death = message.partition(b" ")[2].decode()
+        return [] if message.startswith((ENDED, STOP)) else [answer_from_bytes(message)]
 
-    def _receive_all(self) -> list[tuple[int, bytes]]:
-        status, messages = self.mpi.Status(), []
-        while (message := _receive(self.mpi, self.comm, TO_WORKER, status)) is not None:
-            messages.append((status.Get_source(), message))
-        return messages
+    def ended(self) -> str:
+        return self.death
 
-    def ended(self, number: int) -> str:
-        return self.deaths.get(number, "")
+    def end(self) -> None:
+        self._send(STOP)
 
-    def stop(self) -> None:  # MPI lets this process go only once they have gone
-        for number in range(self.size):
-            self._send(number, STOP)
-        stopped: set[int] = set()
-
-        def all_ended() -> bool:
-            stopped.update(number for number, message in self._receive_all() if message == STOP)
-            return len(stopped) == self.size
-
-        if wait(all_ended, JOIN_S):
+    def join(self, timeout_s: float) -> None:  # MPI lets this process go only once they have gone
+        if wait(lambda: _receive(self.mpi, self.comm, self.number, TO_WORKER) == STOP, timeout_s):
+            self.stopped.add(self.number)
+        if len(self.stopped) == self.comm.Get_remote_size():
             self.comm.Disconnect()
+
+
+def start_spawned(size: int, board: Segment) -> list[SpawnedLoader]:
+    """Loaders that MPI starts."""
+    (mpi, comm), stopped = _spawn(size, board), set()
+    return [SpawnedLoader(number, mpi, comm, stopped) for number in range(size)]
 
 
 def _spawn(size: int, board: Segment) -> tuple[Any, Any]:
@@ -117,17 +111,17 @@ def _spawn(size: int, board: Segment) -> tuple[Any, Any]:
     return MPI, comm
 
 
-def _receive(mpi: Any, comm: Any, tag: int, status: Any = None) -> bytes | None:
-    """The next message that has come, described by the status from now on; or None."""
-    status = status or mpi.Status()
-    if not comm.Iprobe(mpi.ANY_SOURCE, tag, status):
+def _receive(mpi: Any, comm: Any, rank: int, tag: int) -> bytes | None:
+    """The next message of that rank, if one has come."""
+    status = mpi.Status()
+    if not comm.Iprobe(rank, tag, status):
         return None
     message = bytearray(status.Get_count(mpi.BYTE))
-    comm.Recv([message, mpi.BYTE], status.Get_source(), tag)
+    comm.Recv([message, mpi.BYTE], rank, tag)
     return bytes(message)
 
 
-KINDS["spawn"] = SpawnedLoaders
+KINDS["spawn"] = start_spawned
 
 
 # ---------------------------------------------------------------- in a loader
@@ -147,9 +141,10 @@ def main(worker: int, board: tuple[int, ...]) -> None:
     comm, is_alive = MPI.Comm.Get_parent(), True
     loader = LoaderProcess(MPI.COMM_WORLD.rank, board)
     while True:  # not `polling.wait`: there is no time limit, and it sleeps in `pipe.poll`, which ends with a message
-        while (message := _receive(MPI, comm, TO_LOADER)) is not None:
+        while (message := _receive(MPI, comm, 0, TO_LOADER)) is not None:
             if message == STOP:
-                end_processes([loader])
+                loader.end()
+                loader.join(loader.JOIN_S)
                 comm.Send([STOP, MPI.BYTE], 0, TO_WORKER)
                 return comm.Disconnect()
             loader.outbox.put(message)

@@ -103,7 +103,9 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(shards):
 def test_of_compressed_training_only_labels_are_read_for_another_split(tmp_path, monkeypatch):
     for split in ("train", "validation"):
         np.savez_compressed(tmp_path / f"{split}.npz", image=IMAGES, label=LABELS)
-    read, whole = [], numpy_files._Member.open
-    monkeypatch.setattr(numpy_files._Member, "open", lambda self, name: read.append(name) or whole(self, name))
+    read, whole = [], numpy_files.open_array
+    monkeypatch.setattr(
+        numpy_files, "open_array", lambda files, name, *rest: read.append(name) or whole(files, name, *rest)
+    )
     assert opened(tmp_path, "validation").classes == 3
     assert read == ["image", "label", "label"]

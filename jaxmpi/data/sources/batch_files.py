@@ -16,7 +16,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,8 +26,8 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import sync_file
 from jaxmpi.data.sampler import Sampler
-from jaxmpi.data.sources.base import Source, TableSource, data_root, open_table, pair, place_in_parts, split_name
-from jaxmpi.data.sources.numpy_files import Expected, load_array, read_header
+from jaxmpi.data.sources.base import Source, data_root, open_table, pair, place_in_parts, split_name
+from jaxmpi.data.sources.numpy_files import Expected, StoredArray, StoredRows, load_array, read_header
 from jaxmpi.data.sources.open_files import LastUsed, OpenFiles
 from jaxmpi.data.sources.packed import check_record
 
@@ -44,7 +44,7 @@ IMAGES = Expected(
 LABELS = Expected("whole numbers, one an image", lambda found: found.dtype.kind in "iu" and len(found.shape) == 1)
 
 
-class BatchFileSource(TableSource):
+class BatchFileSource(StoredRows):
     """One split of batch files below `root`.
 
     Raises:
@@ -57,30 +57,27 @@ class BatchFileSource(TableSource):
     def __init__(self, config: Data, root: str, split: str) -> None:
         super().__init__(config)
         folder = os.path.join(root, split)
-        there = os.listdir(folder) if os.path.isdir(folder) else []
-        names = sorted(file for file in there if file.endswith(".npy"))
+        names = sorted(file for file in os.listdir(folder) if file.endswith(".npy")) if os.path.isdir(folder) else []
         if not names:
             raise UsageError(f"batchfiles: found no .npy file in a folder {folder}; expected {LAYOUT}")
         _check_order(folder, names)
-        self.files = paths = [os.path.join(folder, name) for name in names]
-        headers = [read_header(path, IMAGES) for path in paths]
-        self.shape = headers[0].shape[1:]
-        self.each = math.prod(self.shape)  # bytes of an image; a file with holes can be larger than its disk
-        if self.each > MOST_IMAGE_BYTES:
-            raise UsageError(f"{paths[0]}: got {self.each} bytes an image; expected <= {MOST_IMAGE_BYTES}")
-        for path, header in zip(paths, headers, strict=True):
-            if header.shape[1:] != self.shape:
-                raise UsageError(f"{path}: got images of another shape than {self.shape} before it")
-        self.offsets = np.array([header.offset for header in headers], np.int64)
-        self.set_parts(paths, [header.shape[0] for header in headers])
+        self.files = [os.path.join(folder, name) for name in names]
+        headers = [read_header(path, IMAGES) for path in self.files]
+        shape = headers[0].shape[1:]
+        if math.prod(shape) > MOST_IMAGE_BYTES:  # a file with holes can be larger than its disk
+            raise UsageError(f"{self.files[0]}: got {math.prod(shape)} bytes an image; expected <= {MOST_IMAGE_BYTES}")
+        for path, header in zip(self.files, headers, strict=True):
+            if header.shape[1:] != shape:
+                raise UsageError(f"{path}: got images of another shape than {shape} before it")
+        self.arrays = [{"image": StoredArray(i, h.offset, h.dtype, h.shape)} for i, h in enumerate(headers)]
+        self.set_parts(self.files, [header.shape[0] for header in headers])
         labels = f"{folder}_labels.npy"
         self.labels = load_labels(labels)
         if len(self.labels) != self.ends[-1]:
             raise UsageError(f"{labels}: got {len(self.labels)} labels for {self.ends[-1]} images")
-        self.file_ends = tuple(self.ends.tolist())
-        self.opened = OpenFiles(paths)
+        self.file_ends, self.opened = tuple(self.ends.tolist()), OpenFiles(self.files)
         self.spans: LastUsed[np.ndarray] | None = None  # if files are read whole
-        rows = max(SPAN_BYTES // max(self.each, 1), 1)
+        rows = max(SPAN_BYTES // math.prod(shape), 1)
         self.span_ends = tuple(
             min(cut, end)
             for begin, end in itertools.pairwise([0, *self.file_ends])
@@ -91,27 +88,24 @@ class BatchFileSource(TableSource):
     def whole_files(self) -> Self:
         """The same source, which reads files whole, or long ones in spans."""
         source = copy.copy(self)
-        longest = int(np.diff(self.span_ends, prepend=0).max(initial=1)) * self.each
+        longest = int(np.diff(self.span_ends, prepend=0).max(initial=1)) * math.prod(self.arrays[0]["image"].shape[1:])
         source.spans = LastUsed(self._read_span, max(KEPT_BYTES // longest, 2))
         return source
 
     def _read_span(self, span: int) -> np.ndarray:
         """u8[n, height, width, channels], read-only."""
         begin, end = self._begin(span), self.span_ends[span]
-        rows = self._read(begin, (end - begin, *self.shape))
+        part, row = place_in_parts(self.ends, begin)
+        rows = self.read_rows(self.arrays[part]["image"], row, (end - begin,))
         rows.flags.writeable = False
         return rows
 
     def _begin(self, span: int) -> int:
         return self.span_ends[span - 1] if span else 0
 
-    def _read(self, index: int, shape: tuple[int, ...]) -> np.ndarray:
-        file, row = place_in_parts(self.ends, index)
-        return self.opened.read(file, np.empty(shape, np.uint8), int(self.offsets[file]) + row * self.each)
-
-    def read(self, part: int, row: int, index: int) -> tuple[np.ndarray, Any]:
+    def read(self, part: int, row: int, index: int) -> Sequence[Any]:
         if self.spans is None:
-            return self._read(index, self.shape), self.labels[index]
+            return super().read(part, row, index)
         span = bisect.bisect_right(self.span_ends, index)
         return self.spans[span][index - self._begin(span)].copy(), self.labels[index]
 
@@ -163,16 +157,14 @@ def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128
         raise UsageError(f"{name}: got {n} examples, {rows} rows a file; expected 1 or more of both")
     labels_path, digits = Path(root) / f"{split}_labels.npy", max(5, len(str((n - 1) // rows)))
     order = np.arange(n) if seed is None else Sampler(n, n, seed=seed).indices(0).indices
-    labels, files = np.zeros(n, np.int32), set()
-    shape: tuple[int, ...] | None = None
-    total: Any = 0.0
+    labels, files, total = np.zeros(n, np.int32), set(), np.zeros(1)
     for begin in range(0, n, rows):
         images = []
         for place, i in enumerate(order[begin : begin + rows].tolist(), begin):
             image, label = pair(source, i)
             _, labels[place] = check_record(b"", label, 0, f"{name}[{i}]")
-            shape = shape or image.shape
-            if image.dtype != np.uint8 or image.ndim != 3 or image.shape != shape:
+            first = total if begin else images[0] if images else image
+            if image.dtype != np.uint8 or image.ndim != 3 or image.shape != first.shape:
                 what = f"{image.dtype}{list(image.shape)}"
                 raise UsageError(f"{name}[{i}]: got {what}; expected u8[height, width, channels] as before it")
             images.append(image)

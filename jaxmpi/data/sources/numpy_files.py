@@ -124,7 +124,31 @@ class StoredArray(NamedTuple):
     shape: tuple[int, ...]
 
 
-class NumpySource(base.TableSource):
+class StoredRows(base.TableSource):
+    """Rows of arrays, read where they lie in files, or from memory; also of batch files."""
+
+    opened: OpenFiles
+    arrays: list[dict[str, StoredArray | np.ndarray]]  # by part and column
+
+    def read(self, part: int, row: int, index: int) -> Sequence[Any]:
+        return [
+            self.labels[index]
+            if name == self.columns[-1] and self.labels is not None
+            else self.read_rows(self.arrays[part][name], row, ())
+            for name in self.columns
+        ]
+
+    def read_rows(self, array: StoredArray | np.ndarray, row: int, rows: tuple[int, ...]) -> np.ndarray:
+        """[*rows, ...] from `row` on: (n,) is n rows, () a single one, without an axis of rows."""
+        if isinstance(array, np.ndarray):
+            return array[row : row + rows[0]] if rows else array[row]
+        row_bytes = array.dtype.itemsize * math.prod(array.shape[1:])
+        into = np.empty((*rows, *array.shape[1:]), array.dtype)
+        found = self.opened.read(array.file, into, array.offset + row * row_bytes)
+        return found.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+class NumpySource(StoredRows):
     """One split of NumPy files: .npz files, or .npy files that are a column each.
 
     `notes` name arrays that had to be read into memory. Refused: a column that is missing, is no array of numbers, does
@@ -132,91 +156,73 @@ class NumpySource(base.TableSource):
     """
 
     def __init__(self, config: Data, files: Sequence[str]) -> None:
-        self.files, self.opened = files, OpenFiles(files)
+        self.files, self.opened, self.arrays = files, OpenFiles(files), []
         if files[0].endswith(".npz"):
-            tables = [(path, _list_zip(path, number)) for number, path in enumerate(files)]
+            parts = [(path, _list_zip(path, number)) for number, path in enumerate(files)]
         else:
-            columns = [(os.path.basename(path).removesuffix(".npy"), _Member(i, path)) for i, path in enumerate(files)]
-            tables = [(os.path.dirname(files[0]), columns)]
-        self.arrays: list[dict[str, StoredArray | np.ndarray]] = []  # by part and column
-        for path, members in tables:
+            columns = [(os.path.basename(path).removesuffix(".npy"), (i, None)) for i, path in enumerate(files)]
+            parts = [(os.path.dirname(files[0]), columns)]
+        for path, members in parts:
             super().__init__(config, base.choose_columns(config, [name for name, _ in members], path))
-            by_name = dict(members)
-            part = {name: by_name[name].open(name) for name in self.columns}
-            self.arrays.append(part)
-            for name, array in part.items():
-                got, expected = (f"{x.dtype}{list(x.shape[1:])}" for x in (array, self.arrays[0][name]))
-                if got != expected:
-                    raise UsageError(f"{path}: {name}: got rows {got}; expected {expected} as in {tables[0][0]}")
-                if isinstance(array, np.ndarray):
-                    self.notes += (
-                        f"{path}: {name} is compressed or in Fortran order: {array.nbytes:,} bytes read into memory; "
-                        "numpy.savez of C order would leave them in the file",
-                    )
-            lengths = {name: array.shape[0] for name, array in part.items()}
-            if len(set(lengths.values())) > 1:
-                raise UsageError(f"{path}: got columns of lengths {lengths}; expected one length: write them again")
-        self.set_parts((path for path, _ in tables), [part[self.columns[0]].shape[0] for part in self.arrays])
-        labels = [part[self.columns[-1]] for part in self.arrays] if len(self.columns) in (1, 2) else []
+            arrays = {name: open_array(files, name, *dict(members)[name]) for name in self.columns}
+            self.arrays.append(arrays)
+            self._check_part(path, parts[0][0], arrays)
+        self.set_parts((path for path, _ in parts), [arrays[self.columns[0]].shape[0] for arrays in self.arrays])
+        labels = [arrays[self.columns[-1]] for arrays in self.arrays] if len(self.columns) in (1, 2) else []
         if labels and all(array.dtype.kind in "iu" and len(array.shape) == 1 for array in labels):
-            self.labels = np.concatenate([self._rows(array, 0, array.shape) for array in labels]).astype(np.int64)
+            self.labels = np.concatenate([self.read_rows(array, 0, array.shape) for array in labels]).astype(np.int64)
 
-    def read(self, part: int, row: int, index: int) -> Sequence[Any]:
-        return [
-            self.labels[index]
-            if name == self.columns[-1] and self.labels is not None
-            else self._rows(array, row, array.shape[1:])
-            for name, array in self.arrays[part].items()
-        ]
-
-    def _rows(self, array: StoredArray | np.ndarray, row: int, shape: tuple[int, ...]) -> np.ndarray:
-        """The array from `row` on, as many as the shape says; without an axis of rows that row alone."""
-        if isinstance(array, np.ndarray):
-            return array[row] if len(shape) < array.ndim else array
-        each = array.dtype.itemsize * math.prod(array.shape[1:])
-        rows = self.opened.read(array.file, np.empty(shape, array.dtype), array.offset + row * each)
-        return rows.astype(array.dtype.newbyteorder("="), copy=False)
+    def _check_part(self, path: str, first: str, arrays: dict[str, StoredArray | np.ndarray]) -> None:
+        for name, array in arrays.items():
+            got, expected = (f"{x.dtype}{list(x.shape[1:])}" for x in (array, self.arrays[0][name]))
+            if got != expected:
+                raise UsageError(f"{path}: {name}: got rows {got}; expected {expected} as in {first}")
+            if isinstance(array, np.ndarray):
+                self.notes += (
+                    f"{path}: {name} is compressed or in Fortran order: {array.nbytes:,} bytes read into memory; "
+                    "numpy.savez of C order would leave them in the file",
+                )
+        lengths = {name: array.shape[0] for name, array in arrays.items()}
+        if len(set(lengths.values())) > 1:
+            raise UsageError(f"{path}: got columns of lengths {lengths}; expected one length: write them again")
 
 
-class _Member(NamedTuple):
-    """A .npy file, or one in a .npz file."""
+def open_array(
+    files: Sequence[str], name: str, number: int, info: zipfile.ZipInfo | None = None
+) -> StoredArray | np.ndarray:
+    """An array to read row by row, of a .npy file or a member of a .npz file.
 
-    file: int
-    path: str
-    info: zipfile.ZipInfo | None = None
-
-    def open(self, name: str) -> StoredArray | np.ndarray:
-        """An array to read row by row; one that is compressed or in Fortran order is read now."""
-        where, info = f"{self.path}: {name}", self.info
-        if info is None:
-            header = read_header(self.path, ARRAYS)
-            if header.is_fortran:
-                return np.ascontiguousarray(load_array(self.path, ARRAYS))
-            return StoredArray(self.file, header.offset, header.dtype, header.shape)
-        errors = ValueError, EOFError, struct.error, NotImplementedError, zlib.error, zipfile.BadZipFile
-        with base.refusing(where, ARRAYS.words, *errors), zipfile.ZipFile(self.path) as archive:
-            with archive.open(info) as file:
-                header = parse_header(where, file.read(min(MOST_HEAD_BYTES, info.file_size)))
-                if not ARRAYS.fits(header) or header.end != info.file_size:
-                    raise UsageError(f"{where}: got {header}, {header.end} bytes of {info.file_size}; write it again")
-                if not header.is_fortran and info.compress_type == zipfile.ZIP_STORED:
-                    with open(self.path, "rb") as raw:
-                        raw.seek(info.header_offset)
-                        lengths = LOCAL_HEADER.unpack(raw.read(LOCAL_HEADER.size))
-                    begin = info.header_offset + LOCAL_HEADER.size + sum(lengths)
-                    return StoredArray(self.file, begin + header.offset, header.dtype, header.shape)
+    One that is compressed or in Fortran order is read now.
+    """
+    path = files[number]
+    if info is None:
+        header = read_header(path, ARRAYS)
+        if header.is_fortran:
+            return np.ascontiguousarray(load_array(path, ARRAYS))
+        return StoredArray(number, header.offset, header.dtype, header.shape)
+    errors, where = (ValueError, EOFError, struct.error, NotImplementedError, zlib.error), f"{path}: {name}"
+    with base.refusing(where, ARRAYS.words, *errors, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        with archive.open(info) as file:
+            header = parse_header(where, file.read(min(MOST_HEAD_BYTES, info.file_size)))
+            if not ARRAYS.fits(header) or header.end != info.file_size:
+                raise UsageError(f"{where}: got {header}, {header.end} bytes of {info.file_size}; write it again")
+            if header.is_fortran or info.compress_type != zipfile.ZIP_STORED:
                 _check_room(f"{where}, compressed or in Fortran order", header.end)
                 file.seek(0)
                 return np.ascontiguousarray(np.lib.format.read_array(file, allow_pickle=False))
+        # Stored as it is, a member lies behind a header of its own, whose length only that header says.
+        with open(path, "rb") as raw:
+            raw.seek(info.header_offset)
+            lengths = LOCAL_HEADER.unpack(raw.read(LOCAL_HEADER.size))
+        begin = info.header_offset + LOCAL_HEADER.size + sum(lengths)
+        return StoredArray(number, begin + header.offset, header.dtype, header.shape)
 
 
-def _list_zip(path: str, number: int) -> list[tuple[str, _Member]]:
+def _list_zip(path: str, number: int) -> list[tuple[str, tuple[int, zipfile.ZipInfo]]]:
     """Names of arrays, of which a zip file may have one twice, and where they lie."""
-    with (
-        base.refusing(path, "a .npz file, as numpy.savez writes it", zipfile.BadZipFile),
-        zipfile.ZipFile(path) as file,
-    ):
-        return [(info.filename.removesuffix(".npy"), _Member(number, path, info)) for info in file.infolist()]
+    expected = "a .npz file, as numpy.savez writes it"
+    with base.refusing(path, expected, zipfile.BadZipFile), zipfile.ZipFile(path) as file:
+        return [(info.filename.removesuffix(".npy"), (number, info)) for info in file.infolist()]
 
 
 def numpy_files(config: Data, split: str) -> base.Source:

@@ -233,8 +233,8 @@ def _list_members(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
             yield tarfile.TarInfo.fromtarfile(tar)
         except (tarfile.TarError, ValueError) as error:
             raise UsageError(f"{path}: damaged at byte {begin}: {error}; copy it again") from error
-    # A writer fills its last record, of 20 blocks or, as with `tar -b 128`, a power of two of them. More zeros than that
-    # are a hole, such as a copy has that was broken off after its file had been given its size.
+    # A writer fills its last record, of 20 blocks or, as with `tar -b 128`, a power of two of them. More zeros are a
+    # hole, such as a copy has that was broken off after its file had been given its size.
     end, records = begin + 2 * tarfile.BLOCKSIZE, [20, *(1 << i for i in range(12))]
     is_filled = size <= end or any(size == -(-end // (n * tarfile.BLOCKSIZE)) * n * tarfile.BLOCKSIZE for n in records)
     if not is_filled or any(file.read(size - file.tell())):
