@@ -1,7 +1,8 @@
 """Any source written in the packed format, and checked.
 
-A shard is put in place whole, then its rows with a note of the examples it came from; so a packing that was stopped
-continues behind the last whole shard. The manifest comes last: without it a folder is no packed data set.
+A shard is put in place whole, then its rows are appended to the index, then a note of the examples that it came from to
+the file JOB; so a packing that was stopped continues behind the last whole shard. The manifest comes last: without it a
+folder is no packed data set.
 
 A packing is identified by its source and by the bytes that it makes of a good image. How it treats corrupt images
 is not part of that: after a stop at one, `--on-error skip` continues behind the last whole shard.
@@ -42,8 +43,8 @@ from jaxmpi.data.thread_map import in_order
 
 Progress = Callable[[int], None]  # how many more examples are done
 Record = tuple[bytes, int] | CorruptExample
-MOST_JOB_BYTES = 1 << 20  # that are plausible
-JOB = "packing.json"  # what is packed, until it is finished; also the lock
+MOST_JOB_BYTES = 1 << 23  # that are plausible
+JOB = "packing.json"  # what is packed, then a note a shard, a line each, until all is finished; also the lock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +76,12 @@ class Packing(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A shard that is whole, and where it came from."""
+    """A shard that is whole: the note of it."""
 
     next: int  # first example behind it
     skipped: int
-    rows: np.ndarray  # ROW[records]; offsets are 0 up to the index
+    records: int
+    size_bytes: int
 
 
 def pack(
@@ -111,21 +113,23 @@ def pack(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_ways_out(folder, str(folder), "packing writes nothing through those: remove it")
-        with (folder / JOB).open("a+b", buffering=0) as file:
-            is_new = _begin(file, job, folder)
+        with (folder / JOB).open("a+b", buffering=0) as notes:
+            try:
+                fcntl.flock(notes, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"{folder}: another process packs into it; wait for its end") from None
             if (folder / MANIFEST).exists():
                 return _read_finished(folder, job)
-            if not is_new:
-                shards += _whole_shards(folder, len(source))
-            for stale in set(folder.glob("shard-*.rows")) - {_rows_path(folder, i) for i in range(len(shards))}:
-                stale.unlink()  # a later resumption would trust them
+            shards += _resume(notes, folder, job, len(source))
             begin = _count_done(shards)
             progress(begin)
-            work = functools.partial(_pack_one, source, options=options)
-            with contextlib.closing(in_order(work, range(begin, len(source)), threads)) as records:
-                numbered = enumerate(records, begin)
+            work, examples = functools.partial(_pack_one, source, options=options), range(begin, len(source))
+            with (folder / INDEX).open("ab", 0) as index, contextlib.closing(in_order(work, examples, threads)) as done:
+                numbered = enumerate(done, begin)
                 while _count_done(shards) < len(source):
-                    shards.append(_write_shard(folder, len(shards), numbered, options.shard_bytes, progress))
+                    shard = _write_shard(folder, shards, numbered, index, options.shard_bytes, progress)
+                    write_all(notes, json.dumps(shard).encode() + b"\n")
+                    shards.append(shard)
             return _finish(source, folder, job, shards)
     except OSError as error:  # of writing alone: what reads the source raises others
         raise UsageError(
@@ -147,27 +151,6 @@ def _count_done(shards: list[Shard]) -> int:
 # ---------------------------------------------------------------- what an earlier packing has left
 
 
-def _begin(file: io.FileIO, job: dict[str, Any], folder: Path) -> bool:
-    """Lock the folder by its file JOB, and note the job there; return True if nothing has been packed in it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(f"{folder}: another process packs into it; wait for its end") from None
-    file.seek(0)
-    try:
-        earlier = json.loads(file.read(MOST_JOB_BYTES) or "null")
-    except (ValueError, RecursionError):
-        earlier = None  # it was stopped before it had written anything else
-    if earlier is not None:
-        if not isinstance(earlier, dict):
-            raise UsageError(f"{folder / JOB}: damaged: expected what is packed; delete the folder, or give another")
-        _check_same_job(earlier, job, folder)
-    elif not (folder / MANIFEST).exists():  # a finished folder keeps no job: its manifest says what of
-        file.truncate(0)
-        write_all(file, json.dumps(job).encode())
-    return earlier is None
-
-
 def _check_same_job(earlier: dict[str, Any], job: dict[str, Any], folder: Path) -> None:
     odd = [f"{k}: got {v!r:.80}, expected {earlier.get(k)!r:.80}" for k, v in job.items() if earlier.get(k) != v]
     if odd:
@@ -177,37 +160,49 @@ def _check_same_job(earlier: dict[str, Any], job: dict[str, Any], folder: Path) 
 
 
 def _read_finished(folder: Path, job: dict[str, Any]) -> Packing:
-    """Counts of an earlier packing, whose leftovers are removed."""
     packed = PackedSource(folder)
     _check_same_job(packed.manifest.made, job, folder)
-    _tidy(folder, len(packed.manifest.shard_bytes))
+    (folder / JOB).unlink(missing_ok=True)
     return Packing(len(packed), sum(packed.manifest.shard_bytes), int(packed.manifest.made.get("skipped", 0)))
 
 
-def _tidy(folder: Path, shards: int) -> None:
-    for number in range(shards):
-        _rows_path(folder, number).unlink(missing_ok=True)
-    (folder / JOB).unlink(missing_ok=True)
-
-
-def _rows_path(folder: Path, number: int) -> Path:
-    """A shard's rows; the first is a note, whose offset and length are the shard's `next` and `skipped`."""
-    return folder / f"shard-{number:05d}.rows"
-
-
-def _whole_shards(folder: Path, examples: int) -> list[Shard]:
-    """An earlier packing's shards, until one is missing or damaged."""
+def _resume(notes: io.FileIO, folder: Path, job: dict[str, Any], examples: int) -> list[Shard]:
+    """An earlier packing's shards, until one is missing or damaged; from now on notes and index are of these alone."""
+    earlier, *lines = [*_read_notes(notes), None]
     shards: list[Shard] = []
-    while True:
-        path, blob, done = _rows_path(folder, len(shards)), folder / shard_name(len(shards)), _count_done(shards)
-        table = np.fromfile(path, ROW) if path.exists() and blob.exists() else np.empty(0, ROW)
-        if not len(table):
-            return shards
-        shard = Shard(int(table["offset"][0]), int(table["length"][0]), table[1:])
-        is_counted = len(shard.rows) + shard.skipped == shard.next - done and done < shard.next <= examples
-        if not is_counted or shard.rows["length"].sum(dtype=np.uint64) != blob.stat().st_size:
-            return shards
-        shards.append(shard)
+    index, records = folder / INDEX, 0
+    if isinstance(earlier, dict):
+        _check_same_job(earlier, job, folder)
+        rows = np.fromfile(index, ROW) if index.exists() else np.empty(0, ROW)
+        for line in lines:
+            is_note = isinstance(line, list) and len(line) == 4 and all(isinstance(n, int) and n >= 0 for n in line)
+            if not is_note or not _is_whole(shard := Shard(*line), folder, shards, rows["length"][records:], examples):
+                break
+            shards.append(shard)
+            records += shard.records
+    notes.truncate(0)
+    write_all(notes, b"".join(json.dumps(line).encode() + b"\n" for line in (job, *shards)))
+    if index.exists():
+        os.truncate(index, records * ROW.itemsize)
+    return shards
+
+
+def _read_notes(notes: io.FileIO) -> list[Any]:
+    """The lines of the file, up to one that is none: the packing was stopped while it wrote it."""
+    notes.seek(0)
+    lines = []
+    with contextlib.suppress(ValueError, RecursionError):
+        for line in notes.read(MOST_JOB_BYTES).splitlines():
+            lines.append(json.loads(line))
+    return lines
+
+
+def _is_whole(shard: Shard, folder: Path, before: list[Shard], lengths: np.ndarray, examples: int) -> bool:
+    """Return True if the shard behind these is as the note of it says; `lengths` are those of its rows, and others."""
+    path, lengths = folder / shard_name(len(before)), lengths[: shard.records]
+    is_counted = shard.records + shard.skipped == shard.next - _count_done(before) > 0 and shard.next <= examples
+    is_there = path.exists() and path.stat().st_size == shard.size_bytes == lengths.sum(dtype=np.uint64)
+    return is_counted and is_there and len(lengths) == shard.records
 
 
 # ---------------------------------------------------------------- what is packed now
@@ -242,12 +237,19 @@ def _pack_one(source: Source, index: int, *, options: PackingOptions) -> Record:
 
 
 def _write_shard(
-    folder: Path, number: int, numbered: Iterator[tuple[int, Record]], shard_bytes: int, progress: Progress
+    folder: Path,
+    before: list[Shard],
+    numbered: Iterator[tuple[int, Record]],
+    index: io.FileIO,
+    shard_bytes: int,
+    progress: Progress,
 ) -> Shard:
+    """Put the next shard in place, and its rows into the index."""
+    offset = sum(shard.size_bytes for shard in before)
     rows, size_bytes, skipped, after = [], 0, 0, 0
-    with _whole_file(folder / shard_name(number)) as file:
-        for index, record in numbered:
-            after = index + 1
+    with _whole_file(folder / shard_name(len(before))) as file:
+        for number, record in numbered:
+            after = number + 1
             progress(1)
             if isinstance(record, CorruptExample):
                 print(f"skipped: {record.fault}", file=sys.stderr)
@@ -255,13 +257,13 @@ def _write_shard(
                 continue
             blob, label = record
             write_all(file, blob)
-            rows.append((0, len(blob), label, zlib.crc32(blob)))
+            rows.append((offset + size_bytes, len(blob), label, zlib.crc32(blob)))
             size_bytes += len(blob)
             if size_bytes >= shard_bytes:
                 break
-    with _whole_file(_rows_path(folder, number)) as file:
-        write_all(file, np.array([(after, skipped, 0, 0), *rows], ROW).tobytes())
-    return Shard(after, skipped, np.array(rows, ROW))
+    write_all(index, np.array(rows, ROW).tobytes())
+    sync_file(index)
+    return Shard(after, skipped, len(rows), size_bytes)
 
 
 @contextlib.contextmanager
@@ -279,27 +281,19 @@ def _whole_file(path: Path) -> Iterator[io.FileIO]:
 
 def _finish(source: Source, folder: Path, job: dict[str, Any], shards: list[Shard]) -> Packing:
     skipped = sum(shard.skipped for shard in shards)
-    rows = np.concatenate([np.empty(0, ROW), *(shard.rows for shard in shards)])
-    lengths = rows["length"].astype(np.uint64)
-    rows["offset"] = np.cumsum(lengths) - lengths
     manifest = Manifest(
-        records=len(rows),
+        records=sum(shard.records for shard in shards),
         classes=int(source.classes or 0),
         names=tuple(getattr(source, "names", ())),
-        shard_bytes=tuple(int(shard.rows["length"].sum(dtype=np.uint64)) for shard in shards),
-        index_sha256=hashlib.sha256(rows.tobytes()).hexdigest(),
+        shard_bytes=tuple(shard.size_bytes for shard in shards),
+        index_sha256=hashlib.sha256((folder / INDEX).read_bytes()).hexdigest(),
         made={**job, "skipped": skipped},
     )
     check_manifest(manifest, folder / MANIFEST)  # names are any object's
-    contents = {
-        INDEX: rows.tobytes(),
-        MANIFEST: json.dumps({"format": FORMAT, **manifest._asdict()}, indent=1).encode(),
-    }
-    for name, content in contents.items():
-        with _whole_file(folder / name) as file:
-            write_all(file, content)
-    _tidy(folder, len(shards))
-    return Packing(len(rows), sum(manifest.shard_bytes), skipped)
+    with _whole_file(folder / MANIFEST) as file:
+        write_all(file, json.dumps({"format": FORMAT, **manifest._asdict()}, indent=1).encode())
+    (folder / JOB).unlink()
+    return Packing(manifest.records, sum(manifest.shard_bytes), skipped)
 
 
 # ---------------------------------------------------------------- checks
