@@ -31,9 +31,6 @@ FREE_SHARE = 0.5  # share of the free memory that `auto` gives to records; the r
 SAMPLE = 256  # records that are read first: from their lengths follows, to some 5 %, how much memory all take
 READERS = 4  # threads: files are often on another machine
 SPARE = 16  # an arena has one more byte for so many of its own, since another epoch's part may be a little longer
-NO_GROUP = "data.group_size: got {size} with {workers}; expected one of {fits}"
-TEXT = "data.memory: got partition; {source} is text, which every worker holds in memory as it is; use none"
-ENDLESS = "data.memory: got partition; examples of {source} change by epoch, so none can be kept: use none"
 
 
 class NoRoom(UsageError):
@@ -58,13 +55,11 @@ class Arena:
         self.pages = map_pages(size_bytes) if pages is None or len(pages) < size_bytes else pages
         self.bytes = np.frombuffer(self.pages, np.uint8, size_bytes)
 
-    def __contains__(self, record: int) -> bool:
+    def find(self, record: int) -> np.ndarray | None:
+        """A record's bytes; None if it is not here."""
         place = int(np.searchsorted(self.records, record))
-        return place < len(self.records) and int(self.records[place]) == record
-
-    def __getitem__(self, record: int) -> np.ndarray:
-        place = int(np.searchsorted(self.records, record))
-        return self.bytes[self.begins[place] : self.ends[place]]
+        is_here = place < len(self.records) and int(self.records[place]) == record
+        return self.bytes[self.begins[place] : self.ends[place]] if is_here else None
 
     def copy_to(self, out: np.ndarray, records: np.ndarray) -> None:
         """Copy these records into `out`, one after another."""
@@ -96,9 +91,11 @@ class MemorySource(TableSource):
     in_process = True  # records come and go while it is read
 
     def __init__(self, inner: Source, data: Data) -> None:
-        for name, refusal in (("bytes_each", TEXT), ("endless", ENDLESS)):
-            if getattr(inner, name, 0):
-                raise UsageError(refusal.format(source=inner.name))
+        if getattr(inner, "bytes_each", 0) or getattr(inner, "endless", False):
+            raise UsageError(
+                f"data.memory: got partition; {inner.name} is text, which every worker holds in memory as it is, or "
+                "its examples change by epoch: use none"
+            )
         super().__init__(data)
         self.inner, self.data, n = inner, data, len(inner)
         self.name, self.classes = inner.name, inner.classes
@@ -125,10 +122,9 @@ class MemorySource(TableSource):
         if self.is_corrupt[index]:
             raise CorruptExample(self.where(index), index, "it was so when it was loaded into memory")
         with self._changed:
-            self._changed.wait_for(lambda: self._arena(index) is not None or not self._promised)
-            arena = self._arena(index)
-            self.read_again += arena is None
-            view = None if arena is None else arena[index]
+            self._changed.wait_for(lambda: self._find(index) is not None or not self._promised)
+            view = self._find(index)
+            self.read_again += view is None
         return self._read(index) if view is None else (view.data, int(self.labels[index]))
 
     def cells(self, index: int) -> tuple[Any, int]:
@@ -138,10 +134,10 @@ class MemorySource(TableSource):
     def awaited_s(self, index: int) -> float:
         """The `time.monotonic` until which a reader may have waited for this record."""
         with self._changed:
-            return time.monotonic() if self._promised and self._arena(index) is None else self._changed_s
+            return time.monotonic() if self._promised and self._find(index) is None else self._changed_s
 
-    def _arena(self, index: int) -> Arena | None:
-        return next((arena for arena in self._arenas if index in arena), None)
+    def _find(self, index: int) -> np.ndarray | None:
+        return next((view for arena in self._arenas if (view := arena.find(index)) is not None), None)
 
     # ------------------------------------------------------------ loading
 
@@ -320,7 +316,7 @@ def check_group(group: int, workers: int, each: int = 1) -> int:
     size, fits = group or workers, _group_sizes(workers, each)
     if size not in fits:
         what = f"{workers} workers" + f", {each} a process" * (each > 1)
-        raise UsageError(NO_GROUP.format(size=size, workers=what, fits=", ".join(map(str, fits))))
+        raise UsageError(f"data.group_size: got {size} with {what}; expected one of {', '.join(map(str, fits))}")
     return size
 
 

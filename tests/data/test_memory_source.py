@@ -167,7 +167,7 @@ class TestShuffles:
         assert bytes(source.record(3)[0]) == b"\3\3\3"  # others go on
         source.lengths[7] = 7
         arena = Arena(np.array([7]), source.lengths)
-        arena[7][:] = 7
+        arena.bytes[:] = 7
         source.take(arena, promised=True)
         reader.join(5)
         assert got == [b"\7" * 7]

@@ -137,7 +137,7 @@ def test_a_slow_file_system_is_waited_for_up_to_stall_s(folder, way, monkeypatch
     assert WAYS[way](source, patient) == list(range(N))
     source.gate.clear()
     said = {"as it is": r"loader \d of 2 has been at ", "in memory": ""}[way]
-    name = rf"{file_of(folder, 'packed', BAD)} at byte \d+ \(example {BAD}\) (for \d|has not been read for 1 s)"
+    name = rf"{file_of(folder, 'packed', BAD)}\[0\] \(example {BAD}\) (for \d|has not been read for 1 s)"
     begin = time.monotonic()
     with pytest.raises(TrainingError, match=rf"{said}{name}.*data\.stall_timeout_s sets how long it may"):
         WAYS[way](source, hasty)

@@ -90,9 +90,7 @@ def test_a_damaged_record_ends_the_job_or_is_counted(tmp_path, packed, ranks, on
     ended = run(tmp_path / "run", "48st", *packed, *PARTITION, "--data.on-error", on_error, ranks=ranks)
     if on_error == "stop":
         assert ended.code != 0
-        assert re.search(r"shard-00000\.bin at byte \d+ \(example 1436\) is corrupt: its checksum", ended.out), (
-            ended.out
-        )
+        assert re.search(r"shard-00000\.bin\[1436\] \(example 1436\) is corrupt: its checksum", ended.out), ended.out
     else:
         assert ended.code == 0, ended.out
         assert "skipped 2" in ended.out  # once an epoch

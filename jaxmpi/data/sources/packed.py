@@ -79,38 +79,27 @@ class PackedSource(TableSource):
         self.manifest = read_manifest(self.folder)
         self.rows = _read_index(self.folder, self.manifest)
         self.names, self.classes = self.manifest.names, self.manifest.classes
-        self._starts = np.concatenate([[0], np.cumsum(self.manifest.shard_bytes, dtype=np.int64)])
+        shard_ends = np.cumsum(self.manifest.shard_bytes, dtype=np.uint64)
+        self._begins = shard_ends - np.array(self.manifest.shard_bytes, np.uint64)  # of shards, in the blob
+        self.files = [str(self.folder / shard_name(number)) for number in range(len(shard_ends))]
+        self.set_parts(self.files, np.diff(np.searchsorted(self.rows["offset"], shard_ends), prepend=0).tolist())
         self._files = LastUsed(partial(_open_shard, self.folder), MAX_SHARDS)
-        for number, size in enumerate(self.manifest.shard_bytes):
-            path = self.folder / shard_name(number)
+        for path, size in zip(self.files, self.manifest.shard_bytes, strict=True):
             descriptor = open_plain(path, PLAIN)
             got = os.fstat(descriptor).st_size
             os.close(descriptor)
             if got != size:
                 raise UsageError(f"{path}: got {got} bytes; expected {size}: copy it again")
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def _place(self, index: int) -> tuple[int, int]:
-        offset = int(self.rows["offset"][index])
-        shard = int(np.searchsorted(self._starts, offset, side="right")) - 1
-        return shard, offset - int(self._starts[shard])
-
-    def where(self, index: int) -> str:
-        shard, offset = self._place(index)
-        return f"{self.folder / shard_name(shard)} at byte {offset}"
-
-    def cells(self, index: int) -> tuple[bytes, int]:
+    def read(self, part: int, row: int, index: int) -> tuple[bytes, int]:
         """A record's compressed image and label; `OSError` if its shard cannot be opened or has become shorter."""
-        shard, offset = self._place(index)
-        length = int(self.rows["length"][index])
-        blob = os.pread(self._files[shard].number, length, offset)
+        offset, length, label, checksum = self.rows[index].tolist()
+        blob = os.pread(self._files[part].number, length, offset - int(self._begins[part]))
         if len(blob) != length:
             raise OSError(f"got {len(blob)} bytes; expected {length}: its file became shorter")
-        if zlib.crc32(blob) != int(self.rows["crc32"][index]):
+        if zlib.crc32(blob) != checksum:
             raise CorruptExample(self.where(index), index, "its checksum is not that of the index")
-        return blob, int(self.rows["label"][index])
+        return blob, label
 
     def digest(self) -> str:
         return f"{self.manifest.index_sha256} {sha256(self.names)}"

@@ -9,6 +9,7 @@ is built again if a shard has been written to.
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import tarfile
@@ -192,24 +193,25 @@ def _find_member(members: dict[str, tarfile.TarInfo], names: Sequence[str], wher
 
 def _group_examples(tar: tarfile.TarFile, path: str) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
     """Yield each example's key, and its members by column."""
-    last, members = None, {}
-    for member in _list_members(tar, path):
-        folder, _, name = member.name.rpartition("/")
-        if member.isdir() or name.startswith("."):
-            continue
-        if not member.isreg() or member.issparse():
-            raise UsageError(f"{path}: {member.name} is a link, a device or sparse; write the shard with plain files")
-        stem, _, column = name.partition(".")
-        key = f"{folder}/{stem}" if folder else stem
-        if last is not None and key != last:
-            yield last, members
-            members = {}
-        last = key
-        if column.lower() in members:
-            raise UsageError(f"{path}: {key}: got two members {column.lower()}; give each example a name of its own")
-        members[column.lower()] = member
-    if last is not None:
-        yield last, members
+    named = ((*_split_name(member.name), member) for member in _list_members(tar, path) if not member.isdir())
+    for key, group in itertools.groupby((each for each in named if each[0]), key=lambda each: each[0]):
+        members: dict[str, tarfile.TarInfo] = {}
+        for _, column, member in group:
+            if not member.isreg() or member.issparse():
+                raise UsageError(
+                    f"{path}: {member.name} is a link, a device or sparse; write the shard with plain files"
+                )
+            if column in members:
+                raise UsageError(f"{path}: {key}: got two members {column}; give each example a name of its own")
+            members[column] = member
+        yield key, members
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """A member's key and column; none of a hidden file."""
+    folder, _, file = name.rpartition("/")
+    stem, _, column = file.partition(".")
+    return (f"{folder}/{stem}" if folder else stem) * (not file.startswith(".")), column.lower()
 
 
 def _list_members(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
