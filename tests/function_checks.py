@@ -469,7 +469,7 @@ def check_keys():
         assert held.get(0)["key"] == keys[0]
         rows = jm.variable(keys)
         rows.scatter(keys)
-        assert rows.shapes == [(3,)]
+        assert rows.value.shape == (3,)
         assert (jm.function(lambda keys: keys, jm.scatter(rows), jm.gather)() == keys).all()
     fails(lambda: wrap("sum")(keys), "output 0: got random keys, which sum cannot take")
 

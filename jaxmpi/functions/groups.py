@@ -28,7 +28,6 @@ from jax.sharding import PartitionSpec as P
 from jaxmpi.allreduce.algorithms import in_shared_memory
 from jaxmpi.allreduce.api import Op, exchange
 from jaxmpi.comm.axis import AxisComm
-from jaxmpi.comm.base import check_one_host
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.core.errors import UsageError
@@ -219,6 +218,8 @@ def _exchange_over_devices(mesh: Mesh, size: int, op: Op, strategy: str) -> Call
 class ProcessGroup(WorkerGroup):
     """One worker a process; messages carry commands and reports."""
 
+    sums: SharedSum
+
     def __init__(self, transport: MpiTransport | SocketTransport, is_serial: bool) -> None:
         """Take the transport, and whether rank 0 leads."""
         super().__init__([jax.local_devices()[0]])
@@ -263,6 +264,25 @@ class ProcessGroup(WorkerGroup):
             self.transport.send(rank, message)
         self.is_exchanging = False
 
+    def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
+        """Sums of f32 through shared memory, without a program; others as `exchange_leaves`."""
+        [(rank, leaves)] = mine.items()
+        # A program would be compiled for each tree of shapes, and called with Python's overhead.
+        if not in_shared_memory(strategy) or any(x.dtype != jnp.float32 for x in leaves):
+            return {rank: self.exchange_leaves(leaves, op, strategy)}
+        sums = self.sums
+        try:
+            return {rank: sums.sum_now(leaves, self.size if op == "mean" else 1)}
+        # TrainingError of a late worker, MemoryError, XLA's: whatever it is, the others wait in the sum for this one.
+        except Exception as error:
+            sums.board.fail()  # the others learn that this worker does not go on
+            self.transport.check_alive()
+            raise OutOfStep(f"a sum over workers failed: {error!r}") from error
+
+    def exchange_leaves(self, leaves: Leaves, op: Op, strategy: str) -> Leaves:
+        """`exchange` of this worker's leaves, outside of programs."""
+        raise NotImplementedError
+
     def gather_arrays(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
         return self.transport.gather(mine[self.worker.rank], everywhere or not self.is_serial)
 
@@ -299,25 +319,13 @@ class RankGroup(ProcessGroup):
         self.comm, self.is_on_one_host = comm, len(set(comm.hosts)) == 1
         self.default_strategy = "shm" if self.is_on_one_host and jax.default_backend() == "cpu" else "asa32"
 
-    def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
-        """`exchange` outside jit; f32 through shared memory needs no program."""
-        [(rank, leaves)] = mine.items()
-        # A program would be compiled for each tree of shapes, and called with Python's overhead.
-        if in_shared_memory(strategy) and all(x.dtype == jnp.float32 for x in leaves):
-            sum_now = self._sum_now
-            try:
-                return {rank: sum_now(leaves, self.size if op == "mean" else 1)}
-            # TrainingError of a late rank, MemoryError, XLA's: whatever it is, the others wait in the sum for this one.
-            except Exception as error:
-                raise OutOfStep(f"a sum over workers failed: {error!r}") from error
-        return {rank: exchange(leaves, strategy, op, self.comm)}
-
     @functools.cached_property
-    def _sum_now(self) -> Callable[[Leaves, float], Leaves]:
-        """`SharedSum.sum_now`, after tracing has mapped its memory; all ranks refuse alike."""
-        check_one_host(self.comm.hosts)
-        jax.eval_shape(self.comm.sum_on_host, [jax.ShapeDtypeStruct((), jnp.float32)])
-        return self.comm.shared_sum.sum_now
+    def sums(self) -> SharedSum:
+        """The host's sums; ranks on several hosts refuse alike."""
+        return self.comm.shared_sum
+
+    def exchange_leaves(self, leaves: Leaves, op: Op, strategy: str) -> Leaves:
+        return exchange(leaves, strategy, op, self.comm)
 
     def end(self) -> None:
         """Make waiting workers drop what they hold, and wait for another fork."""
@@ -339,19 +347,11 @@ class ForkedGroup(ProcessGroup):
         instead = f'take devices of one process: JAX_NUM_CPU_DEVICES={transport.size} and fork(kind="devices")'
         self.sums = SharedSum(transport, f"sum of fork {number}", effect=ForkEffect(number), instead=instead)
 
-    def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
-        """A sum through shared memory; by other strategies, each worker computes it from all workers' leaves."""
-        [(rank, leaves)] = mine.items()
-        if not in_shared_memory(strategy) or any(x.dtype != jnp.float32 for x in leaves):
-            rows = self.transport.gather([np.asarray(x) for x in leaves], True)
-            stacked = [np.stack(parts) for parts in zip(*(rows or []), strict=True)]
-            return {rank: jax.block_until_ready([x[rank] for x in _exchange_rows(self.size, op, strategy)(stacked)])}
-        try:
-            return {rank: self.sums.sum_now(leaves, self.size if op == "mean" else 1)}
-        except Exception as error:  # as above
-            self.sums.board.fail()  # the others learn that this worker does not go on
-            self.transport.check_alive()
-            raise OutOfStep(f"a sum over workers failed: {error!r}") from error
+    def exchange_leaves(self, leaves: Leaves, op: Op, strategy: str) -> Leaves:
+        """Each worker computes the exchange from all workers' leaves: strategies need messages inside of programs."""
+        rows = self.transport.gather([np.asarray(x) for x in leaves], True)
+        stacked = [np.stack(parts) for parts in zip(*(rows or []), strict=True)]
+        return jax.block_until_ready([x[self.worker.rank] for x in _exchange_rows(self.size, op, strategy)(stacked)])
 
     def end(self) -> None:
         """Workers go; those that do not within a moment are killed."""

@@ -194,6 +194,9 @@ class MpiTransport:
                 whole[begin : begin + piece.size] = piece
         return [_decode_vector(vector) for vector in out] if is_wanted else None
 
+    def check_alive(self) -> None:
+        """Do nothing: the launcher ends the job if a rank dies."""
+
     def _wait_for_all(self, request: Any) -> None:
         """Wait for what all ranks take part in; name one that has not come within the time limit, if none leads."""
         if not _wait_politely(request, self.timeout_s):

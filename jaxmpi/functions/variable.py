@@ -58,11 +58,6 @@ class Variable:
         return self._tree(self.leaves)
 
     @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of the leaves on this process's worker."""
-        return [x.shape for x in jax.tree.leaves(self.value)]
-
-    @property
     def leaves(self) -> Leaves:
         """The leaves on this process's worker; of random keys the numbers."""
         return self.group.worker.leaves(self.number)

@@ -173,22 +173,11 @@ class Recorder:
         if lr is not None:
             fields["lr"] = lr
         fields |= {"wait_s": wait_s, "skipped": skipped, "gradient_norm": gradient_norm, **flops, **more}
-        slowest, shares = "", {}
+        shares = {}
         if anatomy:
-            slowest, ranks = self._slowest(anatomy.own_s), len(anatomy.own_s)
-            per = -(-ranks // MOST_RANKS)
             shares = {part: anatomy.means[part] / (anatomy.step_s or 1.0) for part in anatomy.table if part != "hidden"}
-            self._compute_s += float(anatomy.spent[COMPUTE].mean())
             self._add_buckets(noted, anatomy.steps)
-            fields |= {
-                "step_s": anatomy.step_s,
-                "goodput": self._compute_s / max(now - self._begin, 1e-9),
-                "exchange_time": anatomy.source,
-                "anatomy": {part: [*map(as_json_number, row)] for part, row in anatomy.table.items()},
-                "own_s": [as_json_number(max(anatomy.own_s[i : i + per])) for i in range(0, ranks, per)],
-                **({"own_ranks": per} if per > 1 else {}),
-                "slowest": slowest,
-            }
+            fields |= self._anatomy_fields(anatomy, now)
         self.write("train", **fields)
         self._terminal.progress(
             ProgressLine(
@@ -201,7 +190,7 @@ class Recorder:
                 elapsed_s=elapsed_s,
                 skipped=skipped,
                 shares=shares,
-                slowest=slowest,
+                slowest=fields.get("slowest", ""),
                 unit=self._unit.name,
                 worker_steps=tuple(worker_steps),
                 flops_per_s=flops.get("model_flops_per_s"),
@@ -210,6 +199,21 @@ class Recorder:
                 shuffles=tuple(shuffles),
             )
         )
+
+    def _anatomy_fields(self, anatomy: Summary, now: float) -> dict[str, Any]:
+        """Fields of the record about the parts of a step."""
+        self._compute_s += float(anatomy.spent[COMPUTE].mean())
+        ranks = len(anatomy.own_s)
+        per = -(-ranks // MOST_RANKS)
+        return {
+            "step_s": anatomy.step_s,
+            "goodput": self._compute_s / max(now - self._begin, 1e-9),
+            "exchange_time": anatomy.source,
+            "anatomy": {part: [*map(as_json_number, row)] for part, row in anatomy.table.items()},
+            "own_s": [as_json_number(max(anatomy.own_s[i : i + per])) for i in range(0, ranks, per)],
+            **({"own_ranks": per} if per > 1 else {}),
+            "slowest": self._slowest(anatomy.own_s),
+        }
 
     def _add_buckets(self, noted: Sequence[Span], steps: float) -> None:
         self._bucket_steps += steps
