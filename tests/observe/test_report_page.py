@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxmpi.observe import report, report_page
+from jaxmpi.observe import report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: uv sync")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -48,7 +48,7 @@ def browser() -> Iterator[Any]:
 
 
 def address_of(runs: list[Path], folder: Path) -> str:
-    (folder / "index.html").write_text(report_page.page(report.all_records(runs)), encoding="utf-8")
+    report.write(runs, folder)
     return (folder / "index.html").as_uri()
 
 
