@@ -120,7 +120,8 @@ def _sum_over_workers(
     if group.size == 1:
         return parts
     dtypes = [x.dtype for x in parts[group.worker.rank]]
-    if op == "mean" and len(set(counts)) > 1:  # sum_r (n_r / n) mean_r, in 32 bits
+    # sum_r (n_r / n) mean_r, in 32 bits. With equal counts the exchange divides once, which rounds once less.
+    if op == "mean" and len(set(counts)) > 1:
         parts = {rank: _scale_leaves(leaves, np.float32(counts[rank] / sum(counts))) for rank, leaves in parts.items()}
         op = "sum"
     totals = group.sum_leaves(parts, op, strategy)

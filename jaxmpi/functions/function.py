@@ -191,6 +191,7 @@ class Function:
         rows = check_lengths(lengths, group.size, batch) if lengths else None
         edges = shard_bounds(len(rows), group.size) if rows is not None else []
         choices = choices_by_worker(batch_local, group.size) if is_resident else [None] * group.size
+        # What changed is found here and not on the workers, which would need the bytes to compare them.
         fresh: dict[int, Any] = {}  # broadcast inputs that workers do not have yet, by their number
         for x in inputs:
             if x.kind == "broadcast" and not (x.number in self.sent and _is_same(self.sent[x.number], x.value)):

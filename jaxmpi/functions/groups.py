@@ -86,6 +86,8 @@ class WorkerGroup:
 
     def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
         """`exchange` of every worker's list of floats, none of them empty: under shard_map, rank r on device r."""
+        # Each device's leaf gets a first axis of length 1, and all together are one array, sharded along that axis: no byte
+        # moves before the exchange.
         sharding = NamedSharding(self.mesh, P(AXIS))
         stacked = [
             jax.make_array_from_single_device_arrays((self.size, *parts[0].shape), sharding, [x[None] for x in parts])
@@ -192,6 +194,8 @@ class WorkerGroup:
 
     def note_failure(self, error: BaseException) -> None:
         """Note after a failed call if another one is possible."""
+        # A mistake or a failure that all have learnt from the reports leaves all at the same place. So does what fails
+        # before anything is sent. All else stops this worker alone, while the others wait in an exchange.
         is_agreed = isinstance(error, (UsageError, WorkerFailed)) or not (
             self.is_exchanging or isinstance(error, OutOfStep) or not isinstance(error, Exception)
         )
@@ -304,6 +308,7 @@ class ProcessGroup(WorkerGroup):
         """
         command, inputs, dropped = self.transport.receive()
         self.forget_dropped(dropped)
+        # Before the inputs are read: an array of theirs may lie at the path of one that has been freed.
         shared_array.unmap_freed()
         return command._replace(inputs=lambda rank: decode_message(inputs))
 

@@ -179,7 +179,7 @@ def start_forked_group(n: int) -> WorkerGroup:
         group = ForkedGroup(transport, number)
         group.cores = before
         return group
-    except BaseException:
+    except BaseException:  # Ctrl-C too: else the processes that have started would wait for a master for ever
         for job in jobs.values():
             job.kill()
             job.wait()
@@ -190,6 +190,7 @@ def start_forked_group(n: int) -> WorkerGroup:
 def start_worker(setup: dict[str, Any], ours: Connection, theirs: Connection) -> subprocess.Popen:
     """Start a worker; the socket carries import path, arguments and JAX settings, too long for a command line."""
     setup |= {"path": sys.path, "argv": sys.argv, "x64": bool(jax.config.jax_enable_x64)}  # pyright: ignore[reportAttributeAccessIssue]
+    # With a launcher's variables the worker would take itself for a rank of MPI.
     env = {name: value for name, value in os.environ.items() if name not in process.VARIABLES}
     code = f"from jaxmpi.functions.lifecycle import forked_main; forked_main({theirs.fileno()})"
     job = subprocess.Popen(

@@ -94,6 +94,7 @@ class Optimizer:
         self._state_structure = jax.tree.structure(words.trees)
         variables = jax.tree.unflatten(self._state_structure, states)
         self.model_state: Any = variables[0] if self._has_state else None
+        # Variables take the results as outputs do, so the state's tree goes through the function as the user has it.
         kept = [
             Output(word.op or "mean", stays=word.stays, into=variable)  # a local one takes the mean over pieces
             for word, variable in zip(words.flat, states, strict=True)

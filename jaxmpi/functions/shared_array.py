@@ -115,6 +115,7 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def refresh(self) -> None:
         """Look again at what another process may have resized."""
+        # An older view keeps the older mapping alive, of the same pages: what is written through it is seen here.
         self._memory = mmap.mmap(self._handle, os.fstat(self._handle).st_size)
         header = json.loads(self._memory[:PAGE].rstrip(b"\0"))
         self._array = np.ndarray(header["shape"], jnp.dtype(header["dtype"]), self._memory, PAGE)

@@ -45,6 +45,8 @@ Message = list[np.ndarray]  # u8 vectors: the head, then the bytes of each array
 
 def encode(value: Any) -> Message:
     """A picklable value as a message; contiguous arrays in it are not copied."""
+    # Protocol 5 gives the arrays' own memory: what is broadcast to eight workers lies in this process once, not eight
+    # times, although all messages are made before the first is sent.
     arrays: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
     parts = [np.frombuffer(array.raw(), np.uint8) for array in arrays]
@@ -256,6 +258,7 @@ class SocketTransport:
         """Take the sockets by rank, and on the master the processes."""
         self.rank, self.size, self.connections, self.jobs = rank, size, connections, jobs
         self.local_rank, self.local_size = rank, size
+        # With more workers than cores, one that looks would take the core from one that computes.
         self.looks_s = LOOKS_S if size <= (os.cpu_count() or 1) else 0.0
         self.names = {rank: f"worker {rank} of {size} (process {job.pid})" for rank, job in jobs.items()}
         self.stopped: set[int] = set()  # workers that the watch has ended

@@ -114,6 +114,8 @@ class Worker:
         with profiling.part("shuffle"):
             inputs = [self._find(x, fields["f"]) for x in command.inputs(self.rank)]
         count, spans = self._pieces(inputs, workers, fields["n"], fields["slices"])
+        # All programs are looked up before the first runs: a worker that lacks one has then changed no state, such as
+        # that of a function that calls back into Python, and may begin anew.
         programs = {}
         for length in sorted({b - a for a, b in spans}):
             shapes = tuple(
