@@ -86,7 +86,7 @@ class WorkerGroup:
 
     def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
         """`exchange` of every worker's list of floats, none of them empty: under shard_map, rank r on device r."""
-        # Each device's leaf gets a first axis of length 1. Together they are one array, sharded along that axis: no byte
+        # Each device's leaf gets a first axis of length 1, and all are one array, sharded along that axis: no byte
         # moves before the exchange.
         sharding = NamedSharding(self.mesh, P(AXIS))
         stacked = [
