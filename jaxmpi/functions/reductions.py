@@ -84,6 +84,9 @@ OPS: dict[str, ReductionSpec] = {
 }
 
 
+EXCHANGED = frozenset(map(jnp.dtype, ("float32", "bfloat16", "float16")))
+
+
 def reduction_name(op: "str | Output") -> str:
     """The row's name of `mean` or "mean"."""
     name = op.op if isinstance(op, Output) else op
@@ -116,7 +119,7 @@ def accumulation_dtype(dtype: Any) -> np.dtype:
 
 def is_exchanged(op: str, x: jax.Array) -> bool:
     """Return True if `exchange` reduces it; all else is gathered and combined."""
-    return op in ("mean", "sum") and x.dtype.name in ("float32", "bfloat16", "float16") and x.size > 0
+    return op in ("mean", "sum") and x.dtype in EXCHANGED and x.size > 0
 
 
 def combine(op: str, rows: Sequence[np.ndarray], weights: Sequence[float] = ()) -> np.ndarray:
