@@ -1,10 +1,19 @@
-"""Durations such as `3ep` and `500st`, turned into steps."""
+"""Durations such as `3ep` and `500st`, turned into steps, and `2h`, which no number of steps stands for."""
 
 import re
 
 from jaxmpi.core.errors import UsageError
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ep|st|ex|%)")
+_TIME = re.compile(r"(\d+(?:\.\d+)?)(h|min|s)")
+UNLIMITED = 1 << 40  # steps of a run that ends by the clock
+_UNITS_S = {"h": 3600.0, "min": 60.0, "s": 1.0}
+
+
+def duration_seconds(duration: str) -> float | None:
+    """Seconds of `2h`, `30min` or `45s`; None of a duration in another unit."""
+    match = _TIME.fullmatch(duration.replace(" ", ""))
+    return float(match[1]) * _UNITS_S[match[2]] if match else None
 
 
 def duration_steps(duration: str, steps_per_epoch: int, effective_batch: int, total_steps: int = 0) -> int:
@@ -23,7 +32,7 @@ def duration_steps(duration: str, steps_per_epoch: int, effective_batch: int, to
     if match is None:
         raise UsageError(
             f"got duration {duration!r}; expected a number and a unit: 90ep (epochs), 125st (steps), "
-            "20000ex (examples) or 10% (of the run)"
+            "20000ex (examples), 10% (of the run), or in some places 2h, 30min, 45s"
         )
     assert match is not None
     number, unit = float(match[1]), match[2]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxmpi.config.data import Data
-from jaxmpi.config.durations import check_divides, duration_steps, step_range
+from jaxmpi.config.durations import check_divides, duration_seconds, duration_steps, step_range
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.rule_config import RuleConfig
@@ -51,14 +51,14 @@ class Experiment:
     local_batch: int = 0  # examples per worker and step; give this or effective_batch
     effective_batch: int = 0  # examples per step over all workers; must divide by their number
     micro_batch: int = 0  # examples per accumulation slice of the local batch; 0 = no accumulation
-    train_for: str = "10ep"  # duration of the run: 10ep, 500st, 20000ex
+    train_for: str = "10ep"  # duration of the run: 10ep, 500st, 20000ex, or by the clock 2h, 30min, 45s
     eval_every: str = "1ep"  # duration between evaluations; 0st: only the last step, which is always evaluated
     checkpoint_every: str = "1ep"  # duration between checkpoints; 0st: only the last step, which is always saved
     keep_checkpoints: int = 2  # newest checkpoints kept
     keep_best: int = 1  # beside them, the best by `monitor`, of steps that were evaluated and saved
     monitor: str = "eval_loss"  # figure of the evaluation by which checkpoints are the best, such as eval_top1
     monitor_mode: Literal["auto", "min", "max"] = "auto"  # its best value; auto: as its metric says
-    log_every: int = 10  # steps between lines of the record; the first step always has one
+    log_every: int | str = 10  # steps, or a duration, between lines of the record; the first step always has one
     quiet: bool = False  # nothing on the terminal but errors; the record is written all the same
     trace: str = ""  # first and last step, as 10:20: what all ranks do when, as trace.json in the run directory
     profile: str = ""  # first and last step, as 10:20: JAX's own profiler, into profile/ in the run directory
@@ -107,7 +107,6 @@ class Experiment:
             keep_best=">= 0",
             recover_limit=">= 0",
             seed=f"[0, {2**32 - 1}]",
-            log_every=">= 1",
             keep_checkpoints=">= 1",
             devices=">= 1",
             stall_timeout_s=">= 0",
@@ -122,10 +121,14 @@ class Experiment:
         for one, other in (("local_batch", "effective_batch"), ("resume", "from_start")):
             if getattr(self, one) and getattr(self, other):
                 raise UsageError(f"got {one} and {other}; give one of them")
-        for name in ("train_for", "eval_every", "checkpoint_every", "replica_check_every"):
-            duration_steps(getattr(self, name), 1, 1, 1)
+        if isinstance(self.log_every, int):
+            check_fields(self, log_every=">= 1")
+        for name in ("train_for", "eval_every", "checkpoint_every", "replica_check_every", "log_every"):
+            text = getattr(self, name)
+            if isinstance(text, str) and duration_seconds(text) is None:
+                duration_steps(text, 1, 1, 1)
         if not ("%" not in self.train_for and float(re.sub(r"[^\d.]", "", self.train_for)) > 0):
-            raise UsageError(f"train_for: got {self.train_for}; expected a duration > 0 in ep, st or ex")
+            raise UsageError(f"train_for: got {self.train_for}; expected a duration > 0, as 10ep, 500st, 20000ex or 2h")
 
 
 def local_batch(experiment: Experiment, workers: int, uneven: bool = False) -> int:

@@ -43,7 +43,7 @@ class ProgressLine:
     """Contents of a progress line."""
 
     step: int
-    total_steps: int
+    total_steps: int  # 0: the run ends by the clock
     epoch: float
     loss: float
     per_s: float  # number of `unit` a second
@@ -58,6 +58,11 @@ class ProgressLine:
     mfu: float | None = None
     peak_is_measured: bool = False  # that `mfu` is a share of
     shuffles: tuple[tuple[float, int], ...] = ()  # seconds and bytes of each shuffle of data in memory
+
+    @property
+    def place(self) -> str:
+        """The step, of how many if that is known."""
+        return f"step {self.step}" + (f"/{self.total_steps}" if self.total_steps else "")
 
     @property
     def notes(self) -> list[str]:
@@ -85,7 +90,7 @@ class ProgressLine:
         """All of it in one line."""
         parts = " ".join(text for _, text in percents(self.shares))
         texts = [
-            f"step {self.step}/{self.total_steps}  epoch {self.epoch:.2f}  loss {format_number(self.loss)}",
+            f"{self.place}  epoch {self.epoch:.2f}  loss {format_number(self.loss)}",
             f"{self.speed}  {self.elapsed_s:.1f} s",
             f"skipped {self.skipped}" if self.skipped else "",
             parts,
@@ -216,7 +221,7 @@ class Panel(Terminal):
         width = self.console.width
         left = remaining_time(self._first or now, now)
         rows: list[str | Text] = [
-            f"step {now.step}/{now.total_steps}  epoch {now.epoch:.2f}  {left}",
+            f"{now.place}  epoch {now.epoch:.2f}  {left}",
             bar({"done": now.step, "left": max(now.total_steps - now.step, 0)}, width, "━"),
             f"loss  {format_number(now.loss):<9} {sparkline(self.losses, max(4, width - 17))}",
         ]
@@ -243,7 +248,7 @@ def crop(text: str, width: int) -> Text:
 def remaining_time(first: ProgressLine, now: ProgressLine) -> str:
     """Remaining time at the pace so far."""
     steps = now.step - first.step
-    if not steps:
+    if not steps or not now.total_steps:
         return ""
     seconds = round((now.elapsed_s - first.elapsed_s) / steps * (now.total_steps - now.step))
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmpi.config.durations import duration_steps
+from jaxmpi.config.durations import UNLIMITED, duration_steps
 from jaxmpi.config.optim import Schedule
-from jaxmpi.core.errors import check, lookup
+from jaxmpi.core.errors import UsageError, check, lookup
 
 Share = Callable[[jax.Array], jax.Array]  # step i32[] -> share of the peak learning rate, f32[]
 
@@ -24,7 +24,16 @@ class Clock(NamedTuple):
     total_steps: int
 
     def steps(self, duration: str) -> int:
-        """The duration in steps."""
+        """The duration in steps.
+
+        Raises:
+            UsageError: a share of a run that ends by the clock.
+        """
+        if "%" in duration and self.total_steps == UNLIMITED:
+            raise UsageError(
+                f"got {duration} of a run that ends by the clock, whose steps are not known: give the schedule's span "
+                "and warm-up in epochs or steps, as --schedule.span 30ep, or train_for"
+            )
         return duration_steps(duration, self.steps_per_epoch, self.effective_batch, self.total_steps)
 
 

@@ -1,10 +1,10 @@
 """Decisions of all ranks together: leave, stop, skip or roll back.
 
 A signal to leave or a NaN may reach one rank alone. If that rank acted on it, the others would block in the next
-exchange. So ranks vote once a step, by the maximum of two integers: whether a rank is to leave, and the first worker
-and leaf that are not finite. The allreduce is nonblocking and completes while the next step runs. So a decision comes
-one step late and no device waits for it. `Recovery` turns a failure into a skipped step, a rollback or the end. It ends
-the run after too many of them.
+exchange. So ranks vote once a step, by the maximum of two integers: whether a rank is to leave, or else what rank 0
+says is due by the clock; and the first worker and leaf that are not finite. The allreduce is nonblocking and completes
+while the next step runs. So a decision comes one step late and no device waits for it. `Recovery` turns a failure into
+a skipped step, a rollback or the end. It ends the run after too many of them.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from jaxmpi.core.errors import AgreedError, NotFinite
 from jaxmpi.recover.signals import PreemptionNotice
 from jaxmpi.runtime import failures
 
+LEAVE = 1 << 16  # above the bits of what is due by the clock: a run that leaves saves anyway
 LOSS = 0  # in a ballot: not a leaf of the gradients but the loss; leaf i is i + 1
 
 
@@ -60,11 +61,28 @@ class StepConsensus:
     Communicates: the largest of two integers over all ranks, once a step.
     """
 
-    def __init__(self, processes: Processes, notice: PreemptionNotice, leaves: list[str]) -> None:
-        """Args: `leaves`, the paths of the params."""
-        self._processes, self._notice, self._leaves = processes, notice, leaves
+    def __init__(
+        self,
+        processes: Processes,
+        notice: PreemptionNotice,
+        leaves: list[str],
+        due: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Take a notice to leave, and what rank 0 has due by the clock.
+
+        Args:
+            leaves: the paths of the params.
+            due: bits below LEAVE, 0 on all ranks but one: the largest of all ranks' must be that rank's.
+        """
+        self._processes, self._notice, self._leaves, self._due = processes, notice, leaves, due
         self._open: tuple[int, Callable[[], np.ndarray]] | None = None
         self.leaving = False  # the same on all ranks
+        self._timed = 0
+
+    def take_timed(self) -> int:
+        """Bits that rank 0 has had due since the last call, the same on all ranks."""
+        timed, self._timed = self._timed, 0
+        return timed
 
     def cast(self, step: int, bad: int | None, worker: int, applied: bool) -> NonFiniteStep | None:
         """Vote on a step; what came of the vote before.
@@ -80,7 +98,8 @@ class StepConsensus:
         ballot = 0 if bad is None else (1 << 62) - (worker << 32) - bad
         if bad is None and not applied:
             ballot = 1
-        self._open = step, self._processes.iallreduce_max(np.array([self._notice.given, ballot]))
+        request = LEAVE if self._notice.given else self._due()
+        self._open = step, self._processes.iallreduce_max(np.array([request, ballot]))
         return before
 
     def count(self) -> NonFiniteStep | None:
@@ -88,8 +107,9 @@ class StepConsensus:
         if self._open is None:
             return None
         (step, result), self._open = self._open, None
-        leaving, ballot = result().tolist()
-        self.leaving = self.leaving or bool(leaving)
+        request, ballot = result().tolist()
+        self.leaving = self.leaving or request == LEAVE
+        self._timed |= request % LEAVE
         if ballot == 0:
             return None
         if ballot == 1:

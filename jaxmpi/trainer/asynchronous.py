@@ -107,7 +107,7 @@ class AsyncCoordinator(Coordinator):
         self.timer = StepTimer(worker.workers, to_device(run.workers))
         keep = Retention(run.experiment.keep_checkpoints, run.experiment.keep_best)
         self.parts = UncoordinatedCheckpoint(run.folder / "checkpoints", worker.workers, keep)
-        self.report_every = run.experiment.log_every
+        self.report_every = run.plan.timetable.log_every
         if not worker.rule.is_gossip:
             self.report_every = min(self.report_every, worker.tau)
         self.is_left = False  # the run is to be resumed later

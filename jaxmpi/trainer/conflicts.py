@@ -14,6 +14,7 @@ import jax
 from jaxmpi.allreduce import algorithms
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.config.data import Data
+from jaxmpi.config.durations import duration_seconds
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError, lookup
@@ -70,6 +71,11 @@ def is_streamed(part: Any) -> bool:
     return part.source == "grain" and any(map(is_stream, (part.train, part.validation)))
 
 
+def is_by_clock(duration: int | str) -> bool:
+    """Return True for a duration such as 2h."""
+    return isinstance(duration, str) and duration_seconds(duration) is not None
+
+
 def has_foreign_momentum(experiment: Experiment) -> bool:
     """Return True for a rule with a momentum over an optimizer other than sgd."""
     return lookup(registry.RULES, experiment.rule.name, "rule").uses("momentum") and experiment.optim.name != "sgd"
@@ -78,6 +84,7 @@ def has_foreign_momentum(experiment: Experiment) -> bool:
 END, OWN_RATE = "or --on-rank-loss end", "leave it out, or give optim.transform a function of the schedule"
 STREAM, NOT_IN_LOCK_STEP = "grain with an IterDataset", "leave EarlyStop and ReduceOnPlateau out"
 is_streaming, is_not_gradients, is_several = ("grain", "mixture").__contains__, "gradients".__ne__, (1).__ne__
+TIMED_FIELDS = "train_for", "eval_every", "checkpoint_every", "log_every", "replica_check_every"
 REFUSALS = (
     *incompatible(
         lambda x: lookup(registry.RULES, x.rule.name, "rule").sums_updates,
@@ -89,6 +96,7 @@ REFUSALS = (
         "an asynchronous rule, whose workers do not meet",
         ("on_nonfinite", "rollback", "skip or stop"),
         ("batch_statistics", "synchronised", "averaged or local"),
+        *((name, "in h, min or s", "give epochs, steps or examples", is_by_clock) for name in TIMED_FIELDS),
         ("callbacks", "EarlyStop, ReduceOnPlateau", NOT_IN_LOCK_STEP, lambda own: any(x.needs_lock_step for x in own)),
         ("data.memory", "partition", "take another"),
         ("devices", "above 1", "start as many ranks (mpirun -n 4, jaxmpi train -n 4)", is_several),

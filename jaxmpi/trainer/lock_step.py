@@ -46,7 +46,7 @@ from jaxmpi.trainer.state import (
     starting_states,
 )
 from jaxmpi.trainer.step import Metrics
-from jaxmpi.trainer.timetable import DueEvents
+from jaxmpi.trainer.timetable import DueEvents, timed_events
 
 
 class LockStep(Coordinator):
@@ -59,6 +59,7 @@ class LockStep(Coordinator):
         self.result: dict[str, float] = {}  # figures of the last evaluation
         self._pending: list[tuple[int, Metrics | None]] = []  # dispatched, not yet read
         self._evaluated = -1  # step of the last evaluation
+        self._is_time_up = False  # by the clock: the run ends after this step
 
     def begin(self, position: Position) -> TrainState:
         """Keep the state, compare it over workers, and start the clock."""
@@ -89,8 +90,10 @@ class LockStep(Coordinator):
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, RunProgress]:
         """Read the metrics of the step before, or all if events are due."""
-        run, leaving = self.run, self.run.votes.leaving
-        due = run.plan.timetable.between(step - 1, step, is_first=step == self.start + 1, leaving=leaving)
+        run, is_first = self.run, step == self.start + 1
+        timed = timed_events(run.votes.take_timed())
+        due = run.plan.timetable.between(step - 1, step, is_first=is_first, leaving=run.votes.leaving, timed=timed)
+        self._is_time_up = "stop" in timed
         if run.shrinking:
             run.shrinking.keep(step, state, self.sums)
         self._pending.append((step, metrics))
@@ -120,6 +123,7 @@ class LockStep(Coordinator):
 
     def evaluate(self, step: int, state: TrainState) -> None:
         (self.result, why), self._evaluated = evaluate(self.run, state, step), step
+        why = why or (f"train_for {self.run.experiment.train_for} is over" if self._is_time_up else "")
         if why and step < self.run.plan.clock.total_steps:
             self.is_stopped = True
             self.run.recorder.write("stopped", step=step, why=why)

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import shutil
 import socket
 import sys
@@ -258,6 +259,8 @@ def run_in(
         needed_bytes = total_bytes(states, workers=workers.size, **equal)
         check_disk(folder / "checkpoints", needed_bytes, shutil.disk_usage(folder).free)
     elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
+    if elapsed_s >= plan.timetable.periods_s.get("stop", math.inf):  # nothing is left to do
+        plan = dataclasses.replace(plan, clock=plan.clock._replace(total_steps=start))
     restore_feed_and_callbacks(plan, saved)
     rank = f"rank_{control.rank:05d}"  # JAX names files by host: ranks of one host would overwrite them
     profiler = Profiler(step_range(experiment.profile, "profile"), folder / "profile" / rank)

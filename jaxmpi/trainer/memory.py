@@ -91,7 +91,7 @@ def estimate_memory(plan: Plan, rule: Rule, *, is_fused: bool) -> WorkerMemory:
     zero, skips = rule.sharding and rule.sharding.zero, experiment.on_nonfinite == "skip"
     shard, is_shared = -(-params // workers.size), bool(zero and zero.shared_params)
     # The last checkpoint of a run is not copied, since nothing changes the state any more.
-    is_copied = plan.timetable.save_every < plan.timetable.total_steps
+    is_copied = plan.timetable.save_every < plan.timetable.total_steps or "save" in plan.timetable.periods_s
     is_copied = is_copied and plan.exchanges
     hosts = workers.processes.hosts
     common = params * rule.params_are_replicated + optimizer_state * rule.state_is_replicated

@@ -131,8 +131,7 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, bef
     task = make_task(experiment)
     check_durations(experiment, feed)
     epoch_steps = feed.samplers[0].steps_per_epoch
-    total_steps = max(durations.duration_steps(experiment.train_for, epoch_steps, effective_batch), 1)
-    clock = schedules.Clock(epoch_steps, effective_batch, total_steps)
+    clock, timetable = schedule_events(experiment, epoch_steps, effective_batch)
     factor = rate_factor(experiment.optim, effective_batch)
     if is_other and registry.RULES[experiment.rule.name].sums_updates:
         factor *= scaled_for / workers.size  # fewer updates are summed, each of more examples
@@ -144,13 +143,7 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, bef
         validation=validation,
         shapes=before.shapes if before else jax.eval_shape(lambda key: init_model(task, feed, key), jax.random.key(0)),
         clock=clock,
-        timetable=Timetable(
-            compare_every=clock.steps(experiment.replica_check_every) or total_steps,
-            log_every=experiment.log_every,
-            eval_every=clock.steps(experiment.eval_every) or total_steps,
-            save_every=clock.steps(experiment.checkpoint_every) or total_steps,
-            total_steps=total_steps,
-        ),
+        timetable=timetable,
         lr=schedules.schedule(experiment.schedule, clock, experiment.optim.lr * factor, scaled_for, factor),
         has_lr=not optimizers.has_own_rate(experiment.optim),
         headline="",
@@ -160,6 +153,34 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, bef
         requested=experiment.exchange.strategy,
     )
     return replace(plan, headline=describe(plan, factor, wanted_classes))
+
+
+def schedule_events(
+    experiment: Experiment, steps_per_epoch: int, effective_batch: int
+) -> tuple[schedules.Clock, Timetable]:
+    """The run's length, and when what is due: in steps, and by the clock where a duration is given in time."""
+    given = {
+        "compare": experiment.replica_check_every,
+        "log": f"{experiment.log_every}st" if isinstance(experiment.log_every, int) else experiment.log_every,
+        "evaluate": experiment.eval_every,
+        "save": experiment.checkpoint_every,
+        "stop": experiment.train_for,
+    }
+    seconds = {event: durations.duration_seconds(text) for event, text in given.items()}
+    total_steps = durations.UNLIMITED
+    if seconds["stop"] is None:
+        total_steps = max(durations.duration_steps(experiment.train_for, steps_per_epoch, effective_batch), 1)
+    clock = schedules.Clock(steps_per_epoch, effective_batch, total_steps)
+    steps = {event: clock.steps(text) if seconds[event] is None else 0 for event, text in given.items()}
+    timetable = Timetable(
+        compare_every=steps["compare"] or total_steps,
+        log_every=steps["log"] or total_steps,
+        eval_every=steps["evaluate"] or total_steps,
+        save_every=steps["save"] or total_steps,
+        total_steps=total_steps,
+        periods_s={event: period for event, period in seconds.items() if period},
+    )
+    return clock, timetable
 
 
 def rate_factor(optim: Optim, effective_batch: int) -> float:
@@ -199,9 +220,11 @@ def describe(plan: Plan, factor: float, wanted_classes: int) -> str:
     data = f"{len(feed.source)} examples, {plan.clock.steps_per_epoch} steps an epoch"
     if not feed.has_epochs:
         data = f"{feed.samplers[0].name} without a known end"
+    is_timed = plan.clock.total_steps == durations.UNLIMITED
+    length = f"for {experiment.train_for}" if is_timed else f"{plan.clock.total_steps} steps"
     lines.append(
         f"{model.name if model else experiment.task.name}: {product}{workers.size} workers x local batch "
-        f"{plan.local_batch} = effective batch {plan.clock.effective_batch}; {data}, {plan.clock.total_steps} steps"
+        f"{plan.local_batch} = effective batch {plan.clock.effective_batch}; {data}, {length}"
     )
     scaling = f" x {factor:g}" if factor != 1 else ""
     if for_batch := experiment.optim.lr_for_batch:

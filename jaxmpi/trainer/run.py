@@ -25,7 +25,7 @@ from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.checkpoint.manager import Retention, Saver
 from jaxmpi.comm.agreement import check_may_send
 from jaxmpi.comm.topology import Workers, local_rows
-from jaxmpi.config.durations import step_range
+from jaxmpi.config.durations import UNLIMITED, step_range
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
@@ -49,6 +49,7 @@ from jaxmpi.trainer.callbacks import Callback, Instruments, Moment, call_each
 from jaxmpi.trainer.memory import WorkerMemory
 from jaxmpi.trainer.plan import Plan
 from jaxmpi.trainer.step import EvalMetrics, Metrics
+from jaxmpi.trainer.timetable import Clock
 
 SUMS = 7  # over workers: loss, examples, |g_i|^2, steps; and if |g|^2 was measured |g_i|^2, |g|^2, steps
 
@@ -85,7 +86,8 @@ class Run:
         equal = {"replicated": rule.state_is_replicated, "same_params": rule.params_are_replicated}
         self.saver = Saver(self.home, control, workers=workers.size, keep=keep, **equal)
         leaves = [path for path, _ in named_leaves(plan.param_shapes)]
-        self.votes = decisions.StepConsensus(control, self.notice, leaves)
+        clock = Clock(plan.timetable.periods_s, self.recorder.elapsed_s, is_first=control.rank == 0)
+        self.votes = decisions.StepConsensus(control, self.notice, leaves, clock.due)
         own = [callback for callback in experiment.callbacks if control.rank == 0 or not callback.first_rank_only]
         self.callbacks = [Instruments(self.profiler), *own]
         self.tracer = Tracer(step_range(experiment.trace, "trace"), control, self.hosts, self.folder / "trace.json")
@@ -211,7 +213,8 @@ class Run:
             batch = plan.clock.effective_batch
             work = Work(flops * batch / plan.local_batch, batch, self.peak)
         lr = plan.lr_of(step)
-        fields |= {"total_steps": plan.clock.total_steps, "lr": None if lr is None else lr * rate_factor}
+        total_steps = plan.clock.total_steps if plan.clock.total_steps < UNLIMITED else 0
+        fields |= {"total_steps": total_steps, "lr": None if lr is None else lr * rate_factor}
         self.recorder.train(step=step, epoch=epoch, skipped=skipped, anatomy=times, work=work, **fields)
         most = plan.experiment.data.max_skipped
         decisions.check_budget(skipped, len(plan.feed.source), math.ceil(epoch), most)

@@ -20,7 +20,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.averaged import averaged, schedule_free
 from jaxmpi.trainer.callbacks import EarlyStop, ReduceOnPlateau
-from jaxmpi.trainer.conflicts import REFUSALS, check_compatible
+from jaxmpi.trainer.conflicts import REFUSALS, TIMED_FIELDS, check_compatible
 from launching import ROOT
 
 EASGD, H = {"rule": RuleConfig("easgd")}, {"rule": RuleConfig("local_sgd")}
@@ -64,6 +64,7 @@ REFUSED: list[dict[str, Any]] = [
     {"data": Data(memory="partition"), **SHRINK},
     {"devices": 2, **EASGD},
     {"comm": "xla", **EASGD},
+    *({name: "2min", **EASGD} for name in TIMED_FIELDS),
     {"rule": RuleConfig("easgd", momentum=0.9)},
     {"exchange": ExchangeConfig("none"), **EASGD},
     {"exchange": ExchangeConfig("lowrank4"), **EASGD},

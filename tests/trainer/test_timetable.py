@@ -1,10 +1,13 @@
 """When events of a run are due: in lock step, and if progress jumps."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmpi.trainer.timetable import DueEvents, Timetable
+from jaxmpi.trainer.timetable import Clock, DueEvents, Timetable, timed_events
+from launching import train
 
 TOTAL = 40
 PERIODS = st.integers(1, TOTAL)
@@ -37,3 +40,47 @@ def test_a_run_that_is_asked_to_leave_compares_and_saves_first(step):
 
 def test_where_no_step_was_made_nothing_is_due_again():
     assert Timetable(1, 1, 1, 1, TOTAL).between(TOTAL, TOTAL) == DueEvents()
+
+
+# ---------------------------------------------------------------- by the clock
+
+
+def test_what_is_due_by_the_clock_is_due_once_a_period_on_rank_0_alone():
+    times = iter([2.5, 2.6, 3.1, 9.0, 9.5])  # the first is of a run that has been resumed
+    clock = Clock({"evaluate": 3.0, "stop": 9.0}, times.__next__, is_first=True)
+    assert [timed_events(clock.due()) for _ in range(4)] == [[], ["evaluate"], ["evaluate", "stop"], []]
+    assert Clock({"stop": 1e-9}, iter([0.0, 1.0]).__next__, is_first=False).due() == 0
+
+
+def test_the_last_step_by_the_clock_is_evaluated_and_saved():
+    timetable = Timetable(TOTAL, TOTAL, TOTAL, TOTAL, TOTAL)
+    assert timetable.between(3, 4, timed=["evaluate"]) == DueEvents(evaluate=True)
+    assert timetable.between(3, 4, timed=["stop"]) == DueEvents(compare=True, log=True, evaluate=True, save=True)
+
+
+@pytest.mark.e2e
+def test_a_run_by_the_clock_ends_saved_and_goes_on_if_it_gets_more_time(tmp_path):
+    """Two ranks come to the same steps, or their exchanges would not fit."""
+    run, hours = tmp_path / "run", ("--eval-every", "1s", "--checkpoint-every", "0.5s", "--log-every", "0.0002h")
+    fields = ("experiments/digits.py", *hours, "--schedule.decay", "constant", "--run-dir", str(run))
+    ended = train(2, *fields, "--train-for", "6s")
+    assert ended.code == 0, ended.out
+
+    def rows(kind):
+        lines = map(json.loads, (run / "record.jsonl").read_text().splitlines())
+        return [row for row in lines if row["kind"] == kind]
+
+    [stopped], [*evaluations, last] = rows("stopped"), rows("eval")
+    assert evaluations
+    assert stopped["step"] == last["step"] == rows("checkpoint")[-1]["step"] > len(rows("checkpoint")) > 3
+    assert 6 <= last["elapsed_s"] < 30
+    assert "nothing left to do" in train(2, *fields, "--train-for", "6s", "--resume").out
+    ended = train(2, *fields, "--train-for", "40s", "--train-for", "0.003h", "--resume")
+    assert ended.code == 0, ended.out
+    assert rows("eval")[-1]["elapsed_s"] >= 10.8
+
+
+@pytest.mark.parametrize("given", [("--rule.name", "asgd"), ("--schedule.span", "50%", "--schedule.decay", "poly")])
+def test_a_run_of_unknown_steps_is_refused_where_they_are_needed(given, tmp_path):
+    fields = ("experiments/digits.py", "--train-for", "30min", "--run-dir", str(tmp_path / "run"))
+    assert train(1, *fields, *given).code == 2
