@@ -8,6 +8,7 @@ checkpoint has advanced since the last restart.
 import contextlib
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -179,8 +180,13 @@ def wait_for_end(job: subprocess.Popen, marks: Path, *, outlives_ranks: bool, lo
     return job.wait()
 
 
+# Open MPI's notices that a rank has ended the job, which has said so itself in a sentence; and the begin of one.
+TEXT = rb"-{70,}\r?\n(?:MPI_ABORT was invoked|prterun has exited due to|prterun detected that one)(?:(?!-{70}).)*"
+NOTICE, FIRST_PART = re.compile(TEXT + rb"-{70,}\r?\n", re.DOTALL), re.compile(TEXT + rb"\Z|-{70,}\r?\n\Z", re.DOTALL)
+
+
 class Relay(threading.Thread):
-    """Thread that copies a job's output, without Open MPI's NUL bytes."""
+    """Thread that copies a job's output, without Open MPI's NUL bytes and notices."""
 
     def __init__(self, to: TextIO) -> None:
         """Open the job's `end`: a pseudo-terminal with `to`'s size, or a pipe."""
@@ -201,15 +207,23 @@ class Relay(threading.Thread):
     def run(self) -> None:
         """Copy until no process holds the other end."""
         with contextlib.suppress(OSError):  # end of file of a pseudo-terminal
+            unwritten = b""  # a notice that may come in several pieces
             while chunk := os.read(self._mine, 65536):
                 chunk = chunk.replace(b"\0", b"")
                 self._tail = (self._tail + chunk)[-TAIL_BYTES:]
-                try:
-                    self._to.buffer.write(chunk)
-                    self._to.buffer.flush()
-                except OSError:
-                    failures.drop_unread_stream(self._to)
+                text = NOTICE.sub(b"", unwritten + chunk)
+                cut = FIRST_PART.search(text)
+                text, unwritten = (text[: cut.start()], cut[0]) if cut else (text, b"")
+                self._write(text)
+            self._write(unwritten)
         os.close(self._mine)
+
+    def _write(self, text: bytes) -> None:
+        try:
+            self._to.buffer.write(text)
+            self._to.buffer.flush()
+        except OSError:
+            failures.drop_unread_stream(self._to)
 
     def tail(self) -> str:
         """Return the end of the job's output; called after the job."""

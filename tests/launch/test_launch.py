@@ -172,3 +172,15 @@ def test_a_job_needs_no_home_but_a_network(tmp_path):
     ended = run(["unshare", "-n", *line], timeout_s=60)
     assert (ended.code, "--devices" in ended.out) == (2, True), ended.out
     assert "PMIX" not in ended.out.upper()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("mistake", [("--monitor", "nothing"), ("--optim.lr", "1e9")])
+def test_a_mistake_is_said_once(mistake, tmp_path):
+    """Found before or after the first step, by all ranks; Open MPI's own notices are left out."""
+    line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "2", "experiments/digits.py", *mistake]
+    ended = run([*line, "--run-dir", str(tmp_path / "run")], timeout_s=100)
+    assert ended.code
+    assert ended.out.count("\nerror: ") == 1
+    assert "MPI_ABORT" not in ended.out
+    assert "prterun" not in ended.out.partition("\n")[2]
