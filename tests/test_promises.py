@@ -19,7 +19,7 @@ DIGITS = str(ROOT / "experiments" / "digits.py")
 # Files that read pickles, or have them read: messages of other processes of the same job.
 MESSAGES = {
     *("data/loader_worker.py", "data/memory_source.py", "functions/transport.py", "rules/asynchronous/center.py"),
-    *("functions/commands.py", "functions/function.py", "trainer/api.py"),
+    *("functions/program.py", "trainer/api.py"),
 }
 UNSAFE = {"marshal", "shelve", "dill", "cloudpickle", "joblib"}
 
