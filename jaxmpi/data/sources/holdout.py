@@ -6,18 +6,15 @@ import numpy as np
 
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data.sampler import random_bits
-from jaxmpi.data.sources.base import Source, sha256, where
+from jaxmpi.data.sources.base import Source, View, sha256
 
 
-class Subset:
+class Subset(View):
     """Some examples of a source, in their order."""
 
     def __init__(self, source: Any, indices: np.ndarray) -> None:
-        self.source, self.indices = source, indices
-        self.name, self.classes = source.name, source.classes
-        self.is_counted = getattr(source, "is_counted", False)
-        self.notes = getattr(source, "notes", ())
-        self.in_process = getattr(source, "in_process", False)
+        super().__init__(source.name, [source])
+        self.indices = indices
         self.bytes_each, self.tokens_each = getattr(source, "bytes_each", 0), getattr(source, "tokens_each", 0)
         labels = getattr(source, "labels", None)
         self.labels = None if labels is None else np.asarray(labels)[indices]
@@ -25,26 +22,12 @@ class Subset:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> Any:
-        return self.source[int(self.indices[index])]
-
-    def where(self, index: int) -> str:
-        """The file of the example, or its place in the source."""
-        return where(self.source, int(self.indices[index]))
-
-    def paths(self) -> Any:
-        """The files of the source."""
-        return getattr(self.source, "paths", tuple)()
+    def place(self, number: int) -> tuple[Any, int]:
+        return self.parts[0], int(self.indices[number])
 
     def digest(self) -> str:
         """The source's, and which examples."""
-        return sha256([getattr(self.source, "digest", str)()], [self.indices])
-
-    @property
-    def encoded(self) -> Any:
-        """(bytes, label) by index if the source's images are compressed, else None."""
-        encoded = getattr(self.source, "encoded", None)
-        return encoded and (lambda index: encoded(int(self.indices[index])))
+        return sha256([getattr(self.parts[0], "digest", str)()], [self.indices])
 
 
 def hold_out(source: Source, share: float, split: str) -> Source:

@@ -14,14 +14,14 @@ import numpy as np
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data.sampler import random_bits
-from jaxmpi.data.sources.base import Source, sha256, where
+from jaxmpi.data.sources.base import Source, View, sha256
 from jaxmpi.data.sources.grain_datasets import is_stream
 
 STREAM = "mixture: data.{split}: got an IterDataset of Grain; expected parts with examples by index: take a MapDataset"
 FORM = "((Data(...), 3.0), (Data(...), 1.0)): a Data, or an object with __len__ and __getitem__, and its weight"
 
 
-class Mixture:
+class Mixture(View):
     """Sources with weights.
 
     Args:
@@ -29,14 +29,14 @@ class Mixture:
         weights: of each, > 0; their sum is of no matter.
     """
 
-    name = "mixture"
     endless = True  # an epoch's examples are not those of the next
 
     def __init__(self, parts: Sequence[Source], weights: Sequence[float]) -> None:
         what = f"mixture of {', '.join(part.name for part in parts)}"
         if not parts or not all(math.isfinite(weight) and weight > 0 for weight in weights):
             raise UsageError(f"{what}: got the weights {list(weights)}; expected a number > 0 a part")
-        self.parts, self.lengths = tuple(parts), [len(part) for part in parts]
+        super().__init__("mixture", parts)
+        self.lengths = [len(part) for part in parts]
         self.counts = split_by_weight(sum(self.lengths), weights)
         if min(*self.lengths, *self.counts) < 1:
             raise UsageError(
@@ -47,16 +47,12 @@ class Mixture:
         self.orders = [
             random_bits(n, 0, 0, stream=3, index=k).argsort(kind="stable") for k, n in enumerate(self.lengths)
         ]
-        self.is_counted = all(getattr(part, "is_counted", False) for part in parts)
         classes = [part.classes for part in parts]
         if not self.is_counted and len(set(classes)) > 1:
             raise UsageError(
                 f"{what}: got {classes} classes; expected one number: a label must mean the same in all parts"
             )
-        self.classes = max(classes)
-        self.in_process = any(getattr(part, "in_process", False) for part in parts)
         self.bytes_each, self.tokens_each = self._mean("bytes_each"), self._mean("tokens_each")
-        self.notes = tuple(note for part in parts for note in getattr(part, "notes", ()))
 
     def _mean(self, name: str) -> float:
         """Mean of the parts' values by their share of an epoch; 0 if a part has none."""
@@ -75,22 +71,6 @@ class Mixture:
         turn, place = divmod(visits, self.lengths[k])
         is_endless = bool(getattr(self.parts[k], "endless", False))
         return self.parts[k], int(self.orders[k][place]) + turn * self.lengths[k] * is_endless
-
-    @property
-    def encoded(self) -> Callable[[int], tuple[Any, Any]] | None:
-        """(bytes, label) by number if all parts have it, else None."""
-        return self._encoded if all(getattr(part, "encoded", None) for part in self.parts) else None
-
-    def _encoded(self, number: int) -> tuple[Any, Any]:
-        part, index = self.place(number)
-        return part.encoded(index)  # pyright: ignore[reportAttributeAccessIssue] - all parts have it
-
-    def __getitem__(self, number: int) -> Any:
-        part, index = self.place(number)
-        return part[index]
-
-    def where(self, number: int) -> str:
-        return where(*self.place(number))
 
     def digest(self) -> str:
         parts = [getattr(part, "digest", str)() for part in self.parts]
