@@ -43,13 +43,6 @@ from jaxmpi.data.sources.registry import open_source
 from jaxmpi.model.contract import Model
 from jaxmpi.tasks.registry import find_spec, make_task
 
-NOT_MIXED = (
-    "jaxmpi: {}: neighbours have the same label, so whole files would make batches of few classes: examples are taken "
-    "one by one, which opens a file for each; write_batch_files mixes them (data.shuffle_by)"
-)
-NO_FILES = "data.shuffle_by: got {asked}; {source} has no files of several examples: use auto or examples"
-NO_SPANS = "data.shuffle_by: got files-mixed; {source} does not read its files in one go: use auto or files"
-
 
 @dataclass
 class DeviceFeed:
@@ -282,14 +275,22 @@ def _choose_sampler(source: Source, data: Data, is_train: bool, workers: Workers
     shuffle_by = data.shuffle_by
     ends, span_ends = (getattr(source, name, None) for name in ("file_ends", "span_ends"))
     if ends is None and shuffle_by.startswith("files"):
-        raise UsageError(NO_FILES.format(asked=shuffle_by, source=source.name))
+        raise UsageError(
+            f"data.shuffle_by: got {shuffle_by}; {source.name} has no files of several examples: use auto or examples"
+        )
     if span_ends is None and shuffle_by == "files-mixed":
-        raise UsageError(NO_SPANS.format(source=source.name))
+        raise UsageError(
+            f"data.shuffle_by: got files-mixed; {source.name} does not read its files in one go: use auto or files"
+        )
     if not ends or shuffle_by == "examples":
         return source, Sampler
     if is_train and shuffle_by == "auto" and not _is_mixed(source):
         if workers.processes.rank == 0:
-            print(NOT_MIXED.format(source.name), file=sys.stderr)
+            print(
+                f"jaxmpi: {source.name}: neighbours have the same label, so whole files would make batches of few "
+                "classes: examples are taken one by one; write_batch_files mixes them (data.shuffle_by)",
+                file=sys.stderr,
+            )
         return source, Sampler
     if span_ends is None:
         return source, partial(FileSampler, file_ends=ends)

@@ -236,9 +236,11 @@ class ThreadLoader:
         self.inbox.put(message)
 
     def receive(self, timeout_s: float) -> list[Answer]:
+        answers: list[Answer] = []
         with contextlib.suppress(queue.Empty):
-            return [self.done.get(block=timeout_s > 0, timeout=timeout_s)]
-        return []
+            while True:
+                answers.append(self.done.get(block=timeout_s > 0 and not answers, timeout=timeout_s))
+        return answers
 
     def ended(self) -> str:
         return ""  # a thread does not end before `end`
@@ -324,10 +326,12 @@ class LoaderProcess:
         self.outbox.put(pickle.dumps(message))
 
     def receive(self, timeout_s: float) -> list[Answer]:
-        try:
-            return [answer_from_bytes(self.pipe.recv_bytes())] if self.pipe.poll(timeout_s) else []
-        except (EOFError, OSError):  # it has ended, and `ended` says how; or another thread has stopped the pool
-            return []
+        answers: list[Answer] = []
+        # It may have ended, and `ended` says how; or another thread has stopped the pool.
+        with contextlib.suppress(EOFError, OSError, TypeError):
+            while self.pipe.poll(0 if answers else timeout_s):
+                answers.append(answer_from_bytes(self.pipe.recv_bytes()))
+        return answers
 
     def ended(self) -> str:
         """How the process ended; empty while it lives."""
@@ -357,8 +361,8 @@ def _send_all(pipe: Connection, outbox: "queue.SimpleQueue[bytes | None]") -> No
             pipe.send_bytes(message)
 
 
-# By kind, what starts `size` loaders. Each has `send(message)`, `receive(timeout_s)`, which waits for an answer,
-# `ended()`, empty while it lives, `end()` and `join(timeout_s)`. `mpi_loaders` adds `spawn`.
+# By kind, what starts `size` loaders. Each has `send(message)`, `receive(timeout_s)`, which waits for the first of its
+# answers, `ended()`, empty while it lives, `end()` and `join(timeout_s)`. `mpi_loaders` adds `spawn`.
 KINDS: dict[str, Callable[[int, Segment], Sequence[Any]]] = {
     "threads": start_threads,
     "processes": lambda size, board: [LoaderProcess(number, board.address) for number in range(size)],

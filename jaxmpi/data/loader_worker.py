@@ -167,9 +167,8 @@ class LoaderWorker:
         return None
 
     def _note(self, job: int, index: int) -> None:
-        self.board["since"] = (
-            time.monotonic_ns()
-        )  # first: a reader between the two must not combine it with an old time
+        # The time first: whoever reads between the two must not combine an old time with a new example.
+        self.board["since"] = time.monotonic_ns()
         self.board["job"], self.board["index"] = job, index
 
     def _make(self, message: Make) -> Answer:
@@ -218,12 +217,7 @@ def _write_row(row: Example, rows: dict[str, np.ndarray], position: int, source:
             for channel in range(got.shape[2]):  # a grey image broadcast to channels: five times as fast so
                 target[..., channel] = got[..., channel]
             continue
-        with np.errstate(over="raise"):
-            try:
-                rows[field][position : position + 1] = got  # a slice: a row may be a number
-            except FloatingPointError as error:
-                name = f"{where(source, number)}: {field}"
-                raise UsageError(f"{name}: got {got.dtype} beyond 3.4e38; expected 32-bit floats") from error
+        rows[field][position : position + 1] = got  # a slice: a row may be a number
 
 
 # ---------------------------------------------------------------- in a process of its own

@@ -48,11 +48,16 @@ class SpawnedLoader:
         self.sent.append((self.comm.Isend([message, self.mpi.BYTE], self.number, TO_LOADER), message))
 
     def receive(self, timeout_s: float) -> list[Answer]:
+        answers: list[Answer] = []
         wait(partial(self.comm.Iprobe, self.number, TO_WORKER), timeout_s)
-        message = _receive(self.mpi, self.comm, self.number, TO_WORKER) or STOP
-        if message.startswith(ENDED):
-            self.death = message.partition(b" ")[2].decode()
-        return [] if message.startswith((ENDED, STOP)) else [answer_from_bytes(message)]
+        while (message := _receive(self.mpi, self.comm, self.number, TO_WORKER)) is not None:
+            if message.startswith(ENDED):
+                self.death = message.partition(b" ")[2].decode()
+            elif message == STOP:
+                self.stopped.add(self.number)
+            else:
+                answers.append(answer_from_bytes(message))
+        return answers
 
     def ended(self) -> str:
         return self.death
@@ -61,8 +66,11 @@ class SpawnedLoader:
         self._send(STOP)
 
     def join(self, timeout_s: float) -> None:  # MPI lets this process go only once they have gone
-        if wait(lambda: _receive(self.mpi, self.comm, self.number, TO_WORKER) == STOP, timeout_s):
-            self.stopped.add(self.number)
+        def has_stopped() -> bool:
+            self.receive(0)
+            return self.number in self.stopped
+
+        wait(has_stopped, timeout_s)
         if len(self.stopped) == self.comm.Get_remote_size():
             self.comm.Disconnect()
 
