@@ -195,7 +195,7 @@ class TestErrors:
 
 class TestClosing:
     def test_close_is_prompt_and_drops_what_is_queued(self, monkeypatch):
-        monkeypatch.setattr("jaxmpi.data.loader_pool.JOIN_S", 0.1)
+        monkeypatch.setattr("jaxmpi.data.loader_pool.ThreadLoader.JOIN_S", 0.1)
         gate = threading.Event()
 
         class Blocked(Odd):

@@ -218,7 +218,7 @@ def stick(folder: Path) -> Path:
 class TestLoadersThatFail:
     @pytest.mark.parametrize("kind", ["processes", "threads"])
     def test_one_that_stalls_is_named_with_its_file(self, own, kind, monkeypatch):
-        monkeypatch.setattr("jaxmpi.data.loader_pool.JOIN_S", 0.2)
+        monkeypatch.setattr("jaxmpi.data.loader_pool.ThreadLoader.JOIN_S", 0.2)
         data = folder_data(own, loader=kind, stall_timeout_s=0.5)
         source, path = open_source(data, "train"), stick(own)
         with (
@@ -251,7 +251,7 @@ class TestLoadersThatFail:
             killer.join()
 
     def test_one_that_is_stopped_is_noticed_and_ended(self, own, monkeypatch):
-        monkeypatch.setattr("jaxmpi.data.loader_pool.END_S", 0.2)
+        monkeypatch.setattr("jaxmpi.data.loader_pool.LoaderProcess.JOIN_S", 0.2)
         data = folder_data(own, loaders=1, stall_timeout_s=0.5)
         with loader(open_source(data, "train"), 2, data) as batches:
             next(batches)

@@ -130,7 +130,7 @@ class Late(PackedSource):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_slow_file_system_is_waited_for_up_to_stall_s(folder, way, monkeypatch):
-    monkeypatch.setattr("jaxmpi.data.loader_pool.JOIN_S", 0.1)
+    monkeypatch.setattr("jaxmpi.data.loader_pool.ThreadLoader.JOIN_S", 0.1)
     patient, hasty = (data(folder, "packed", stall_timeout_s=stall_timeout_s) for stall_timeout_s in (20, 1))
     source = Late(folder / "packed" / "train")
     source.gate.set()
