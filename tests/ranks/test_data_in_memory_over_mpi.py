@@ -201,7 +201,7 @@ def test_the_ranks_of_a_host_need_memory_together(train, copies, monkeypatch):
 def test_the_groups_that_auto_takes_fit_into_the_memory_that_is_left(monkeypatch):
     """All say the same; with the memory of one rank's whole copy, and with much."""
     all_bytes = N * len(memory_source.array_to_bytes(numbered()[0][0], ""))
-    for left, expected in ((2 * SIZE * 2 * all_bytes, 1), (2 * SIZE * 2 * all_bytes - 1, SIZE)):
+    for left, expected in ((2 * SIZE * 2 * all_bytes, 1), (2 * SIZE * 2 * all_bytes - 1, GROUPS[1])):
         monkeypatch.setattr(shuffle, "available_bytes", lambda left=left: left)
         memory = kept(numbered(), group_size="auto").memory
         assert memory is not None
