@@ -100,7 +100,7 @@ class Optimizer:
             for word, variable in zip(words.flat, states, strict=True)
         ]
         self._gradient = Function(
-            self._compute_gradient(len(states)),
+            self._make_gradient(len(states)),
             inputs=(self.params, *states, *inputs),
             outputs=(
                 *(mean, [aux] if self._has_aux else [], mean(self.gradient), mean(self.value)),
@@ -109,13 +109,13 @@ class Optimizer:
             strategy=strategy,
         )
         self._update = Function(
-            self._apply_gradient,
+            self._make_update(),
             inputs=(self.gradient, self.value, self.params, self.state),
             outputs=(),
             updates=(self.params, self.state),
         )
 
-    def _compute_gradient(self, states: int) -> Callable[..., tuple[Any, ...]]:
+    def _make_gradient(self, states: int) -> Callable[..., tuple[Any, ...]]:
         """The function of params, parts of the model state and examples, whose outputs are reduced."""
 
         def full_loss(params: PyTree, args: Sequence[PyTree]) -> tuple[Any, Any]:
@@ -140,13 +140,16 @@ class Optimizer:
             gradient.__signature__ = inspect.Signature([*first, *arguments])  # pyright: ignore[reportFunctionMemberAccess]
         return gradient
 
-    def _apply_gradient(
-        self, flat: jax.Array, value: jax.Array, params: PyTree, state: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        grads = jax.tree.unflatten(self._structure, split(flat, self._like))
-        extra = {"value": value, "grad": grads}  # no value_fn: the examples are gone
-        updates, state = self._tx.update(grads, state, params, **extra)
-        return optax.apply_updates(params, updates), state
+    def _make_update(self) -> Callable[..., tuple[PyTree, PyTree]]:
+        """The function of the gradient, params and optimizer state, which each worker computes for itself."""
+
+        def update(flat: jax.Array, value: jax.Array, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+            grads = jax.tree.unflatten(self._structure, split(flat, self._like))
+            extra = {"value": value, "grad": grads}  # no value_fn: the examples are gone
+            updates, state = self._tx.update(grads, state, params, **extra)
+            return optax.apply_updates(params, updates), state
+
+        return update
 
     def __call__(
         self, *args: PyTree, batch: Any = None, batch_local: Any = None, slices: int = 1, **named: PyTree
