@@ -13,8 +13,8 @@ import pytest
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.fault_tolerant import FaultTolerantComm, outlive, shrink, vote
 from jaxmpi.comm.job import processes
-from jaxmpi.comm.mpi import FaultTolerantComm
 from jaxmpi.core.errors import AgreedError
 from jaxmpi.runtime import failures
 
@@ -60,7 +60,7 @@ def until_death(comm: FaultTolerantComm, victim: int, strategy: str) -> int:
         if done == 5 and control.numbers[comm.rank] == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         new = jax.block_until_ready(step(w))
-        if not control.vote(not comm.why_lost):
+        if not vote(control, not comm.why_lost):
             assert float(w[0]) == done
             return done
         w, done = new, done + 1
@@ -69,19 +69,19 @@ def until_death(comm: FaultTolerantComm, victim: int, strategy: str) -> int:
 def main() -> None:
     control = processes()
     assert isinstance(control, MpiProcesses)
-    control.outlive()
+    outlive(control)
     comm, victims = FaultTolerantComm(control), [int(v) for v in sys.argv[1].split(",")]
     check_all(comm, control)
     for victim, strategy in zip(victims, ("ring", "shm", "asa"), strict=False):
         assert until_death(comm, victim, strategy) == 5
         before = control.size
         jax.effects_barrier()
-        assert control.shrink("test") == [victim]
+        assert shrink(control, "test") == [victim]
         comm = FaultTolerantComm(control)
         assert comm.size == control.size == before - 1
         check_all(comm, control)
     with pytest.raises(AgreedError, match="none of them is gone: test"):  # every rank says the reason that one has
-        control.shrink("test" * (control.rank == control.size - 1))
+        shrink(control, "test" * (control.rank == control.size - 1))
     control.allgather_object("all are here")
     print(f"rank {control.numbers[control.rank]} is left among {control.numbers}", flush=True)
     control.leave(0)

@@ -1,7 +1,7 @@
 """Numbers and names of exchanges, for comparison; one thread at a time.
 
 MPI's messages do not name the exchange that they belong to. So each exchange gets a number when all ranks trace it
-together, and programs compare numbers when they run; `jaxmpi.comm.diagnosis` compares them. The user's lines tell
+together, and programs compare numbers when they run; `jaxmpi.comm.call_comparison` compares them. The user's lines tell
 exchanges of equal shapes apart. Two threads could exchange in another order on each rank, so a second thread is
 refused. Letting it wait was dropped: another rank's other thread may come first.
 """
@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi.comm.base import Comm
+from jaxmpi.comm.call_comparison import comparison_of
 from jaxmpi.comm.control import MpiProcesses
-from jaxmpi.comm.diagnosis import comparison_of
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError

@@ -30,8 +30,8 @@ from jaxmpi.allreduce.wires import WIRE_CONSTANTS
 from jaxmpi.comm import c_handlers
 from jaxmpi.comm.agreement import fingerprint
 from jaxmpi.comm.base import Comm
+from jaxmpi.comm.call_comparison import comparison_of
 from jaxmpi.comm.control import MpiProcesses
-from jaxmpi.comm.diagnosis import comparison_of
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.polling import survives_losses
 from jaxmpi.comm.shared_sync import TIMEOUT_S

@@ -18,6 +18,7 @@ from jaxmpi.allreduce.building_blocks import halves, mean_of_halves
 from jaxmpi.allreduce.call_order import caller, callers, columns
 from jaxmpi.collectives import messages
 from jaxmpi.collectives.arguments import (
+    NO_NUMBERS,
     arrays_of,
     canonical_dtype,
     check_partner,
@@ -30,7 +31,7 @@ from jaxmpi.collectives.arguments import (
     exchange_counts,
     given_leaves,
     rank_in_job,
-    templates_of,
+    refusing_together,
 )
 from jaxmpi.collectives.call import MAY_DIFFER, NOBODY, MpiCall
 from jaxmpi.collectives.primitive import bind
@@ -87,7 +88,7 @@ def reduce_scatter(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any =
 def scan(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -> PyTree:
     """The reduction over ranks 0 to this one, `MPI_Scan`.
 
-    Arguments, errors: as `allreduce`; no mean. Transpose: from the last rank to this one.
+    Arguments, errors: as `allreduce`; no mean. Transpose: an allgather, and the sum of the rows from this rank's on.
     """
     return _apply("scan", x, comm, op=op, dtype=dtype)
 
@@ -107,17 +108,18 @@ def _apply(
 ) -> PyTree:
     """An operation on a tree, after all that this rank can check by itself."""
     row, comm = OPERATIONS[operation], communicator_of(operation, comm)
-    if op not in (row.ops or ("",)):
-        raise UsageError(f"{operation}: op: got {op!r}; expected one of {', '.join(row.ops)}")
-    root, dtype = check_root(operation, root, comm), canonical_dtype(operation, dtype)
-    is_elsewhere = root is not None and comm.rank != root
-    if operation in ("alltoall", "reduce_scatter") or (operation == "scatter" and not is_elsewhere):
-        check_rows(operation, x, comm)
-    is_template = operation in ("bcast", "scatter") and is_elsewhere
-    leaves = templates_of(operation, x, comm) if is_template else arrays_of(operation, x, comm, op)
-    given, dtypes = given_leaves(operation, x, comm, root), []
+    with refusing_together(operation, comm):
+        if op not in (row.ops or ("",)):
+            raise UsageError(f"{operation}: op: got {op!r}; expected one of {', '.join(row.ops)}")
+        root, dtype = check_root(operation, root, comm), canonical_dtype(operation, dtype)
+        is_elsewhere = root is not None and comm.rank != root
+        if operation in ("alltoall", "reduce_scatter") or (operation == "scatter" and not is_elsewhere):
+            check_rows(operation, x, comm)
+        is_template = operation in ("bcast", "scatter") and is_elsewhere
+        leaves = arrays_of(operation, x, comm, op, NO_NUMBERS if is_template else ())
+        dtypes = [dtypes_of_reduction(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x) if op]
+    given = given_leaves(operation, x, comm, root)
     if op:
-        dtypes = [dtypes_of_reduction(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x)]
         leaves = [leaf.astype(wide) for leaf, (wide, _) in zip(leaves, dtypes, strict=True)]
     if op == "mean":
         results = _means(operation, leaves, [narrow for _, narrow in dtypes], comm, given, root)
@@ -263,8 +265,9 @@ def send(x: PyTree, dest: int, *, tag: int = 0, comm: Any = None) -> None:
         TrainingError: nobody has received it within `JAXMPI_EXCHANGE_TIMEOUT_S`.
     """
     comm = communicator_of("send", comm)
-    dest, tag = check_partner("send", "dest", dest, comm), check_tag("send", "tag", tag, comm)
-    leaves = arrays_of("send", x, comm)
+    with refusing_together("send", comm):
+        dest, tag = check_partner("send", "dest", dest, comm), check_tag("send", "tag", tag, comm)
+        leaves = arrays_of("send", x, comm)
     if dest != NOBODY:
         _call_each_leaf("send", leaves, comm, {}, dest=dest, sendtag=tag)
 
@@ -286,12 +289,13 @@ def recv(
         TrainingError: none has come within `JAXMPI_EXCHANGE_TIMEOUT_S`.
     """
     comm = communicator_of("recv", comm)
-    source = check_partner("recv", "source", source, comm)
-    leaves, number = templates_of("recv", x, comm, is_returned=source == NOBODY), messages.status_number(status)
+    with refusing_together("recv", comm):
+        source, recvtag = check_partner("recv", "source", source, comm), check_tag("recv", "tag", tag, comm)
+        leaves = arrays_of("recv", x, comm, templates=_templates(source))
+    number = messages.status_number(status)
     if source == NOBODY:
         messages.fill_status(number, NOBODY, -1, 0)
     else:
-        recvtag = check_tag("recv", "tag", tag, comm)
         leaves = _call_each_leaf("recv", leaves, comm, {}, source=source, recvtag=recvtag, status=number)
     return jax.tree.unflatten(jax.tree.structure(x), leaves)
 
@@ -314,22 +318,28 @@ def sendrecv(
     Transpose: the other way round; for it both ranks give `recvtag`, or neither does.
     """
     comm = communicator_of("sendrecv", comm)
-    sent = arrays_of("sendrecv", sendbuf, comm)
-    places = templates_of("sendrecv", recvbuf, comm, is_returned=source == NOBODY)
-    if len(sent) != len(places):
-        raise UsageError(
-            f"sendrecv: rank {rank_in_job(comm)}: got {len(sent)} leaves in sendbuf and {len(places)} in recvbuf; "
-            "expected as many, or a send and a recv"
-        )
-    options = {
-        "source": check_partner("sendrecv", "source", source, comm),
-        "dest": check_partner("sendrecv", "dest", dest, comm),
-        "sendtag": check_tag("sendrecv", "sendtag", sendtag, comm),
-        "recvtag": check_tag("sendrecv", "recvtag", recvtag, comm),
-        "status": messages.status_number(status),
-    }
+    with refusing_together("sendrecv", comm):
+        sent = arrays_of("sendrecv", sendbuf, comm)
+        places = arrays_of("sendrecv", recvbuf, comm, templates=_templates(source))
+        if len(sent) != len(places):
+            raise UsageError(
+                f"sendrecv: rank {rank_in_job(comm)}: got {len(sent)} leaves in sendbuf and {len(places)} in recvbuf; "
+                "expected as many, or a send and a recv"
+            )
+        options = {
+            "source": check_partner("sendrecv", "source", source, comm),
+            "dest": check_partner("sendrecv", "dest", dest, comm),
+            "sendtag": check_tag("sendrecv", "sendtag", sendtag, comm),
+            "recvtag": check_tag("sendrecv", "recvtag", recvtag, comm),
+            "status": messages.status_number(status),
+        }
     received = [_call("sendrecv", comm, x, place, **options)[0] for x, place in zip(sent, places, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(recvbuf), received)
+
+
+def _templates(source: int | None) -> tuple[type, ...]:
+    """Types of leaves that give shape and dtype alone; what comes from nobody is the leaf itself."""
+    return (jax.ShapeDtypeStruct,) if source == NOBODY else NO_NUMBERS
 
 
 # ---------------------------------------------------------------- calls

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.allreduce.call_order import one_thread
-from jaxmpi.collectives.call import NOBODY, MpiCall, bits_of, shape_of
+from jaxmpi.collectives.call import NOBODY, MpiCall, shape_of
 from jaxmpi.collectives.table import OPERATIONS
 from jaxmpi.comm.agreement import check_may_send, refuse_together
 from jaxmpi.comm.base import Comm
@@ -18,6 +18,7 @@ from jaxmpi.comm.mpi import MpiComm, communicator
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.to_jax import check_on_one_device, to_jax
+from jaxmpi.runtime import host_callbacks
 
 LEAST_TAGS = 1 << 15  # that every MPI has
 
@@ -70,45 +71,35 @@ def check_tag(operation: str, name: str, tag: Any, comm: Comm) -> Any:
 
 # ---------------------------------------------------------------- arrays
 
-
-def arrays_of(operation: str, x: PyTree, comm: Comm, op: str = "") -> list[jax.Array]:
-    """The leaves as JAX arrays that can be sent; what one rank refuses all refuse, but of a message its rank alone."""
-    arrays = []
-    with _refusing_together(operation, comm):
-        for path, leaf in named_leaves(x):
-            _check_no_key(operation, leaf)
-            arrays.append(to_jax(_name(operation, path), leaf, op, comm.size))
-            check_on_one_device(_name(operation, path), arrays[-1])
-    return arrays
-
-
-def templates_of(operation: str, x: PyTree, comm: Comm, *, is_returned: bool = False) -> list[jax.Array]:
-    """Arrays of the shapes and dtypes of what comes; if nothing comes, x itself is returned."""
-    arrays = []
-    with _refusing_together(operation, comm):
-        for path, leaf in named_leaves(x):
-            is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
-            if is_shape or (isinstance(leaf, np.ndarray) and not is_returned):  # NumPy's empty arrays hold any numbers
-                leaf = np.zeros(leaf.shape, leaf.dtype)
-            _check_no_key(operation, leaf)
-            arrays.append(to_jax(_name(operation, path), leaf))
-    return arrays
+NO_NUMBERS = jax.ShapeDtypeStruct, np.ndarray  # templates of what comes; NumPy's empty arrays hold any numbers
 
 
 @contextmanager
-def _refusing_together(operation: str, comm: Comm) -> Iterator[None]:
+def refusing_together(operation: str, comm: Comm) -> Iterator[None]:
+    """Check arguments in the block: what one rank refuses all refuse, but of a message its rank alone."""
     together = nullcontext() if OPERATIONS[operation].is_message else refuse_together(comm.assert_same)
     with one_thread(comm, operation), together:
         yield
 
 
+def arrays_of(operation: str, x: PyTree, comm: Comm, op: str = "", templates: tuple[type, ...] = ()) -> list[jax.Array]:
+    """The leaves as JAX arrays that can be sent; those of the types of templates give shape and dtype alone."""
+    arrays = []
+    for path, leaf in named_leaves(x):
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise UsageError(f"{operation}: got a random key; expected numbers: jax.random.key_data of it")
+        if isinstance(leaf, templates):
+            leaf = np.zeros(leaf.shape, leaf.dtype)
+        array = to_jax(_name(operation, path), leaf, op, comm.size)
+        check_on_one_device(_name(operation, path), array)
+        if array.dtype not in host_callbacks.DTYPES.values():
+            raise UsageError(f"{_name(operation, path)} is {array.dtype}; expected numbers of 8 bits or more: cast it")
+        arrays.append(array)
+    return arrays
+
+
 def _name(operation: str, path: str) -> str:
     return f"{operation}: leaf {path or '(the array itself)'!r}"
-
-
-def _check_no_key(operation: str, leaf: Any) -> None:
-    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        raise UsageError(f"{operation}: got a random key; expected numbers: jax.random.key_data of it")
 
 
 def given_leaves(operation: str, x: PyTree, comm: Comm, root: int | None) -> dict[str, jax.ShapeDtypeStruct]:
@@ -196,9 +187,8 @@ def dtypes_of_reduction(operation: str, path: str, leaf: Any, op: str, dtype: An
     wide = dtype or (jnp.int32 if is_bool else given)
     if wide == jnp.bool_:
         raise UsageError(f"{where}; dtype: got bool for a {op}; expected a type of numbers, as jnp.int32")
-    bits, is_short = bits_of(wide), bits_of(wide) < (8 if jnp.issubdtype(wide, jnp.integer) else 16)
-    if is_short and op not in ("max", "min"):
+    if not jnp.issubdtype(wide, jnp.floating) or jnp.finfo(wide).bits >= 32:
+        return wide, result
+    if jnp.finfo(wide).bits < 16 and op not in ("max", "min"):
         raise UsageError(f"{where}, too short for a {op}; expected a wider type for it, as dtype=jnp.float32")
-    if jnp.issubdtype(wide, jnp.floating) and bits < 32:
-        return jnp.float32, result
-    return (jnp.int8 if is_short else wide), result
+    return jnp.float32, result

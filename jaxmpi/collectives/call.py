@@ -19,6 +19,7 @@ from jaxmpi.comm.mpi import MpiComm
 # which MPI libraries have ANY_SOURCE and PROC_NULL, each its own: those are refused.
 NOBODY = -(1 << 30)
 TRANSPOSED = " (transposed)"
+TICKET = jax.ShapeDtypeStruct((), jnp.uint32)  # by which a program knows an operation that it has started
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,33 +36,30 @@ class MpiCall:
     sendtag: int = 0
     recvtag: int | None = None  # None: any
     status: int = 0  # number of what is to be filled with source and tag; 0: nothing
-    is_reversed: bool = False  # a scan from the last rank to the first
     is_identity: bool = False  # the transpose of an allreduce
     is_differentiated: bool = False  # there is a call of its tangents, or a transposed one, as well
     is_of_tangents: bool = False  # in forward mode
+    handle: Any = None  # of `nonblocking.start`: it begins the call, whose result is a ticket
     given: Mapping[str, Any] = field(default_factory=dict, compare=False)  # the user's leaves, at a tree's first call
     may_differ: bool = False  # in its line, from rank to rank
     line: str = ""  # line of the user's code
     lines: tuple[str, ...] = ()  # from the traced function to the call, for ranks to compare
 
     @property
-    def sends(self) -> bool:
-        """Return True for a message that this rank sends."""
+    def sends(self) -> bool:  # a message, this rank
         return self.operation in ("send", "sendrecv") and self.dest != NOBODY
 
     @property
     def receives(self) -> bool:
-        """Return True for a message that this rank receives."""
         return self.operation in ("recv", "sendrecv") and self.source != NOBODY
 
     @property
     def is_root(self) -> bool:
-        """Return True on the rank that the operation begins or ends at."""
         return self.comm.rank == self.root
 
     def describe(self, *operands: Any) -> str:
         """Describe the call with these arrays, for messages."""
-        options: dict[str, Any] = {"op": self.op or None, "root": self.root, "reversed": self.is_reversed or None}
+        options: dict[str, Any] = {"op": self.op or None, "root": self.root}
         if self.operation in ("send", "sendrecv"):
             options |= {"dest": "nobody" if self.dest == NOBODY else self.dest, "tag": self.sendtag}
         if self.operation in ("recv", "sendrecv"):
@@ -116,26 +114,11 @@ NATIVE = {"bool", "float32", "float64", "complex64", "complex128"}  # dtypes tha
 NATIVE |= {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
 
-def bits_of(dtype: Any) -> int:
-    """Bits of a number of this dtype, of integers or floats."""
-    return (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits
-
-
 def to_mpi_dtype(x: jax.Array) -> jax.Array:
     """An array in a dtype that MPI has, of the same bits."""
-    x = at_least_8_bits(x)
     return x if x.dtype.name in NATIVE else lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}[x.dtype.itemsize])
 
 
-def at_least_8_bits(x: jax.Array) -> jax.Array:
-    """The same numbers in a dtype of at least 8 bits."""
-    if x.dtype.name in NATIVE or bits_of(x.dtype) >= 8:
-        return x
-    return x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
-
-
 def from_mpi_dtype(sent: jax.Array, dtype: Any) -> jax.Array:
-    """The inverse of `to_mpi_dtype` and of `at_least_8_bits`."""
-    if sent.dtype == dtype:
-        return sent
-    return sent.astype(dtype) if bits_of(dtype) < 8 else lax.bitcast_convert_type(sent, dtype)
+    """The inverse of `to_mpi_dtype`."""
+    return sent if sent.dtype == dtype else lax.bitcast_convert_type(sent, dtype)

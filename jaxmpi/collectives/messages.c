@@ -8,7 +8,6 @@
 
 #include "c_handlers.h"
 
-enum word { CALL, SENT_ITEM_BYTES, RECEIVED_ITEM_BYTES }; /* of a call's attribute */
 enum { UNEXPECTED = -1, PENDING = -2 };                   /* besides MPI's errors, which are above 0 */
 
 static struct {
@@ -29,19 +28,24 @@ void jaxmpi_set_up(const void *functions, handle mpi_byte) {
 }
 
 struct call {
-  int32_t number, sends, receives, source, dest, sendtag, recvtag;
+  int32_t sends, receives, sent_bytes, received_bytes, source, dest, sendtag, recvtag;
   int32_t most_inline_bytes, tags; /* of arrays in their header's message */
   handle headers, arrays;          /* two communicators */
   void *status;                    /* MPI's, to fill; or NULL */
   char header[HEADER_BYTES], type[TYPE_BYTES]; /* that it sends; of the header that it expects */
+  int32_t number;
 };
 
-enum { NUMBERS = 9 }; /* first in a call, as Python gives them */
+enum { NUMBERS = 10 }; /* first in a call, as Python gives them */
 
 static struct call *calls[MOST_CALLS];
+static _Atomic int32_t opened;
 
-void jaxmpi_open_message(const int32_t *numbers, handle headers, handle arrays, void *status, const char *header,
-                         const char *type) {
+/* The call's number, or -1 if there is no room. */
+int32_t jaxmpi_open_message(const int32_t *numbers, handle headers, handle arrays, void *status, const char *header,
+                            const char *type) {
+  int32_t number = opened++;
+  if (number >= MOST_CALLS) return opened--, -1;
   struct call *call = calloc(1, sizeof *call);
   memcpy(call, numbers, NUMBERS * sizeof *numbers);
   call->headers = headers;
@@ -49,7 +53,9 @@ void jaxmpi_open_message(const int32_t *numbers, handle headers, handle arrays, 
   call->status = status;
   memcpy(call->header, header, HEADER_BYTES);
   memcpy(call->type, type, TYPE_BYTES);
-  calls[call->number] = call;
+  call->number = number;
+  calls[number] = call;
+  return number;
 }
 
 /* ---------------------------------------------------------------- notes */
@@ -85,16 +91,15 @@ struct exchange {
   handle array, sent_array; /* behind their headers, if they are */
   int has_array, has_sent_array;
   void *y;
-  int64_t y_bytes;
   char *message; /* likewise, that comes */
 };
 
 static _Atomic uint32_t numbered; /* arrays behind their headers, by which the receiver finds them */
 
 /* A short message is copied by MPI, so that its sender need not wait. */
-static int start_send(struct exchange *e, void *x, int64_t n) {
+static int start_send(struct exchange *e, void *x) {
   struct call *call = e->call;
-  int is_inline = n <= call->most_inline_bytes, behind = is_inline ? (int)n : 0;
+  int n = call->sent_bytes, is_inline = n <= call->most_inline_bytes, behind = is_inline ? n : 0;
   int32_t number = is_inline ? INLINE : (int32_t)(numbered++ % (uint32_t)call->tags);
   e->sent_message = malloc(HEADER_BYTES + behind);
   memcpy(e->sent_message, call->header, HEADER_BYTES);
@@ -103,17 +108,17 @@ static int start_send(struct exchange *e, void *x, int64_t n) {
   int code = mpi.isend(e->sent_message, HEADER_BYTES + behind, byte, call->dest, call->sendtag, call->headers,
                        &e->sent_header);
   e->has_sent_array = !is_inline;
-  return code || is_inline ? code : mpi.isend(x, (int)n, byte, call->dest, number, call->arrays, &e->sent_array);
+  return code || is_inline ? code : mpi.isend(x, n, byte, call->dest, number, call->arrays, &e->sent_array);
 }
 
-static int begin(struct exchange *e, void *x, int64_t x_bytes) {
+static int begin(struct exchange *e, void *x) {
   struct call *call = e->call;
   int code = 0;
   e->note = leave_note(call->number);
   if (call->receives)
     code = mpi.irecv(e->message, HEADER_BYTES + INLINE_BYTES, byte, call->source, call->recvtag, call->headers,
                        &e->header);
-  return !code && call->sends ? start_send(e, x, x_bytes) : code;
+  return !code && call->sends ? start_send(e, x) : code;
 }
 
 /* 0 once a request is complete. */
@@ -129,7 +134,7 @@ static int unpack(struct exchange *e) {
   int64_t size;
   int32_t number, sender;
   memcpy(&size, e->message + SIZE_AT, sizeof size);
-  if (size != e->y_bytes || memcmp(e->message + TYPE_AT, call->type, TYPE_BYTES)) return UNEXPECTED;
+  if (size != call->received_bytes || memcmp(e->message + TYPE_AT, call->type, TYPE_BYTES)) return UNEXPECTED;
   memcpy(&number, e->message + NUMBER_AT, sizeof number);
   memcpy(&sender, e->message + SENDER_AT, sizeof sender);
   int code = call->status ? mpi.set_elements(call->status, byte, (int)size) : 0;
@@ -168,14 +173,11 @@ static int advance(struct exchange *e) {
 XLA_FFI_Error *jaxmpi_messages(XLA_FFI_CallFrame *frame) {
   static _Thread_local char message[HEADER_BYTES + INLINE_BYTES];
   if (!is_work(frame)) return NULL;
-  const int32_t *words = words_of(frame);
-  struct call *call = calls[words[CALL]];
+  struct call *call = calls[words_of(frame)[0]];
   if (!call) return error(frame, "jaxmpi: a program of another process; compile it in this one");
   const XLA_FFI_Buffer *x = call->sends ? frame->args.args[0] : NULL, *y = call->receives ? frame->rets.rets[0] : NULL;
-  struct exchange e = {.call = call, .is_blocking = 1, .message = message};
-  e.y = y ? y->data : NULL;
-  e.y_bytes = y ? numbers_in(y) * words[RECEIVED_ITEM_BYTES] : 0;
-  int code = begin(&e, x ? x->data : NULL, x ? numbers_in(x) * words[SENT_ITEM_BYTES] : 0);
+  struct exchange e = {.call = call, .is_blocking = 1, .message = message, .y = y ? y->data : NULL};
+  int code = begin(&e, x ? x->data : NULL);
   if (code) mpi.failed(call->number, code);
   if (!code) code = advance(&e);
   return code ? error(frame, "jaxmpi: the job ends") : NULL; /* no program goes on with what it may have got */
@@ -183,13 +185,12 @@ XLA_FFI_Error *jaxmpi_messages(XLA_FFI_CallFrame *frame) {
 
 /* ---------------------------------------------------------------- for Python */
 
-struct exchange *jaxmpi_begin(int32_t number, void *x, int64_t x_bytes, void *y, int64_t y_bytes) {
+struct exchange *jaxmpi_begin(int32_t number, void *x, void *y) {
   struct exchange *e = calloc(1, sizeof *e + HEADER_BYTES + INLINE_BYTES);
   e->call = calls[number];
   e->y = y;
-  e->y_bytes = y_bytes;
   e->message = (char *)(e + 1);
-  int code = begin(e, x, x_bytes);
+  int code = begin(e, x);
   if (code) mpi.failed(number, code);
   return e;
 }

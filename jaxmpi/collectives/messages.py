@@ -19,7 +19,6 @@ prints its calls, mpi4jax sends instead, without headers.
 
 import ctypes
 import functools
-import itertools
 import struct
 import sys
 import threading
@@ -33,11 +32,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi.collectives.call import NOBODY, MpiCall, at_least_8_bits, from_mpi_dtype, is_logged, to_mpi_dtype, type_of
+from jaxmpi.collectives.call import NOBODY, MpiCall, from_mpi_dtype, is_logged, to_mpi_dtype, type_of
 from jaxmpi.comm import c_handlers
-from jaxmpi.comm.diagnosis import PROBES, Note, message_lost
+from jaxmpi.comm.diagnosis import Note, message_lost, watch
 from jaxmpi.comm.mpi import MpiComm, made
-from jaxmpi.comm.polling import survives_losses, wait
+from jaxmpi.comm.polling import PROBES, survives_losses, wait
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import failures, host_callbacks
@@ -71,22 +70,20 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     """Send, receive, or both, in the order of the program's MPI calls."""
     if unavailable_reason():
         return _by_mpi4jax(call, *operands)
-    what, dtype, sent = call.describe(*operands), operands[-1].dtype, tuple(map(at_least_8_bits, operands))
     given = [operands[-1]] if call.operation == "sendrecv" and not call.receives else []
     if given:
         fill_status(call.status, NOBODY, -1, 0)
     if not call.sends and not call.receives:
         return given
-    number = open_message(call, what, *(jax.typeof(x) for x in sent))
-    results: Any = c_handlers.shaped(sent[-1]) if call.receives else ()
-    operands, effect = sent[: int(call.sends)], call.comm.effect
+    number, effect = open_message(call, call.describe(*operands), *map(jax.typeof, operands)), call.comm.effect
+    results: Any = c_handlers.shaped(operands[-1]) if call.receives else ()
+    operands = operands[: int(call.sends)]
     # Beside a program that waits in MPI nothing else could call an MPI below THREAD_MULTIPLE.
     if SOURCE.unavailable_reason() or not call.comm.processes.waits.may_watch:
         came = host_callbacks.call(MESSAGE, operands, results, effect=effect, call=number)
     else:
-        words = number, sent[0].dtype.itemsize, sent[-1].dtype.itemsize
-        came = _message_p.bind(*operands, results=results, effect=effect, words=words)
-    return [from_mpi_dtype(y, dtype) for y in came] or given
+        came = _message_p.bind(*operands, results=results, effect=effect, words=(number,))
+    return came or given
 
 
 def unavailable_reason() -> str:
@@ -114,7 +111,7 @@ def _compile_error() -> str:
     library.jaxmpi_set_up.argtypes = c_void_p, handle
     library.jaxmpi_open_message.argtypes = c_void_p, handle, handle, c_void_p, c_char_p, c_char_p
     library.jaxmpi_begin.restype = c_void_p
-    library.jaxmpi_begin.argtypes = c_int32, c_void_p, c_int64, c_void_p, c_int64
+    library.jaxmpi_begin.argtypes = c_int32, c_void_p, c_void_p
     library.jaxmpi_advance.argtypes = (c_void_p,)
     library.jaxmpi_set_up((c_void_p * len(functions))(*functions), MPI._handleof(MPI.BYTE))
     host_callbacks.register(MESSAGE, _exchange, ends_job=True)
@@ -188,11 +185,10 @@ class Opened(NamedTuple):
     call: MpiCall
     what: str
     received: Any  # dtype and shape, or None
-    partners: tuple[int, ...]  # for which it waits
+    partners: tuple[int, ...]  # for which it waits, by their numbers in the job
 
 
 _opened: dict[int, Opened] = {}
-_numbers = itertools.count()
 
 
 def open_message(call: MpiCall, what: str, x: Any, place: Any = None) -> int:
@@ -206,37 +202,35 @@ def open_message(call: MpiCall, what: str, x: Any, place: Any = None) -> int:
     """
     from mpi4py import MPI
 
+    comm, waits = call.comm, call.comm.processes.waits
     sent = x if call.sends else None
     received = (x if place is None else place) if call.receives else None
-    comm, waits, number = call.comm, call.comm.processes.waits, next(_numbers)
-    if number >= MOST_CALLS:
-        raise UsageError(f"{what}: got {MOST_CALLS} messages that were compiled before; compile fewer programs")
-    if (most := max(each.size * each.dtype.itemsize for each in (x, place) if each is not None)) > np.iinfo(
-        np.int32
-    ).max:
-        raise UsageError(f"{what}: got {most:,} bytes; expected fewer than 2^31, to which MPI counts: cut it up")
+    sizes = [0 if each is None else each.size * each.dtype.itemsize for each in (sent, received)]
+    if max(sizes) >= 1 << 31:
+        raise UsageError(f"{what}: got {max(sizes):,} bytes; expected fewer than 2^31, to which MPI counts: cut it up")
     source = MPI.ANY_SOURCE if call.source is None else call.source
     recvtag = MPI.ANY_TAG if call.recvtag is None else call.recvtag
     most_inline_bytes = INLINE_BYTES if call.operation == "send" else SENDRECV_INLINE_BYTES
     numbers = (  # in the order of `struct call`
-        *(number, sent is not None, received is not None, source, call.dest, call.sendtag, recvtag),
+        *(sent is not None, received is not None, *sizes, source, call.dest, call.sendtag, recvtag),
         *(most_inline_bytes, min(comm.processes.tags, np.iinfo(np.int32).max)),
     )
-    size_bytes, sent_type = (0, "") if sent is None else (sent.size * sent.dtype.itemsize, type_of(sent))
+    sent_type, received_type = (pack_type("" if each is None else type_of(each)) for each in (sent, received))
     # Of a long name the end: file and line of the call.
     place_text = call.line.rpartition(" in ")[0].encode()[-PLACE_BYTES:].decode(errors="ignore").encode()
-    header = HEADER.pack(size_bytes, comm.rank, call.sendtag, INLINE, pack_type(sent_type), place_text)
-    expected = pack_type("" if received is None else type_of(received)).ljust(TYPE_BYTES, b"\0")
-    is_waited_for = sent is not None and (received is None or HEADER.size + size_bytes > EAGER_BYTES)
-    sources = set() if received is None else set(waits.others) if call.source is None else {call.source}
-    partners = (sources | ({call.dest} if is_waited_for else set())) - {comm.rank} or {comm.rank}
-    _opened[number] = Opened(call, what, received, tuple(sorted(partners)))
-    if waits.notes is None:
-        waits.notes = functools.partial(_notes, comm, set())
+    header = HEADER.pack(sizes[0], comm.rank, call.sendtag, INLINE, sent_type, place_text)
     communicators = map(MPI._handleof, (comm.headers, comm.arrays))
     status = MPI._addressof(_statuses[call.status]) if call.status else None
-    packed = (c_int32 * len(numbers))(*numbers)
-    SOURCE.library().jaxmpi_open_message(packed, *communicators, status, header, expected)
+    packed, expected = (c_int32 * len(numbers))(*numbers), received_type.ljust(TYPE_BYTES, b"\0")
+    number = SOURCE.library().jaxmpi_open_message(packed, *communicators, status, header, expected)
+    if number < 0:
+        raise UsageError(f"{what}: got {MOST_CALLS} messages that were compiled before; compile fewer programs")
+    is_waited_for = sent is not None and (received is None or HEADER.size + sizes[0] > EAGER_BYTES)
+    sources = set() if received is None else set(range(comm.size)) if call.source is None else {call.source}
+    partners = (sources | ({call.dest} if is_waited_for else set())) - {comm.rank} or {comm.rank}
+    _opened[number] = Opened(call, what, received, tuple(comm.processes.in_job(sorted(partners))))
+    if waits.notes is None:
+        waits.notes = functools.partial(_notes, comm)
     return number
 
 
@@ -285,7 +279,7 @@ class MessageRequest:
     def __init__(self, number: int, x: np.ndarray | None, y: np.ndarray | None) -> None:
         """Begin call `number` with what it sends, and the array to receive into."""
         self._arrays = x, y  # C has their addresses until the message has come
-        pointers = [each for z in (x, y) for each in ((None, 0) if z is None else (z.ctypes.data, z.nbytes))]
+        pointers = [None if each is None else each.ctypes.data for each in (x, y)]
         self._exchange = SOURCE.library().jaxmpi_begin(number, *pointers)
 
     def __bool__(self) -> bool:
@@ -307,26 +301,19 @@ def _exchange(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], cal
 
 def lost_message(number: int) -> TrainingError:
     """The error of a message not received or sent in time."""
-    opened, processes = _opened[number], _opened[number].call.comm.processes
-    return message_lost(opened.what, processes.waits.where(processes.in_job(opened.partners)))
+    opened = _opened[number]
+    return message_lost(opened.what, watch().where(opened.partners))
 
 
 # ---------------------------------------------------------------- who waits, and what is left at the end
 
 
-def _notes(comm: MpiComm, known: set[int]) -> list[Note]:
-    """A communicator's calls that wait in MPI now; `known` are those of the last look."""
+def _notes(comm: MpiComm) -> list[Note]:
+    """A communicator's calls that wait in MPI now."""
     found = (c_int64 * NOTES)()
     SOURCE.library().jaxmpi_message_notes(found)
-    now, before = set(found) - {0}, set(known)
-    known.clear()
-    known.update(now)
-    waiting = [(note & 0xFFFFFFFF, note in before) for note in now]
-    return [
-        (number, is_known, _opened[number].what, _opened[number].partners)
-        for number, is_known in waiting
-        if _opened[number].call.comm is comm
-    ]
+    opened = [(note, _opened[note & 0xFFFFFFFF]) for note in found if note]
+    return [Note(note, each.what, each.partners) for note, each in opened if each.call.comm is comm]
 
 
 def _check_no_message_left() -> None:

@@ -15,10 +15,9 @@ from typing import Any
 import jax
 
 from jaxmpi.collectives import api
+from jaxmpi.collectives.arguments import arrays_of, communicator_of, refusing_together
 from jaxmpi.collectives.call import NOBODY, lines_may_differ
-from jaxmpi.comm.mpi import communicator
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.to_jax import to_jax
 from jaxmpi.runtime import process
 
 if not process.has_backend():  # before the program's first array: such a program never calls `jaxmpi.world()`
@@ -69,25 +68,25 @@ scatter = _as_mpi4jax(api.scatter)
 @_as_mpi4jax
 def allreduce(x: Any, op: Any, *, comm: Any = None) -> jax.Array:
     """`collectives.allreduce`, by an `mpi4py.MPI.Op`."""
-    return _reduce_by(op, api.allreduce, x, comm=comm)
+    return _reduce_by(op, api.allreduce, x, comm)
 
 
 @_as_mpi4jax
 def reduce(x: Any, op: Any, root: int, *, comm: Any = None) -> jax.Array:
     """`collectives.reduce`, by an `mpi4py.MPI.Op`."""
-    return _reduce_by(op, api.reduce, x, comm=comm, root=root)
+    return _reduce_by(op, api.reduce, x, comm, root=root)
 
 
 @_as_mpi4jax
 def scan(x: Any, op: Any, *, comm: Any = None) -> jax.Array:
     """`collectives.scan`, by an `mpi4py.MPI.Op`."""
-    return _reduce_by(op, api.scan, x, comm=comm)
+    return _reduce_by(op, api.scan, x, comm)
 
 
 @_as_mpi4jax
 def recv(x: Any, source: Any = None, *, tag: Any = None, comm: Any = None, status: Any = None) -> jax.Array:
     """`collectives.recv`; `MPI.ANY_SOURCE`, `MPI.ANY_TAG`, `MPI.PROC_NULL` as in MPI."""
-    return api.recv(x, _source(source), tag=_tag(tag), comm=comm, status=status)
+    return api.recv(x, _rank(source, may_be_any=True), tag=_tag(tag), comm=comm, status=status)
 
 
 @_as_mpi4jax
@@ -101,7 +100,7 @@ def sendrecv(
     sendbuf: Any, recvbuf: Any, source: Any, dest: int, *, sendtag: int = 0, recvtag: Any = None, **options: Any
 ) -> jax.Array:
     """`collectives.sendrecv`; `MPI.ANY_SOURCE`, `MPI.ANY_TAG`, `MPI.PROC_NULL` as in MPI."""
-    ranks = _source(source), _rank(dest)
+    ranks = _rank(source, may_be_any=True), _rank(dest)
     return api.sendrecv(sendbuf, recvbuf, *ranks, sendtag=sendtag, recvtag=_tag(recvtag), **options)
 
 
@@ -119,32 +118,32 @@ def has_sycl_support() -> bool:
     return mpi4jax.has_sycl_support()
 
 
-def _reduce_by(op: Any, function: Callable[..., Any], x: Any, **options: Any) -> jax.Array:
+def _reduce_by(op: Any, function: Callable[..., Any], x: Any, comm: Any, **options: Any) -> jax.Array:
     """Reduce by an operation of mpi4py."""
     from mpi4py import MPI
 
+    operation = function.__name__
     name = next((name for name in (*WORDS, *LOGICAL) if op == getattr(MPI, name)), None)
     if name in WORDS:
-        return function(x, WORDS[name], **options)
+        return function(x, WORDS[name], comm=comm, **options)
     if name not in LOGICAL:
-        raise UsageError(f"{function.__name__}: got op {op!r}; expected one of mpi4py's, without MINLOC and MAXLOC")
-    array = to_jax(function.__name__, x)
-    result = function(array != 0, LOGICAL[name], **options).astype(array.dtype)
-    is_elsewhere = "root" in options and communicator(options["comm"]).rank != options["root"]
-    return array if is_elsewhere else result
+        raise UsageError(f"{operation}: got op {op!r}; expected one of mpi4py's, without MINLOC and MAXLOC")
+    comm = communicator_of(operation, comm)
+    with refusing_together(operation, comm):
+        arrays = jax.tree.unflatten(jax.tree.structure(x), arrays_of(operation, x, comm))
+    are_true = jax.tree.map(lambda array: array != 0, arrays)
+    results = function(are_true, LOGICAL[name], comm=comm, **options)
+    is_elsewhere = comm.rank != options.get("root", comm.rank)
+    return arrays if is_elsewhere else jax.tree.map(lambda y, array: y.astype(array.dtype), results, arrays)
 
 
-def _rank(rank: Any) -> Any:
-    from mpi4py import MPI
-
-    return NOBODY if rank == MPI.PROC_NULL else rank
-
-
-def _source(rank: Any) -> Any:
+def _rank(rank: Any, may_be_any: bool = False) -> Any:
     """A rank as `collectives` has it, where None is any."""
     from mpi4py import MPI
 
-    return None if rank == MPI.ANY_SOURCE else _rank(rank)
+    if may_be_any and rank == MPI.ANY_SOURCE:
+        return None
+    return NOBODY if rank == MPI.PROC_NULL else rank
 
 
 def _tag(tag: Any) -> Any:

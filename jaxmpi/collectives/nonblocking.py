@@ -4,49 +4,49 @@
     ...                       # is computed meanwhile
     y = wait(h)
 
-`start` hands the arrays to the thread of `operation_thread` and returns at once; `wait` returns the results.
-Collectives start in the order of the program, the same on all ranks. A message between two ranks begins at once, in the
-program's order, and is compared by its header; other ranks take no part.
+`start` hands the arrays to a thread of the process and returns at once; `wait` returns the results. The thread carries
+all that was started on while programs compute. Each operation is a generator, which the thread resumes until it ends; a
+`yield` lets the others go on. Collectives begin in the order of the program, the same on all ranks: each first compares
+over ranks which operation they have come to, and only then has MPI begin it, on communicators that nothing else uses. A
+message between two ranks begins at once, and is compared by its header; other ranks take no part. Buckets of exchanges
+have a thread in C (`allreduce.comm_thread`).
 """
 
 import dataclasses
 import functools
 import itertools
+import math
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax._src import core
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace
-from jax.core import ShapedArray
-from jax.interpreters import ad, batching, mlir
 
 from jaxmpi.allreduce.api import is_traced
-from jaxmpi.allreduce.call_order import caller, one_thread
-from jaxmpi.allreduce.comm_thread import TICKET
+from jaxmpi.allreduce.call_order import caller
+from jaxmpi.allreduce.host_engine import TIMEOUT_S, late_error
 from jaxmpi.collectives import api, messages
-from jaxmpi.collectives.call import NOBODY, MpiCall, at_least_8_bits, from_mpi_dtype, shape_of, to_mpi_dtype
-from jaxmpi.collectives.operation_thread import (
-    TIMEOUT_S,
-    Operation,
-    StartQueue,
-    operation_thread,
-    queue_for,
-    until_complete,
-)
-from jaxmpi.collectives.primitive import assert_same, describe_call, intercept_calls, operation_of
-from jaxmpi.collectives.table import OPERATIONS
+from jaxmpi.collectives.call import NOBODY, TICKET, MpiCall, from_mpi_dtype, shape_of, to_mpi_dtype
+from jaxmpi.collectives.primitive import call_p, describe_call, intercept_calls, operation_of
+from jaxmpi.collectives.table import OPERATIONS, mpi_op, neutral
+from jaxmpi.comm.agreement import different_calls, fingerprint
+from jaxmpi.comm.diagnosis import BESIDE
+from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.comm.polling import WaitClock
+from jaxmpi.core import scheduling
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.runtime import host_callbacks
+from jaxmpi.runtime import host_callbacks, progress
+from jaxmpi.runtime.failures import call_before_finalize
 
 START, WAIT = "jaxmpi: an operation starts", "jaxmpi: an operation is waited for"
-
 
 # ---------------------------------------------------------------- while a program is traced
 
@@ -59,12 +59,39 @@ class Handle:
     args: tuple
     kwargs: dict[str, Any]
     line: str
-    tickets: list[jax.Array] = dataclasses.field(default_factory=list)  # of its calls, one for each array
+    tickets: list[jax.Array] = field(default_factory=list)  # of its calls, one for each array
     is_waited: bool = False
-    trace: Any = dataclasses.field(default_factory=lambda: _traced_function())
+    trace: Any = field(default_factory=lambda: _traced_function())
 
     def __str__(self) -> str:
         return f"the {self.operation.__name__} that started at {self.line}"
+
+    def lower(self, call: MpiCall, operands: Sequence[Any]) -> Callable[..., list[jax.Array]]:
+        """What a program runs to begin a call of this operation; all its ranks come here together.
+
+        Raises:
+            UsageError: nobody waits for it, or it cannot run beside a program.
+        """
+        what, is_message = describe_call(call, operands), operation_of(call).is_message
+        if not self.is_waited:
+            raise UsageError(f"start: {what} is never waited for; expected y = wait(h) in the function that starts it")
+        may_overlap = call.comm.processes.may_overlap
+        reason = "MPI has no MPI_THREAD_MULTIPLE" if not may_overlap else is_message and messages.unavailable_reason()
+        if reason:
+            raise UsageError(f"start: {what} cannot run beside a program: {reason}; call {call.operation} itself")
+        _register_handlers()
+        results = _as_sent(call, operation_of(call).results(call, *operands))
+        queue = None if is_message else call.comm.cached("started operations", lambda: StartQueue(call.comm))
+        message = messages.open_message(call, what, *operands) if is_message else -1
+        with _lock:
+            _started.append(Started(call, results, what, queue, message))
+            number = len(_started) - 1
+
+        def run(*arrays: jax.Array) -> list[jax.Array]:
+            sent = [x if is_message else to_mpi_dtype(x) for x in arrays]  # a message's header names its dtype
+            return host_callbacks.call(START, sent, [TICKET], effect=call.comm.effect, call=number)
+
+        return run
 
 
 def _traced_function() -> Any:
@@ -81,7 +108,7 @@ def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle
     Arrays are copied. Several may be under way; ranks start them in the same order. Each handle is waited for once, in
     the function that started it. All ranks of the communicator compile the same starts; of a message its two ranks do.
 
-    Communicates: as the operation, on the communication thread.
+    Communicates: as the operation, on a thread of its own.
 
     Raises:
         UsageError: what is no operation; outside jit; MPI or this JAX cannot send while a program computes; a handle
@@ -96,7 +123,7 @@ def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle
         raise UsageError(f"start: got a call outside jax.jit, {handle.line}; expected one in a compiled program")
 
     def begin(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
-        handle.tickets += _start_p.bind(*operands, call=call, handle=handle)
+        handle.tickets += call_p.bind(*operands, call=dataclasses.replace(call, handle=handle))
         return [jnp.zeros(result.shape, result.dtype) for result in operation_of(call).results(call, *operands)]
 
     with intercept_calls(begin):
@@ -135,14 +162,10 @@ def wait(handle: Handle, after: PyTree = ()) -> PyTree:
         return handle.operation(*handle.args, **handle.kwargs)
 
 
-def _sent_form(call: MpiCall) -> Callable[[jax.Array], jax.Array]:
-    """How an array is sent; a message's header names its dtype."""
-    return at_least_8_bits if operation_of(call).is_message else to_mpi_dtype
-
-
 def _as_sent(call: MpiCall, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     """Shapes and dtypes of arrays as they are sent."""
-    return [shape_of(jax.eval_shape(_sent_form(call), shape_of(x))) for x in arrays]
+    form = shape_of if operation_of(call).is_message else lambda x: shape_of(jax.eval_shape(to_mpi_dtype, x))
+    return [form(shape_of(x)) for x in arrays]
 
 
 def _one_entry(x: jax.Array) -> jax.Array:
@@ -153,48 +176,173 @@ def _one_entry(x: jax.Array) -> jax.Array:
     return jax.lax.slice(jax.lax.optimization_barrier(x), [0] * x.ndim, [1] * x.ndim)
 
 
-_start_p = jax.extend.core.Primitive("jaxmpi_start")
-_start_p.multiple_results = True
+# ---------------------------------------------------------------- the thread
+
+# Between two looks at messages that have not come: beside a computation, whose time each look takes, and when somebody
+# waits.
+CALM_S, HURRY_S = 0.002, 0.0003
+PATIENT_S = 0.5  # of a wait before a rank looks whether another has given up
 
 
-@_start_p.def_effectful_abstract_eval
-def _abstract(*operands: Any, call: MpiCall, handle: Handle) -> tuple[list, set]:
-    return [ShapedArray(TICKET.shape, TICKET.dtype)], {call.comm.effect}
+@dataclass(eq=False)
+class Operation:
+    """A started operation."""
+
+    label: str
+    steps: Iterator[None]
+    result: np.ndarray | None  # the thread's to change until the end
+    start_s: float = field(default_factory=time.perf_counter)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def advance(self) -> bool:
+        """Go on as far as messages have come; True at the end."""
+        for _ in self.steps:
+            return False
+        progress.record_span("travel", self.label, self.start_s, time.perf_counter())
+        self.ended.set()
+        return True
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall, handle: Handle) -> Sequence[Any]:
-    what, is_message = describe_call(call, ctx.avals_in), operation_of(call).is_message
-    if not handle.is_waited:
-        raise UsageError(f"start: {what} is never waited for; expected y = wait(h) in the function that starts it")
-    may_overlap = call.comm.processes.may_overlap
-    reason = "MPI has no MPI_THREAD_MULTIPLE" if not may_overlap else is_message and messages.unavailable_reason()
-    if reason:
-        raise UsageError(f"start: {what} cannot run beside a program: {reason}; call {call.operation} itself")
-    _register_handlers()
-    with one_thread(call.comm, call.operation):
-        assert_same(call, ctx.avals_in, is_traced=True)
-        queue = None if is_message else queue_for(call.comm)
-    results = _as_sent(call, operation_of(call).results(call, *ctx.avals_in))
-    opened = messages.open_message(call, what, *_as_sent(call, ctx.avals_in)) if is_message else -1
-    with _lock:
-        _started.append(Started(call, results, what, queue, opened))
-        number = len(_started) - 1
+class OperationThread:
+    """The process's thread that carries started operations on; it starts without other ranks."""
 
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        sent = [_sent_form(call)(x) for x in arrays]
-        return host_callbacks.call(START, sent, [TICKET], effect=call.comm.effect, call=number)
+    def __init__(self) -> None:
+        self._operations: list[Operation] = []
+        self._wake = threading.Condition()
+        self._is_ending = self._is_waited_for = False
+        self._thread = threading.Thread(target=self._run, name="jaxmpi operations", daemon=True)
+        self._thread.start()
+        call_before_finalize(self.stop)
 
-    return mlir.lower_fun(run)(ctx, *operands)
+    def stop(self) -> None:
+        """Wait for running programs and messages under way, then end the thread."""
+        try:
+            jax.effects_barrier()
+        finally:  # a program that failed fails here once more
+            with self._wake:
+                self._is_ending = True
+                self._wake.notify()
+            self._thread.join()
+
+    def add(self, operation: Operation) -> Operation:
+        """Have the thread carry out an operation."""
+        with self._wake:
+            self._operations.append(operation)
+            self._wake.notify()
+        return operation
+
+    def wait(self, operation: Operation) -> np.ndarray | None:
+        """The result of an operation, once it is there."""
+        self._is_waited_for = True
+        with progress.span("wait", operation.label):
+            operation.ended.wait()
+        self._is_waited_for = False
+        return operation.result
+
+    def _run(self) -> None:
+        scheduling.flush_subnormals()
+        scheduling.take_short_turns()
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._operations or self._is_ending)
+                operations = [*self._operations]
+            if not operations:
+                return
+            if ended := [operation for operation in operations if operation.advance()]:
+                with self._wake:
+                    self._operations = [each for each in self._operations if each not in ended]
+            else:
+                time.sleep(HURRY_S if self._is_waited_for else CALM_S)
 
 
-def _refuse(*_: Any, call: MpiCall, **__: Any) -> tuple:
-    raise UsageError(f"start: {call.describe()} has neither derivative nor mapping; take {call.operation} itself there")
+@functools.cache
+def operation_thread() -> OperationThread:
+    """This process's."""
+    return OperationThread()
 
 
-mlir.register_lowering(_start_p, _lower, cacheable=False)
-ad.primitive_jvps[_start_p] = batching.primitive_batchers[_start_p] = _refuse
+def _until_complete(requests: Sequence[Any], late: Callable[[float], TrainingError | None]) -> Iterator[None]:
+    """Yield until all requests of mpi4py, or alike, are complete; `late` gives the error after so many seconds."""
+    waited = WaitClock()
+    while not all([request.Test() for request in requests]):  # a list: all of them move
+        if (waited_s := waited.look()) > PATIENT_S and (error := late(waited_s)):
+            raise error
+        yield
 
-# ---------------------------------------------------------------- in the process
+
+# ---------------------------------------------------------------- collectives
+
+
+class StartQueue:
+    """Operations started on one communicator, each begun once ranks have compared it."""
+
+    def __init__(self, comm: MpiComm) -> None:
+        """Make two communicators; all ranks of `comm`, and no others, take part."""
+        self.control = comm.processes.on_own_communicator()
+        self.mpi = self.control.clone()
+        self._to_begin: deque[object] = deque()  # calls in the order of the program
+
+    def start(self, call: MpiCall, what: str, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[None]:
+        """Steps of a collective; its y is filled at the end.
+
+        Communicates: 32 bytes to each rank for the comparison, then as the operation.
+
+        Raises, in the thread:
+            UsageError: ranks have come to different calls, which it names.
+            TrainingError: who is late, which ranks that wait find out together.
+        """
+        mine = object()
+        self._to_begin.append(mine)
+        return self._steps(mine, call, what, xs, ys)
+
+    def _steps(self, mine: object, call: MpiCall, what: str, xs: list, ys: list) -> Iterator[None]:
+        def late(waited_s: float) -> TrainingError | None:
+            is_late = waited_s > TIMEOUT_S or control.is_asked()
+            return late_error(control, what, waited_s, control) if is_late else None
+
+        control = self.control
+        while self._to_begin[0] is not mine:
+            yield
+        digest = np.frombuffer(fingerprint(what, None).digest, np.uint8)
+        digests = np.empty((control.size, len(digest)), np.uint8)
+        with control.waits.waiting(BESIDE, what):
+            yield from _until_complete([control.world.Iallgather(digest, digests)], late)
+        if (digests != digests[0]).any():
+            raise UsageError(different_calls(dict(zip(control.numbers, control.allgather_object(what), strict=True))))
+        requests = begin(call, self.mpi, xs, ys)
+        self._to_begin.popleft()  # behind `begin`, so that ranks begin in one order
+        yield from _until_complete(requests, late)
+        if call.operation == "exscan" and self.mpi.rank == 0:
+            ys[0][...] = neutral(call.op, ys[0].dtype)
+
+
+def begin(call: MpiCall, mpi: Any, xs: list[np.ndarray], ys: list[np.ndarray]) -> list[Any]:
+    """Begin a collective by mpi4py; its requests, after which y is filled."""
+    if call.operation == "barrier":
+        return [mpi.Ibarrier()]
+    [x], [y], root, is_root = xs, ys, call.root, call.is_root
+    function = getattr(mpi, "Ireduce_scatter_block" if call.operation == "reduce_scatter" else f"I{call.operation}")
+    if call.operation in ("bcast", "reduce") or (call.operation == "gather" and not is_root):
+        y[...] = x
+    if call.operation == "reduce":
+        return [function(x, y if is_root else None, mpi_op(call.op), root)]
+    if call.op:
+        return [function(x, y, mpi_op(call.op))]
+    if call.operation == "bcast":
+        return [function(y, root)]
+    if call.operation == "gather":
+        return [function(x, y if is_root else None, root)]
+    if call.operation == "scatter":
+        return [function(x if is_root else None, y, root)]
+    if call.counts:
+        width, rank = math.prod(x.shape[1:]), mpi.rank
+        counts = [rows[rank] * width for rows in call.counts]
+        sent = x if call.operation == "allgatherv" else [x, [n * width for n in call.counts[rank]]]
+        return [function(sent, [y, counts])]
+    return [function(x, y)]
+
+
+# ---------------------------------------------------------------- what programs call
 
 
 class Started(NamedTuple):
@@ -215,7 +363,6 @@ _unclaimed: dict[int, Operation] = {}  # by ticket, that nobody has waited for y
 
 @functools.cache
 def _register_handlers() -> None:
-    """Register handlers, and start the thread."""
     host_callbacks.register(START, _start, ends_job=True)
     host_callbacks.register(WAIT, _wait, ends_job=True)
     operation_thread()
@@ -227,23 +374,21 @@ def _start(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> 
     xs, ys = [x.copy() for x in operands], [np.empty(shape.shape, shape.dtype) for shape in started.results]
     results[0][...] = ticket
     if started.queue:
-        _unclaimed[ticket] = started.queue.start(started.call, started.what, xs, ys)
+        steps = started.queue.start(started.call, started.what, xs, ys)
     else:
-        _unclaimed[ticket] = _start_message(started, xs, ys)
+        steps = _message_steps(started, xs, ys)
+    _unclaimed[ticket] = operation_thread().add(Operation(started.what, steps, next(iter(ys), None)))
 
 
-def _start_message(started: Started, xs: list[np.ndarray], ys: list[np.ndarray]) -> Operation:
+def _message_steps(started: Started, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[None]:
     """Begin a message at once: the program's next one to or from that rank comes behind it."""
     if started.call.source == NOBODY and ys:
         np.copyto(ys[0], xs[-1])
         messages.fill_status(started.call.status, NOBODY, -1, 0)
-    x, y = next(iter(xs), None), next(iter(ys), None)
-    steps = until_complete([messages.MessageRequest(started.message, x, y)])
-
-    def late(waited_s: float) -> TrainingError | None:
-        return messages.lost_message(started.message) if waited_s > TIMEOUT_S else None
-
-    return operation_thread().add(Operation(started.what, steps, np.empty(0) if y is None else y, late))
+    request = messages.MessageRequest(started.message, next(iter(xs), None), next(iter(ys), None))
+    return _until_complete(
+        [request], lambda waited_s: messages.lost_message(started.message) if waited_s > TIMEOUT_S else None
+    )
 
 
 def _wait(operands: list[np.ndarray], results: list[np.ndarray]) -> None:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmpi.allreduce.call_order import compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.dispatch import MPI_COUNTS
-from jaxmpi.collectives.call import NOBODY, MpiCall, is_logged, shape_of
+from jaxmpi.collectives.call import NOBODY, TICKET, MpiCall, is_logged, shape_of
 from jaxmpi.collectives.table import OPERATIONS, Operation, has_slots_for, run_by_mpi, run_in_c
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
 from jaxmpi.core.errors import UsageError
@@ -30,15 +30,11 @@ class NoForwardMode(UsageError, RuntimeError):
     """A Jacobian in forward mode, for which mpi4jax raises RuntimeError."""
 
 
-_call_p = jax.extend.core.Primitive("jaxmpi_call")
-_call_p.multiple_results = True
+call_p = jax.extend.core.Primitive("jaxmpi_call")
+call_p.multiple_results = True
 
 
-class _Interceptor(threading.local):
-    make: Callable[..., list[jax.Array]] | None = None
-
-
-_interceptor = _Interceptor()
+_interceptor = threading.local()
 
 
 @contextmanager
@@ -53,9 +49,9 @@ def intercept_calls(make: Callable[..., list[jax.Array]]) -> Iterator[None]:
 
 def bind(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     """Results of a call on this rank, inside or outside jit."""
-    if _interceptor.make:
-        return _interceptor.make(call, *operands)
-    return _call_p.bind(*operands, call=call)
+    if make := getattr(_interceptor, "make", None):
+        return make(call, *operands)
+    return call_p.bind(*operands, call=call)
 
 
 def operation_of(call: MpiCall) -> Operation:
@@ -63,11 +59,11 @@ def operation_of(call: MpiCall) -> Operation:
     return OPERATIONS[call.operation]
 
 
-@_call_p.def_effectful_abstract_eval
+@call_p.def_effectful_abstract_eval
 def _abstract(*operands: Any, call: MpiCall) -> tuple[list, set]:
     if call.is_identity:
         return list(operands), set()
-    results = operation_of(call).results(call, *operands)
+    results = [TICKET] if call.handle else operation_of(call).results(call, *operands)
     return [ShapedArray(result.shape, result.dtype) for result in results], {call.comm.effect}
 
 
@@ -94,7 +90,7 @@ def _facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerpri
     sent, is_tree = [x.dtype.name for x in operands], list(call.given) not in ([], [""])
     given = [] if is_tree else [leaf.dtype.name for leaf in call.given.values()]
     options: dict[str, Any] = {
-        **{"op": call.op, "root": call.root, "reversed": call.is_reversed},
+        **{"op": call.op, "root": call.root},
         **({"MPI4JAX_DEBUG": "on"} if is_logged() else {}),
         **{f"shape of argument {i}": list(operation_of(call).shared(call, x)) for i, x in enumerate(operands)},
         "dtypes": [*given, *(f"sent as {name}" for name in sent)] if given not in ([], sent) else sent,
@@ -121,7 +117,7 @@ def describe_call(call: MpiCall, operands: Sequence[Any]) -> str:
 # ---------------------------------------------------------------- outside jit, and into a program
 
 
-@_call_p.def_impl
+@call_p.def_impl
 def _run_outside_jit(*operands: jax.Array, call: MpiCall) -> list[jax.Array]:
     if call.is_identity:
         return list(operands)
@@ -137,15 +133,15 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequ
     if call.is_identity:
         return operands
     row, number, run = operation_of(call), None, functools.partial(operation_of(call).run, call)
-    if not row.is_message:
-        with one_thread(call.comm, call.operation) as is_nested:
-            assert_same(call, ctx.avals_in, is_traced=True)
-            if call.is_reversed:
-                _ = call.comm.reversed_mpi  # which its ranks make together
-            number = None if is_nested else number_of(call.comm, describe_call(call, ctx.avals_in))
-            if number is not None and row.run is run_by_mpi and not call.is_reversed and not is_logged():
-                if has_slots_for(call, ctx.avals_in[0]):
-                    return mlir.lower_fun(functools.partial(run_in_c, call, number))(ctx, *operands)
+    with nullcontext() if row.is_message else one_thread(call.comm, call.operation) as is_nested:
+        assert_same(call, ctx.avals_in, is_traced=True)
+        if call.handle:
+            return mlir.lower_fun(call.handle.lower(call, ctx.avals_in))(ctx, *operands)
+        if not (row.is_message or is_nested):
+            number = number_of(call.comm, describe_call(call, ctx.avals_in))
+        if number is not None and row.run is run_by_mpi and not is_logged():
+            if has_slots_for(call, ctx.avals_in[0]):
+                return mlir.lower_fun(functools.partial(run_in_c, call, number))(ctx, *operands)
 
     def compare(*arrays: jax.Array) -> list[jax.Array]:
         with compared(call.comm, number):
@@ -154,13 +150,21 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequ
     return mlir.lower_fun(compare)(ctx, *operands)
 
 
-mlir.register_lowering(_call_p, _lower, cacheable=False)  # each call has a number
+mlir.register_lowering(call_p, _lower, cacheable=False)  # each call has a number
 
 
 # ---------------------------------------------------------------- derivatives and mapping
 
 
+def _check_not_started(call: MpiCall, operands: Sequence[Any]) -> None:
+    if call.handle:
+        raise UsageError(
+            f"start: {call.describe(*operands)} has neither derivative nor mapping; take {call.operation} itself there"
+        )
+
+
 def _check_linear(call: MpiCall, operands: Sequence[Any]) -> None:
+    _check_not_started(call, operands)
     row = operation_of(call)
     if row.adjoint is None or call.op not in ("", "sum"):
         way_out = "sendrecv" if row.is_message else "a sum, or jax.lax.stop_gradient around x"
@@ -168,12 +172,13 @@ def _check_linear(call: MpiCall, operands: Sequence[Any]) -> None:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: MpiCall) -> tuple[list, list]:
+    _check_not_started(call, primals)
     # Ranks compare whether they differentiate: one that gives a constant has no transposed call, for which the others
     # would wait.
-    results = _call_p.bind(*primals, call=dataclasses.replace(call, is_differentiated=True))
+    results = call_p.bind(*primals, call=dataclasses.replace(call, is_differentiated=True))
     _check_linear(call, primals)
     tangents_call = dataclasses.replace(call, is_of_tangents=True)
-    return results, _call_p.bind(*map(ad.instantiate_zeros, tangents), call=tangents_call)
+    return results, call_p.bind(*map(ad.instantiate_zeros, tangents), call=tangents_call)
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, call: MpiCall) -> list:
@@ -188,8 +193,8 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, call: MpiCall) -> list
     ]
 
 
-ad.primitive_jvps[_call_p] = _jvp
-ad.primitive_transposes[_call_p] = _transpose
+ad.primitive_jvps[call_p] = _jvp
+ad.primitive_transposes[call_p] = _transpose
 
 
 def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, call: MpiCall) -> tuple[list, list]:
@@ -198,6 +203,7 @@ def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, call:
     All ranks move the axis to one place, wherever each has it: the first, as in most programs, or the last if the
     operation takes rows, which are the first axis.
     """
+    _check_not_started(call, operands)
     if call.is_of_tangents and call.operation != "allreduce":
         raise NoForwardMode(
             f"{call.describe(*operands)}: got forward-mode derivatives of every input at once, as by jax.jacfwd or "
@@ -210,8 +216,8 @@ def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, call:
         jnp.repeat(jnp.expand_dims(x, place), size, place) if axis is None else jnp.moveaxis(x, axis, place)
         for x, axis in zip(operands, axes, strict=True)
     ]
-    results = _call_p.bind(*moved, call=call)
+    results = call_p.bind(*moved, call=call)
     return results, [place % result.ndim for result in results]
 
 
-batching.primitive_batchers[_call_p] = _batched
+batching.primitive_batchers[call_p] = _batched

@@ -1,4 +1,4 @@
-"""The table of operations: equation, bytes sent, transpose, and MPI calls.
+"""The table of operations: shapes, MPI calls and transposes.
 
 A row works on one array and on MPI ranks; trees, dtypes and a single worker are `api`'s, derivatives and mapping are
 `primitive`'s. In a row w is the number of ranks, r this one, n the bytes of x.
@@ -19,10 +19,10 @@ from jax import lax
 
 from jaxmpi.collectives import messages
 from jaxmpi.collectives.call import MpiCall, from_mpi_dtype, shape_of, to_mpi_dtype
-from jaxmpi.comm.diagnosis import comparison_of
+from jaxmpi.comm.call_comparison import comparison_of
 from jaxmpi.core.errors import UsageError
 
-ARITHMETIC = ("sum", "prod", "max", "min", "and", "or", "xor")  # in the order of `diagnosis.OPS`
+ARITHMETIC = ("sum", "prod", "max", "min", "and", "or", "xor")  # in the order of `call_comparison.OPS`
 REDUCTIONS = ("sum", "mean", *ARITHMETIC[1:])
 COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     **{"sum": lax.add, "prod": lax.mul, "max": lax.max, "min": lax.min},
@@ -43,8 +43,8 @@ def neutral(op: str, dtype: Any) -> Any:
     """The number that changes no result of an operation."""
     if dtype == jnp.bool_:
         return np.array(op in ("min", "and", "prod"))
-    if op == "and":  # numpy.invert has no integers of 4 bits
-        return np.array(jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.unsignedinteger) else -1, dtype)
+    if op == "and":
+        return np.invert(np.zeros((), dtype))
     if op not in ("max", "min"):
         return np.array(op == "prod", dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -73,7 +73,7 @@ def in_mpi_dtype(move: Callable[[MpiCall, Any, jax.Array], jax.Array]) -> Callab
 def run_by_mpi(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     """The MPI function of the operation's name."""
     arguments = ([mpi_op(call.op)] if call.op else []) + ([] if call.root is None else [call.root])
-    return getattr(mpi4jax, call.operation)(x, *arguments, comm=_mpi_comm(call))
+    return getattr(mpi4jax, call.operation)(x, *arguments, comm=call.comm.mpi)
 
 
 def has_slots_for(call: MpiCall, x: Any) -> bool:
@@ -94,20 +94,15 @@ def run_in_c(call: MpiCall, number: int, x: jax.Array) -> list[jax.Array]:
     return [x if keeps_x else from_mpi_dtype(y, result.dtype)]
 
 
-def _mpi_comm(call: MpiCall) -> Any:
-    return call.comm.reversed_mpi if call.is_reversed else call.comm.mpi
-
-
 @in_mpi_dtype
 def _reduce_scatter(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     rows = mpi4jax.alltoall(x, comm=call.comm.mpi)
-    combine = COMBINE[call.op]
-    return lax.scan(lambda total, row: (combine(total, row), None), rows[0], rows[1:])[0]
+    return lax.scan(lambda total, row: (COMBINE[call.op](total, row), None), rows[0], rows[1:])[0]
 
 
 @in_mpi_dtype
 def _exscan(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
-    comm = _mpi_comm(call)
+    comm = call.comm.mpi
     through = mpi4jax.scan(x, mpi_op(call.op), comm=comm)
     if comm.rank == 0:
         mpi4jax.send(through, 1, comm=comm)
@@ -179,6 +174,11 @@ def _allgatherv_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax
     return rows.sum(0, dtype=_sum_dtype(ct.dtype)).astype(ct.dtype)
 
 
+def _sum_rows_from(bind: Bind, call: MpiCall, ct: jax.Array, first: int) -> jax.Array:
+    [rows] = bind(call.derive("allgather", op=""), ct)
+    return rows[first:].sum(0, dtype=_sum_dtype(ct.dtype)).astype(ct.dtype)
+
+
 # ---------------------------------------------------------------- the table
 
 
@@ -186,9 +186,6 @@ def _allgatherv_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax
 class Operation:
     """An operation on one array over ranks."""
 
-    equation: str
-    sends: str  # by each rank
-    transpose: str = ""  # in words; empty if there is none
     shape: Callable[[MpiCall, tuple[int, ...]], tuple[int, ...]] | None = lambda call, shape: shape  # None: no result
     run: Callable[..., list[jax.Array]] = run_by_mpi  # (call, *operands) -> in a program, over MPI
     on_one_rank: Callable[..., Any] = lambda call, x: x  # (call, *operands) -> with one worker
@@ -216,47 +213,29 @@ def _rows_by_counts(call: MpiCall, shape: tuple[int, ...]) -> tuple[int, ...]:
 _with_rows = {"is_elementwise": False, "shared": lambda call, x: x.shape[1:]}
 OPERATIONS: dict[str, Operation] = {
     "allreduce": Operation(
-        equation="y_r = x_0 ⊕ … ⊕ x_(w-1)",
-        sends="about 2 n (w-1)/w, as MPI's algorithm does",
-        transpose="the identity, as in mpi4jax: the loss is the same on all ranks; transposed again, allreduce",
         adjoint=lambda bind, call, ct, x: bind(call.derive("allreduce", is_identity=not call.is_identity), ct)[0],
         ops=REDUCTIONS,
     ),
     "reduce": Operation(
-        equation="y_root = x_0 ⊕ … ⊕ x_(w-1); elsewhere y_r = x_r",
-        sends="about n; root receives n log w, or in all n (w-1)",
-        transpose="bcast of root's cotangent, and elsewhere the rank's own added",
         adjoint=lambda bind, call, ct, x: _and_this_ranks(call, bind(call.derive("bcast", op=""), ct)[0], ct),
         ops=REDUCTIONS,
     ),
     "bcast": Operation(
-        equation="y_r = x_root",
-        sends="about n, from root on",
-        transpose="reduce(sum) to root; zeros elsewhere",
         adjoint=lambda bind, call, ct, x: _at_root(call, _sum_cotangents(bind, call.derive("reduce", op="sum"), ct)),
     ),
     "allgather": Operation(
-        equation="y_r = [x_0, …, x_(w-1)]",
-        sends="n (w-1)",
-        transpose="reduce_scatter(sum)",
         shape=_all_rows,
         on_one_rank=lambda call, x: x[None],
         adjoint=lambda bind, call, ct, x: _sum_cotangents(bind, call.derive("reduce_scatter", op="sum"), ct),
         is_elementwise=False,
     ),
     "gather": Operation(
-        equation="y_root = [x_0, …, x_(w-1)]; elsewhere y_r = x_r",
-        sends="n, to root",
-        transpose="scatter of root's cotangent, and elsewhere the rank's own added",
         shape=lambda call, shape: _all_rows(call, shape) if call.is_root else shape,
         on_one_rank=lambda call, x: x[None],
         adjoint=lambda bind, call, ct, x: _and_this_ranks(call, bind(call.derive("scatter"), ct)[0], ct),
         is_elementwise=False,
     ),
     "scatter": Operation(
-        equation="y_r = x_root[r]; elsewhere x says only shape and dtype of a row",
-        sends="root sends n (w-1)/w",
-        transpose="gather to root; zeros elsewhere",
         shape=lambda call, shape: shape[1:] if call.is_root else shape,
         on_one_rank=lambda call, x: x[0],
         adjoint=lambda bind, call, ct, x: _at_root(call, bind(call.derive("gather"), ct)[0]),
@@ -264,25 +243,16 @@ OPERATIONS: dict[str, Operation] = {
         is_elementwise=False,
     ),
     "alltoall": Operation(
-        equation="y_r[i] = x_i[r]",
-        sends="n (w-1)/w",
-        transpose="alltoall",
         adjoint=lambda bind, call, ct, x: bind(call.derive("alltoall"), ct)[0],
         is_elementwise=False,
     ),
     "allgatherv": Operation(
-        equation="y_r = the rows of x_0, then those of x_1, …; as many as each rank has",
-        sends="n (w-1)",
-        transpose="alltoallv of the parts of the cotangent, added",
         shape=_rows_by_counts,
         run=_with_counts,
         adjoint=_allgatherv_adjoint,
         **_with_rows,
     ),
     "alltoallv": Operation(
-        equation="y_r = from each rank i in turn the counts_i[r] rows of x_i that are for r",
-        sends="n, less the rows that stay",
-        transpose="alltoallv with the counts turned round",
         shape=_rows_by_counts,
         run=_with_counts,
         adjoint=lambda bind, call, ct, x: bind(
@@ -291,9 +261,6 @@ OPERATIONS: dict[str, Operation] = {
         **_with_rows,
     ),
     "reduce_scatter": Operation(
-        equation="y_r = x_0[r] ⊕ … ⊕ x_(w-1)[r]",
-        sends="n (w-1)/w",
-        transpose="allgather, of a sum",
         shape=lambda call, shape: shape[1:],
         run=_reduce_scatter,
         on_one_rank=lambda call, x: x[0],
@@ -302,56 +269,36 @@ OPERATIONS: dict[str, Operation] = {
         is_elementwise=False,
     ),
     "scan": Operation(
-        equation="y_r = x_0 ⊕ … ⊕ x_r",
-        sends="about n log w",
-        transpose="scan from the last rank to the first, of a sum",
-        adjoint=lambda bind, call, ct, x: bind(call.derive("scan", is_reversed=not call.is_reversed), ct)[0],
+        adjoint=lambda bind, call, ct, x: _sum_rows_from(bind, call, ct, call.comm.rank),
         ops=ARITHMETIC,
     ),
     "exscan": Operation(
-        equation="y_r = x_0 ⊕ … ⊕ x_(r-1); y_0 is what changes nothing: 0, 1, or the least or largest number",
-        sends="about n log w + n",
-        transpose="exscan from the last rank to the first, of a sum",
         run=_exscan,
         on_one_rank=lambda call, x: jnp.full_like(x, neutral(call.op, x.dtype)),
-        adjoint=lambda bind, call, ct, x: bind(call.derive("exscan", is_reversed=not call.is_reversed), ct)[0],
+        adjoint=lambda bind, call, ct, x: _sum_rows_from(bind, call, ct, call.comm.rank + 1),
         ops=ARITHMETIC,
     ),
     "send": Operation(
-        equation="x goes to rank dest",
-        sends="n, and a header of 64 bytes",
         shape=None,
         run=messages.run,
         on_one_rank=messages.on_one_rank,
         is_message=True,
     ),
     "recv": Operation(
-        equation="y = what rank source sends; x says only shape and dtype",
-        sends="nothing",
         run=messages.run,
         on_one_rank=messages.on_one_rank,
         is_message=True,
     ),
     "sendrecv": Operation(
-        equation="x goes to rank dest, y = what rank source sends; recvbuf says its shape and dtype",
-        sends="n, and a header of 64 bytes",
-        transpose="sendrecv the other way",
         run=messages.run,
         on_one_rank=messages.on_one_rank,
         adjoint=_sendrecv_adjoint,
         is_message=True,
     ),
     "barrier": Operation(
-        equation="no rank goes on before all have come",
-        sends="a few bytes",
         shape=None,
         run=_barrier,
         on_one_rank=lambda call: None,
         shared=lambda call, x: (),
     ),
 }
-
-
-def list_operations() -> list[tuple[str, str, str, str]]:
-    """Rows of the docs' table: operation, equation, what a rank sends, transpose."""
-    return [(name, row.equation, row.sends, row.transpose or "none") for name, row in OPERATIONS.items()]

@@ -1,4 +1,4 @@
-"""The interface of communicators inside jit, and a single worker's communicator.
+"""The interface of communicators inside jit, which is that of a single worker itself.
 
 Strategies are written against `Comm` alone, so the same sum runs over MPI (`mpi`), along an axis of `vmap` or
 `shard_map` (`axis`), over groups of ranks, and in one worker, for which every collective is the identity.
@@ -25,38 +25,37 @@ Turn = Callable[[jax.Array, PyTree], PyTree]  # turn of a loop: (number of the t
 class Comm:
     """Collectives over `size` workers. A strategy sees nothing else of the world.
 
-    All workers call the same collectives in the same order. A subclass has `allreduce`, `alltoall`, `allgather`,
-    `permute`, `bcast` and `assert_same`; the rest follows from these.
+    All workers call the same collectives in the same order. These are one worker's; a communicator of several has its
+    own `allreduce`, `alltoall`, `allgather`, `permute`, `bcast` and `assert_same`, from which the rest follows.
     """
 
-    size: int  # number of workers
-    rank: int | jax.Array  # this worker's number, in [0, size); possibly traced, so no Python branch may depend on it
-    order: tuple[int, ...]  # ranks by host, then local rank: neighbours in a ring
-    hosts: tuple[int, ...]  # the host of every rank, numbered in order of first appearance
+    size: int = 1  # number of workers
+    rank: int | jax.Array = 0  # this worker's, in [0, size); possibly traced, so no Python branch may depend on it
+    order: tuple[int, ...] = (0,)  # ranks by host, then local rank: neighbours in a ring
+    hosts: tuple[int, ...] = (0,)  # the host of every rank, numbered in order of first appearance
 
     def allreduce(self, x: jax.Array) -> jax.Array:
         """Sum over workers; f32 in, f32 out."""
-        raise NotImplementedError
+        return x
 
     def alltoall(self, x: PyTree) -> PyTree:
         """Exchange rows of leaves [size, ...], row i with worker i."""
-        raise NotImplementedError
+        return x
 
     def allgather(self, x: PyTree) -> PyTree:
         """Leaves [...] to [size, ...], row j from worker j."""
-        raise NotImplementedError
+        return jax.tree.map(lambda leaf: leaf[None], x)
 
     def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
         """Send along static pairs; a worker that receives nothing gets zeros."""
-        raise NotImplementedError
+        return x if (0, 0) in tuple(pairs) else jax.tree.map(jnp.zeros_like, x)
 
     def bcast(self, x: PyTree, root: int = 0) -> PyTree:
         """The value of worker `root`."""
-        raise NotImplementedError
+        return x
 
     def assert_same(self, mine: Fingerprint) -> None:
         """Refuse fingerprints that differ between ranks; all ranks must call it."""
-        raise NotImplementedError
 
     def reduce_scatter(self, x: jax.Array) -> jax.Array:
         """f32[size m] -> f32[m]: the sum over workers of chunk `rank`, added in rank order."""
@@ -112,8 +111,6 @@ def ring_order(hosts: Sequence[int]) -> tuple[int, ...]:
 class SoloComm(Comm):
     """One worker: every collective is the identity. Needs no MPI."""
 
-    size, rank, order, hosts = 1, 0, (0,), (0,)
-
     def split(self, color: SupportsIndex | str | None, key: int = 0) -> "SoloComm | NullComm":
         """The one worker again, or `NullComm` if its color is None."""
         del key
@@ -121,27 +118,6 @@ class SoloComm(Comm):
 
     def free(self) -> None:
         """Nothing: one worker has nothing to free."""
-
-    def allreduce(self, x: jax.Array) -> jax.Array:
-        return x
-
-    def alltoall(self, x: PyTree) -> PyTree:
-        return x
-
-    def allgather(self, x: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: leaf[None], x)
-
-    def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
-        return x if (0, 0) in tuple(pairs) else jax.tree.map(jnp.zeros_like, x)
-
-    def bcast(self, x: PyTree, root: int = 0) -> PyTree:
-        return x
-
-    def assert_same(self, mine: Fingerprint) -> None:
-        """One rank agrees with itself."""
-
-    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1, half: str = "") -> list[jax.Array]:
-        return [vector / divisor for vector in vectors]
 
 
 # ---------------------------------------------------------------- ranks without a part
@@ -163,9 +139,11 @@ class NullComm:
 def check_member(comm: Any) -> None:
     """Refuse a communicator, also mpi4py's, in which this rank has no part."""
     if comm is not None and not comm:
+        # mpi4py's are equal once they are null: one that `Free` has left, and what `Split` gives for UNDEFINED.
+        of_whom = ", as of split(None)" if isinstance(comm, NullComm) else ", or that was freed (MPI.COMM_NULL)"
         raise UsageError(
-            f"comm: rank {my_rank()}: got a communicator in which this rank has no part, as of split(None); expected "
-            "the call on the ranks that have one: if part: ..."
+            f"comm: rank {my_rank()}: got a communicator in which this rank has no part{of_whom}; expected the call on "
+            "the ranks that have one: if part: ..."
         )
     if getattr(comm, "is_freed", False):
         raise UsageError(f"comm: rank {my_rank()}: got a communicator that was freed; expected one before its free()")

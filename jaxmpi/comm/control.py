@@ -1,24 +1,18 @@
-"""The control plane over MPI: the ranks, their small messages outside programs, and who is late or dead.
+"""The control plane over MPI: the ranks, their small messages outside programs, and who is late.
 
 Before ranks exchange arrays they agree on what they are about to do: configurations, data, shapes, calls. These
 messages are MPI's non-blocking operations on communicators of their own, and waits poll and sleep: a blocking call
 would spin on a core, could not be given up, and could not say who has not come. When a wait has run out, ranks that are
 there say so (`late`), and the error names the others. `SoloProcesses` is the same for one process without MPI.
 
-A rank that dies ends the job, unless the launcher goes on without it (ULFM, Bland et al. 2013; `outlive`). Then the
-first rank with an error revokes all communicators, so that no rank blocks. All vote, and the vote gives every living
-rank the same answer. `shrink` makes a smaller communicator, and tries again if another rank dies meanwhile.
-
-Importing mpi4py starts MPI, so it happens inside functions.
+A rank that dies ends the job, unless the launcher goes on without it (`fault_tolerant`). Importing mpi4py starts MPI,
+so it happens inside functions.
 """
 
 import collections
-import contextlib
 import copy
 import json
 import os
-import select
-import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -30,13 +24,13 @@ import numpy as np
 from jaxmpi.comm.agreement import Fingerprint, check_may_send, different_calls, fingerprint
 from jaxmpi.comm.diagnosis import CONTROL, WaitRegistry, watch
 from jaxmpi.comm.mpi_info import check_launcher, thread_level
-from jaxmpi.comm.polling import is_mpi_error, lost_ranks_left_out, survives_losses, wait
+from jaxmpi.comm.polling import lost_ranks_left_out, survives_losses, wait
 from jaxmpi.comm.solo import Mailbox
 from jaxmpi.core.env import seconds_from
-from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.json_tree import differences
 from jaxmpi.core.pytrees import PyTree, check_arrays, describe_leaf, named_leaves
-from jaxmpi.runtime import failures, job_folder
+from jaxmpi.runtime import failures
 from jaxmpi.runtime.process import core_mask, divide_mask, launched, my_gpu, share_gpu
 
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
@@ -58,14 +52,14 @@ class MpiProcesses:
         self.library = MPI.Get_library_version().split(",")[0].strip()
         check_launcher(launched(), MPI.COMM_WORLD.size, self.library)
         self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
-        self._comms: list[Any] = []  # communicators, which `revoke` ends
+        self.comms: list[Any] = []  # all communicators, which end together when a rank is lost
         self._made: list[Any] = []  # those that were made for `world`, which `free` frees
-        self._others: dict[int, int] = {}  # after `outlive`: handles of the others' processes
         self._sent: list[Any] = []  # requests of messages that nobody waits for, kept until the end
         self._registries: list[WaitRegistry] = []
-        self._votes = self.clone(MPI.COMM_WORLD)
-        self._number, self.numbers = self._votes.rank, tuple(range(self._votes.size))  # the launcher's, of all ranks
-        self._make_communicators()
+        self.numbers = tuple(range(MPI.COMM_WORLD.size))  # the launcher's, of all ranks
+        self.make_communicators(self.clone(MPI.COMM_WORLD))
+        if self.may_overlap and not survives_losses():
+            watch().start(self.clone())
         self.waits = self._new_registry()
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         # MPI_Finalize deletes this before it does anything else; then other ranks and threads must be done with MPI.
@@ -82,16 +76,16 @@ class MpiProcesses:
 
     # ------------------------------------------------------------ communicators
 
-    def _make_communicators(self) -> None:
-        """Make communicators of the ranks that vote; all these call it together."""
-        self.world = self.clone(self._votes)
+    def make_communicators(self, votes: Any) -> None:
+        """Make communicators of the ranks of one that these vote on; all of them call it together."""
+        self.votes, self.world = votes, self.clone(votes)
         self.rank, self.size = self.world.rank, self.world.size
         self._exit = self.clone()  # apart, since a rank may be at its end while others still talk
         self._local = self._split_host()
         self.local_rank, self.local_size = self._local.rank, self._local.size
 
     def _keep(self, made: Any) -> Any:
-        self._comms.append(made)
+        self.comms.append(made)
         self._made.append(made)
         return made
 
@@ -104,14 +98,10 @@ class MpiProcesses:
         """Clone a communicator for one thread alone, on all ranks together."""
         return self._keep((comm or self.world).Clone())
 
-    def split(self, color: int, key: int) -> Any:
-        """Split the communicator for one thread alone, on all ranks together."""
-        return self._keep(self.world.Split(color, key))
-
     def _new_registry(self) -> WaitRegistry:
         """Make the record of this communicator's waits, on all its ranks together."""
         may_watch = self.may_overlap and not survives_losses()
-        self._registries.append(WaitRegistry(self.clone(), self.numbers, may_watch))
+        self._registries.append(WaitRegistry(self.world, self.numbers, may_watch))
         return self._registries[-1]
 
     def on_own_communicator(self) -> "MpiProcesses":
@@ -157,26 +147,11 @@ class MpiProcesses:
         return other
 
     def free(self) -> None:
-        """Free the communicators that `over` has made; all its ranks come here together, with no message under way.
-
-        What the monitors have sent must be received first: MPI may give the number of a freed communicator to a new
-        one, which would then receive it. They send synchronously, so a rank knows when its own messages have arrived,
-        and a barrier says that all ranks know (Hoefler et al. 2010, NBX).
-        """
+        """Free the communicators that `over` has made; all its ranks come here together, with no message under way."""
         for registry in self._registries:
             watch().remove(registry)
-        barrier: list[Any] = []
-
-        def is_done() -> bool:
-            are_drained = all([registry.drain() for registry in self._registries])
-            if are_drained and not barrier:
-                barrier.append(self.world.Ibarrier())
-            return are_drained and bool(barrier) and barrier[0].Test()
-
-        if not wait(is_done, AGREE_TIMEOUT_S):
-            raise TrainingError(f"free: the other ranks did not come within {AGREE_TIMEOUT_S:g} s; all must call it")
         for comm in reversed(self._made):
-            self._comms.remove(comm)
+            self.comms.remove(comm)
             comm.Free()
         self._made = []
 
@@ -197,9 +172,8 @@ class MpiProcesses:
 
     def compare(self, mine: Fingerprint) -> None:
         """`assert_same` for a fingerprint made before: 32 bytes a rank, and the values only if digests differ."""
-        digests = np.empty((self.size, len(mine.digest)), np.uint8)
-        self._let_exchanges_end()
-        self._arrive(self.world.Iallgather(np.frombuffer(mine.digest, np.uint8), digests), mine.what)
+        digests, digest = np.empty((self.size, len(mine.digest)), np.uint8), np.frombuffer(mine.digest, np.uint8)
+        self._exchange(lambda: self.world.Iallgather(digest, digests), mine.what)
         differing = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
         if differing:
             calls, numbers = self.allgather_object(mine.what), self.numbers
@@ -218,18 +192,17 @@ class MpiProcesses:
         Raises:
             TrainingError: who has not come within AGREE_TIMEOUT_S; so do the messages below.
         """
-        self._let_exchanges_end()
-        self._arrive(self.world.Ibarrier(), "a barrier")
+        self._exchange(self.world.Ibarrier, "a barrier")
 
     def host_barrier(self) -> None:
         """Wait for all ranks of this host, of which one may compile meanwhile: up to 6 AGREE_TIMEOUT_S."""
-        self._let_exchanges_end()
-        request, limit_s = self._local.Ibarrier(), failures.LONG * AGREE_TIMEOUT_S
+        limit_s = failures.LONG * AGREE_TIMEOUT_S
         if self.local_size == self.size:
-            self._arrive(request, "a barrier of this host", limit_s)
-        elif not wait(request.Test, limit_s):
-            ranks = self.in_job([rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]])
-            raise TrainingError(f"a barrier of this host: one of ranks {ranks} did not come within {limit_s:g} s")
+            return self._exchange(self._local.Ibarrier, "a barrier of this host", limit_s)
+        self._let_exchanges_end()
+        if not wait(self._local.Ibarrier().Test, limit_s):
+            here = [self.numbers[rank] for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+            raise TrainingError(f"a barrier of this host: one of ranks {here} did not come within {limit_s:g} s")
 
     def leader_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
         """Call `make` on this host's first rank, then on the others, which find its cache.
@@ -266,9 +239,8 @@ class MpiProcesses:
 
     def allreduce_sum(self, values: np.ndarray) -> np.ndarray:
         """Sum f64[n] over ranks."""
-        self._let_exchanges_end()
-        total = np.empty_like(values, np.float64)
-        self._arrive(self.world.Iallreduce(np.ascontiguousarray(values, np.float64), total), "a sum over ranks")
+        mine, total = np.ascontiguousarray(values, np.float64), np.empty_like(values, np.float64)
+        self._exchange(lambda: self.world.Iallreduce(mine, total), "a sum over ranks")
         return total
 
     def iallreduce_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
@@ -280,19 +252,17 @@ class MpiProcesses:
         request = self.world.Iallreduce(MPI.IN_PLACE, largest, MPI.MAX)
 
         def result() -> np.ndarray:
-            self._let_exchanges_end()
-            self._arrive(request, "the vote of all ranks on a step")
+            self._exchange(lambda: request, "the vote of all ranks on a step")
             return largest
 
         return result
 
     def allgather_array(self, values: np.ndarray) -> np.ndarray:
         """Allgather f64[n], n equal on all, as f64[size, n]."""
-        self._let_exchanges_end()
-        sent = np.ascontiguousarray(values, np.float64)
-        received = np.empty((self.size, sent.size), np.float64)
-        self._arrive(self.world.Iallgather(sent, received), "what every rank has seen")
-        return received
+        mine = np.ascontiguousarray(values, np.float64)
+        every = np.empty((self.size, mine.size), np.float64)
+        self._exchange(lambda: self.world.Iallgather(mine, every), "what every rank has seen")
+        return every
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Every rank's JSON value, on every rank; tuples arrive as lists."""
@@ -339,11 +309,13 @@ class MpiProcesses:
 
     # ------------------------------------------------------------ late ranks
 
-    def _arrive(self, request: Any, what: str, limit_s: float = AGREE_TIMEOUT_S) -> None:
-        """Wait for a message of all ranks.
+    def _exchange(self, begin: Callable[[], Any], what: str, limit_s: float = AGREE_TIMEOUT_S) -> None:
+        """Begin a message of all ranks, and wait for it.
 
-        After `outlive` those that are late are killed, and the message fails.
+        Where others go on without a rank that dies, those that are late are killed, and the message fails.
         """
+        self._let_exchanges_end()
+        request = begin()
         with self.waits.waiting(CONTROL, what, limit_s):
             if wait(request.Test, limit_s, self.is_asked):
                 return
@@ -393,8 +365,8 @@ class MpiProcesses:
         """
         if not survives_losses():
             abort(code)
-        self._kill(range(self.size))
-        for comm in self._comms:
+        failures.kill_ranks(range(self.size))
+        for comm in self.comms:
             comm.Revoke()
         os._exit(code)
 
@@ -407,101 +379,8 @@ class MpiProcesses:
         if not (survives_losses() and isinstance(error, MPI.Exception) and error.Get_error_class() in classes):
             return None
         # The rank that ends the job speaks first, then revokes, then is gone.
-        has_spoken = wait(lambda: any(comm.Is_revoked() for comm in self._comms), ECHO_S)
+        has_spoken = wait(lambda: any(comm.Is_revoked() for comm in self.comms), ECHO_S)
         return "" if has_spoken else "ends, since a rank that it needs is gone"
-
-    # ------------------------------------------------------------ going on without ranks that die
-
-    def outlive(self) -> None:
-        """Let a rank that fails by itself end alone; others can `shrink`.
-
-        Raises:
-            UsageError: on all ranks alike: they are on several hosts, or do not see each other's processes.
-        """
-        space = job_folder.pid_space()
-        pids = self.allgather_object([os.getpid(), space])
-        if len(set(self.hosts)) > 1 or len({other for _, other in pids}) > 1 or space == 0:
-            raise UsageError(
-                "on_rank_loss: got shrink with ranks on several hosts, or in several containers; take "
-                "--on-rank-loss end"
-            )
-        self._open_processes([pid for pid, _ in pids])
-        failures.job.kill = self._kill
-
-    def _open_processes(self, pids: list[int]) -> None:
-        """Hold the other ranks' processes by handles, which never stand for another process."""
-        for handle in self._others.values():
-            os.close(handle)
-        self._others = {}
-        for rank in set(range(self.size)) - {self.rank}:
-            with contextlib.suppress(ProcessLookupError):  # it has died meanwhile
-                self._others[rank] = os.pidfd_open(pids[rank])
-
-    def _kill(self, ranks: Sequence[int]) -> bool:
-        """Kill these ranks, if `outlive` was called; False if one had ended."""
-        handles = [self._others[rank] for rank in set(ranks) & set(self._others)]
-        ended = select.select(handles, [], [], 0)[0]
-        for handle in set(handles) - set(ended):
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-        return not ended
-
-    def vote(self, holds: bool) -> bool:
-        """Return True if all ranks are alive and give True (ULFM's agree).
-
-        All that live get the same answer, whoever dies. After False all of them must `shrink`.
-        """
-        try:
-            return bool(self._votes.Agree(int(holds)))
-        except Exception as error:
-            if not is_mpi_error(error):
-                raise
-            return False
-
-    def revoke(self) -> None:
-        """Make all messages fail, so that nobody waits for a lost rank."""
-        for comm in list(self._comms):
-            if not comm.Is_revoked():
-                comm.Revoke()
-
-    def can_shrink(self) -> bool:
-        """Return True if this MPI and mpi4py have what that takes."""
-        return all(hasattr(self.world, name) for name in ("Agree", "Shrink", "Revoke", "Is_revoked"))
-
-    def shrink(self, why: str) -> list[int]:
-        """Renumber the ranks left; return the launcher's numbers of those gone.
-
-        All that live come here together, once a vote has failed, with no message under way. Copies made before, for
-        other threads, are of no more use.
-
-        Args:
-            why: the error after which this is done; empty on ranks that have seen none.
-
-        Raises:
-            AgreedError: nobody is gone, so something else was wrong.
-        """
-        self.revoke()
-        before, is_agreed = self.numbers, False
-        while not is_agreed:
-            self._votes = self._votes.Shrink()
-            self._comms, self._made, has_met = [self._votes], [], False
-            try:
-                self._make_communicators()
-                rows = np.empty((self.size, 2), np.int64)
-                self.world.Allgather(np.array([self._number, os.getpid()], np.int64), rows)
-                self.numbers, has_met = tuple(rows[:, 0].tolist()), True
-                self._open_processes(rows[:, 1].tolist())
-            except Exception as error:
-                if not is_mpi_error(error):
-                    raise
-                self.revoke()
-            is_agreed = self.vote(has_met)  # False if another has died meanwhile
-        gone = sorted(set(before) - set(self.numbers))
-        if not gone:
-            why = next(filter(None, self.allgather_object(why)), "no rank knows why")  # reason of a rank that knows it
-            raise AgreedError(f"a message between ranks has failed though none of them is gone: {why}")
-        self.hosts = tuple(self.hosts[before.index(rank)] for rank in self.numbers)
-        return gone
 
 
 class MpiMailbox(Mailbox):

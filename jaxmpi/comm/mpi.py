@@ -1,24 +1,18 @@
 """Communicators over MPI ranks, for collectives inside compiled programs.
 
-`MpiComm` calls mpi4jax there, or handlers in C; sums over a host use shared memory. mpi4jax ends the job on any error
-of MPI. So where ranks may die, `FaultTolerantComm` calls mpi4py, whose errors return: a collective that fails because a
-rank is gone gives zeros, and so does every later one. Programs then run to their end on all ranks that live, and a vote
-discards their results.
-
-Each communicator clones its own from MPI, so messages of mpi4py and mpi4jax never meet. Importing mpi4jax starts MPI,
-so the imports are inside functions.
+`MpiComm` calls mpi4jax there, or handlers in C; sums over a host use shared memory. An error of MPI ends the job; of
+ranks that may die `fault_tolerant` has another communicator. Each communicator clones its own from MPI, so messages of
+mpi4py and mpi4jax never meet. Importing mpi4jax starts MPI, so the imports are inside functions.
 """
 
 import collections
 import functools
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax._src import effects
 
@@ -26,12 +20,10 @@ from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.comm.base import Comm, NullComm, Pairs, SoloComm, check_member, check_one_host, parse_color, ring_order
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import processes
-from jaxmpi.comm.polling import is_mpi_error
 from jaxmpi.comm.shared_compile import SharedJit
 from jaxmpi.comm.shared_sum import SharedSum
-from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.runtime import host_callbacks
 from jaxmpi.runtime.process import my_rank
 
 
@@ -110,7 +102,6 @@ class RankComm(Comm):
 
 
 made: list["MpiComm"] = []  # communicators of this process that were not freed
-_sum_numbers = [-1]  # numbers of communicators that sum in shared memory
 
 
 class MpiComm(RankComm):
@@ -119,7 +110,6 @@ class MpiComm(RankComm):
     def __init__(self, processes: MpiProcesses) -> None:
         super().__init__(processes)
         self.is_freed = False
-        self.serial = 0  # for a communicator of mpi4py's: with its ranks, a name on all of these
         # For messages between two ranks, of mpi4py and of programs: they match by rank and tag, in each sender's order.
         self.headers, self.arrays = processes.clone(), processes.clone()
         made.append(self)
@@ -158,14 +148,7 @@ class MpiComm(RankComm):
         One rank of a host traces for all, so its name must be the same on all ranks, and new on each.
         """
         self.processes.host_barrier()  # it waits longer than others: one rank may compile meanwhile
-        _sum_numbers.append(max(self.processes.allgather_object(_sum_numbers[-1])) + 1)
-        return SharedSum(self.processes, f"sum of comm {_sum_numbers[-1]}", effect=self.effect)
-
-    @functools.cached_property
-    def reversed_mpi(self) -> Any:
-        """The ranks in reverse order; all call it together the first time."""
-        self.processes.assert_same("the ranks in reverse", self.size)  # polled: it names who is absent
-        return self.processes.split(0, -self.rank)  # `self.mpi` is the programs', which may be using it now
+        return SharedSum(self.processes, f"sum of comm {self.processes.waits.number}", effect=self.effect)
 
     def split(self, color: SupportsIndex | str | None, key: int = 0) -> "MpiComm | NullComm":
         """A communicator of the ranks that give the same color.
@@ -215,77 +198,7 @@ class MpiComm(RankComm):
             if hasattr(kept, "close"):
                 kept.close()
         self._cache.clear()
-        self.__dict__.pop("reversed_mpi", None)
         made.remove(self)
-
-
-# ---------------------------------------------------------------- ranks that may die
-
-_tolerant_numbers = itertools.count()  # the same on all ranks
-
-
-class FaultTolerantComm(RankComm):
-    """MPI ranks under a launcher that goes on without those that die; all come here together.
-
-    After `processes.shrink` the ranks left make a new one.
-    """
-
-    def __init__(self, processes: MpiProcesses) -> None:
-        super().__init__(processes)
-        self.why_lost = ""  # the error of a collective that has failed, after which results are worth nothing
-        self._name = f"fault-tolerant comm {next(_tolerant_numbers)}"
-        host_callbacks.register(self._name, functools.partial(self._unless_lost, self._run))
-
-    def close(self) -> None:
-        """Let go of what programs call, and of shared memory."""
-        host_callbacks.forget(self._name)
-        host_callbacks.forget(f"{self._name}: sum")
-        self._cache.clear()
-
-    def _move(self, kind: str, x: jax.Array, shape: tuple[int, ...], **options: int) -> jax.Array:
-        like = jax.ShapeDtypeStruct(shape, x.dtype)
-        attributes: dict[str, Any] = {"kind": kind, **options}
-        return host_callbacks.call(self._name, [x], [like], **attributes)[0]
-
-    def _make_shared_sum(self) -> SharedSum:
-        name = f"{self._name}: sum"
-        shared = SharedSum(self.processes, name)
-        host_callbacks.forget(name)
-        host_callbacks.register(name, functools.partial(self._unless_lost, shared.add))
-        return shared
-
-    def _unless_lost(self, move: Callable[..., None], operands: Sequence, results: Sequence, **options: Any) -> None:
-        """Run a move; once a rank is lost, revoke, and give zeros."""
-        if not self.why_lost:
-            try:
-                return move(operands, results, **options)
-            except Exception as error:
-                if not (is_mpi_error(error) or isinstance(error, TrainingError)):
-                    raise
-                self.why_lost = str(error) or type(error).__name__
-                self.processes.revoke()
-        for result in results:
-            result[...] = np.zeros((), result.dtype)
-
-    def _run(
-        self, operands: Sequence, results: Sequence, kind: str, source: int = -1, dest: int = -1, root: int = 0
-    ) -> None:
-        if kind == "allreduce":
-            return self.mpi.Allreduce(operands[0], results[0])
-        # Moved as integers of equal size, for which MPI has types.
-        sent, received = (x.reshape(-1).view(f"u{x.dtype.itemsize}") for x in (operands[0], results[0]))
-        if kind == "bcast":
-            np.copyto(received, sent)
-            return self.mpi.Bcast(received, root)
-        if kind != "permute":
-            return getattr(self.mpi, kind.capitalize())(sent, received)
-        received[...] = 0
-        if source >= 0 and dest >= 0:
-            self.mpi.Sendrecv(sent, dest, 0, received, source)
-        elif dest >= 0:
-            self.mpi.Send(sent, dest)
-        elif source >= 0:
-            self.mpi.Recv(received, source)
 
 
 # ---------------------------------------------------------------- what a `comm` argument stands for
@@ -351,8 +264,7 @@ def communicator(comm: Any) -> "MpiComm | SoloComm":
     return known
 
 
-_serials = [0]
-_dropped: dict[tuple[int, ...], MpiComm] = {}  # of communicators that the user has freed, by serial and ranks
+_dropped: dict[tuple[int, ...], MpiComm] = {}  # of communicators that the user has freed, by number and ranks
 
 
 @functools.cache
@@ -361,7 +273,7 @@ def _attribute() -> int:
     from mpi4py import MPI
 
     def drop(_comm: Any, _key: int, known: MpiComm) -> None:
-        _dropped[known.serial, *known.processes.numbers] = known
+        _dropped[known.processes.waits.number, *known.processes.numbers] = known
 
     return MPI.Comm.Create_keyval(delete_fn=drop)
 
@@ -373,9 +285,7 @@ def _free_dropped(new: MpiComm) -> None:
     together, for another communicator's first use.
     """
     present = [key for key in _dropped if set(key[1:]) <= set(new.processes.numbers)]
-    rows = new.processes.allgather_object([_serials[-1], present])
-    new.serial = _serials[-1] = 1 + max(last for last, _ in rows)
-    counts = collections.Counter(tuple(key) for _, keys in rows for key in keys)
+    counts = collections.Counter(tuple(key) for keys in new.processes.allgather_object(present) for key in keys)
     for key in sorted(present):  # in one order on all ranks
         if counts[key] == len(key) - 1:
             _dropped.pop(key).free()

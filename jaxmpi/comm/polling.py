@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 GAP_S = 1.0  # between two looks of a wait at most, if this process runs: looks come at least every 50 ms
 POLL_S = 0.001  # between looks at a pending message: a blocking MPI call would spin on a core
+PROBES = 3  # MPI may fetch a message in the first, and find it in the next
 YIELDS = 200  # looks before the first sleep: a message between ranks that are in step takes microseconds
 
 

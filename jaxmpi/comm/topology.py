@@ -16,8 +16,9 @@ import numpy as np
 
 from jaxmpi.comm.base import Comm, SoloComm
 from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.fault_tolerant import FaultTolerantComm
 from jaxmpi.comm.job import Processes, processes
-from jaxmpi.comm.mpi import FaultTolerantComm, is_cuda_aware, world
+from jaxmpi.comm.mpi import is_cuda_aware, world
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.xla_mesh import global_mesh, local_mesh
 from jaxmpi.core.pytrees import PyTree

@@ -1,15 +1,11 @@
 """`--comm xla`: a `jax.distributed` job that MPI sets up, and the mesh of its devices.
 
-`jax.distributed` needs an address of rank 0 that every other rank can reach. Rank 0 offers its addresses over MPI, and
-the others try to connect before one is chosen. XLA then exchanges by NCCL between GPUs, and by gloo over TCP between
-CPUs.
+XLA exchanges by NCCL between GPUs, and by gloo over TCP between CPUs.
 """
 
 import contextlib
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Sequence
 
 import jax
@@ -22,7 +18,6 @@ from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime.process import make_cpu_devices
 
-CONNECT_S = 3.0  # for a rank to reach rank 0 at one of its addresses
 HEARTBEAT_S = 600  # a job may be stopped for minutes; the launcher says at once that a rank has died
 
 
@@ -38,8 +33,8 @@ def global_mesh(axis: str = "workers", devices: int = 1) -> tuple[Mesh, AxisComm
     Communicates: over MPI who is here and where rank 0 listens; then all connect to it.
 
     Raises:
-        UsageError: the device has started, or there are too few; ranks that are absent, ask for something else, or do
-            not reach rank 0; a host's name that gloo cannot use.
+        UsageError: the device has started, or there are too few; ranks that ask for something else, or do not reach
+            rank 0; a host's name that gloo cannot use.
     """
     control = processes()
     make_cpu_devices(devices)
@@ -77,8 +72,8 @@ def _check_devices(counts: Sequence[int], devices: int) -> None:
 def _start_distributed(control: MpiProcesses) -> None:
     """`jax.distributed.initialize` with MPI's rank and size, unless already done."""
     if not jax.distributed.is_initialized():
-        address = _coordinator(control)
-        host, port = address.split(":")
+        host, port = control.bcast_object(_free_address(is_one_host=len(set(control.hosts)) == 1))
+        address = f"{host}:{port}"
         os.environ["no_grpc_proxy"] = host  # gRPC would ask a proxy that is meant for downloads
         jax.config.update("jax_check_proxy_envs", False)
         jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
@@ -90,10 +85,13 @@ def _start_distributed(control: MpiProcesses) -> None:
                 cluster_detection_method="deactivate",  # ranks and GPUs are settled
                 initialization_timeout=max(1, int(AGREE_TIMEOUT_S)),
                 heartbeat_timeout_seconds=HEARTBEAT_S,
-                coordinator_bind_address=f"{host}:{port}",  # on one host nobody else sees it
+                coordinator_bind_address=address,  # on one host nobody else sees it
             )
         except RuntimeError as error:
-            raise UsageError(f"jax.distributed does not start at {address}: {error}") from error
+            raise UsageError(
+                f"jax.distributed does not start at {address}, where rank 0 listens: {error}; open the network between "
+                "the hosts, or use --comm mpi"
+            ) from error
     if (jax.process_index(), jax.process_count()) != (control.rank, control.size):
         raise UsageError(
             f"jax.distributed calls rank {control.rank} of {control.size} process {jax.process_index()} of "
@@ -110,44 +108,15 @@ def _start_distributed(control: MpiProcesses) -> None:
         )
 
 
-def _coordinator(control: MpiProcesses) -> str:
-    """`10.0.0.1:40123`: where rank 0 will listen, tried out by all ranks."""
-    is_first, is_one_host, offered = control.rank == 0, len(set(control.hosts)) == 1, []
-    with contextlib.ExitStack() as server:
-        if is_first:
-            port = server.enter_context(socket.create_server(("", 0), backlog=control.size)).getsockname()[1]
-            offered = [f"{address}:{port}" for address in (["127.0.0.1"] if is_one_host else _addresses())]
-        offered = control.bcast_object(offered)
-        reached = control.allgather_object([address for address in offered if is_first or _reaches(address)])
-    for address in offered:
-        if all(address in each for each in reached):
-            return address
-    cut_off = [rank for rank, each in enumerate(reached) if not set(each) & set(offered[:1])]
-    raise UsageError(
-        f"ranks {cut_off} do not reach rank 0, which listens on {', '.join(offered) or 'no address'}; open the network "
-        "between the hosts, or use --comm mpi"
-    )
-
-
-def _reaches(address: str) -> bool:
-    """Return True if somebody listens there."""
-    host, port = address.split(":")
-    with contextlib.suppress(OSError):
-        socket.create_connection((host, int(port)), CONNECT_S).close()
-        return True
-    return False
-
-
-def _addresses() -> list[str]:
-    """IPv4 addresses of this host, its name's first; no loopback ones."""
-    siocgifaddr = 0x8915  # linux/sockios.h
-    found = [_named_address()]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, interface in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # one without an IPv4 address
-                answer = fcntl.ioctl(probe, siocgifaddr, struct.pack("256s", interface.encode()[:15]))
-                found.append(socket.inet_ntoa(answer[20:24]))
-    return [address for address in dict.fromkeys(found) if address and not address.startswith("127.")]
+def _free_address(is_one_host: bool) -> tuple[str, int]:
+    """An address of this host and a free port there: that of its name, or of the default route if that is loopback."""
+    address = "127.0.0.1" if is_one_host else _named_address()
+    if not is_one_host and (not address or address.startswith("127.")):  # as Debian has it in /etc/hosts
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # of TEST-NET; a datagram socket sends nothing when it connects
+            address = probe.getsockname()[0]
+    with socket.create_server(("", 0)) as server:
+        return address, server.getsockname()[1]
 
 
 def _named_address() -> str:

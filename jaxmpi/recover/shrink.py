@@ -13,9 +13,10 @@ import jax
 import numpy as np
 
 from jaxmpi.checkpoint.manager import Saver
+from jaxmpi.comm import fault_tolerant
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.control import MpiProcesses
-from jaxmpi.comm.mpi import FaultTolerantComm
+from jaxmpi.comm.fault_tolerant import FaultTolerantComm
 from jaxmpi.comm.polling import is_mpi_error, survives_losses
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.schema import Experiment
@@ -66,7 +67,7 @@ class ShrinkCoordinator:
     def vote(self) -> None:
         """Go on together; raises `Lost` if a rank is gone."""
         why = self.comm.why_lost if isinstance(self.comm, FaultTolerantComm) else ""
-        if not self.control.vote(not why):
+        if not fault_tolerant.vote(self.control, not why):
             raise Lost(why)
 
     def after(self, error: Exception, saver: Saver) -> None:
@@ -74,14 +75,14 @@ class ShrinkCoordinator:
         if not (isinstance(error, Lost) or is_mpi_error(error)):
             raise error
         # Others may wait for messages of ranks that have come here: revoked, these fail, and they come here, too.
-        self.control.revoke()
+        fault_tolerant.revoke(self.control)
         # A rank whose message has failed owes the vote in which those wait that have seen no failure.
         if not isinstance(error, Lost):
-            self.control.vote(False)
+            fault_tolerant.vote(self.control, False)
         self.is_unsaved = saver.abandon() or self.is_unsaved
         # Programs that were dispatched run to their end with zeros for what does not come; their results are dropped.
         jax.effects_barrier()
-        self.gone += self.control.shrink(str(error))
+        self.gone += fault_tolerant.shrink(self.control, str(error))
         if self.committed is None:
             raise AgreedError(f"{self.describe_gone()} before the first step: there is no state to go on from")
 
@@ -118,6 +119,8 @@ NEEDS = (
 
 def check_mpi(control: MpiProcesses) -> None:
     """Refuse an MPI under which a job cannot outlive a rank."""
-    for holds, words in zip((survives_losses() and control.can_shrink(), control.may_overlap), NEEDS, strict=True):
+    for holds, words in zip(
+        (survives_losses() and fault_tolerant.can_shrink(control), control.may_overlap), NEEDS, strict=True
+    ):
         if not holds:
             raise UsageError(words)

@@ -31,6 +31,7 @@ from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.checkpoint.manager import check_disk, total_bytes, warn
 from jaxmpi.checkpoint.restore import Saved
 from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.fault_tolerant import outlive
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.topology import Workers, gather_asynchronous, gather_fault_tolerant, gather_workers, transport
 from jaxmpi.config import experiment_file
@@ -214,7 +215,7 @@ def gather_all(experiment: Experiment) -> Workers:
     check_compatible(experiment)
     if experiment.on_rank_loss == "shrink" and isinstance(control, MpiProcesses):
         shrink.check_mpi(control)
-        control.outlive()
+        outlive(control)
         return gather_fault_tolerant(control)
     if registry.is_asynchronous(experiment.rule):
         return gather_asynchronous(experiment.rule.servers)

@@ -12,6 +12,28 @@ import jax, jax.numpy as jnp, jaxmpi
 rank, strategy = int(jaxmpi.world().rank), "{strategy}"
 x = jnp.full((8, 8), 1.0 + rank)
 """
+
+
+def out_of(
+    script: str, strategy: str = "asa32", ranks: int = 2, code: int = 2, env: dict[str, str] | None = None
+) -> str:
+    """What ranks print, who end with this code."""
+    ended = mpirun(ranks, "-c", PREAMBLE.format(strategy=strategy) + script, timeout_s=90, env=env)
+    assert not ended.timed_out, ended.out
+    assert ended.code == code, ended.out
+    return ended.out
+
+
+def check_both_are_named(said: str, one: int = 0, other: int = 1) -> None:
+    """Both have run alike before, and neither has got a number of the other's exchange."""
+    place = r"'(exchange .*<string>:\d+ in .*)'"
+    found = re.search(f"rank {one} to {place}, rank {other} to {place};", said)
+    assert found, said
+    assert found[1] != found[2]
+    assert said.count("both have run") >= 2, said
+    assert "numbers" not in said
+
+
 IN_ANOTHER_ORDER = """
 f = jax.jit(lambda x: jaxmpi.exchange(x, strategy))
 g = jax.jit(lambda x: jaxmpi.exchange(2 * x, strategy))
@@ -72,12 +94,7 @@ print("numbers", h(x, rank == 0), flush=True)
     ],
 )
 def test_ranks_at_different_exchanges_are_named(strategy, script):
-    ended = mpirun(2, "-c", PREAMBLE.format(strategy=strategy) + script, timeout_s=90)
-    assert not ended.timed_out, ended.out
-    assert ended.code == 2, ended.out
-    assert ended.out.count("both have run") == 2, ended.out
-    assert "numbers" not in ended.out
-    check_both_are_named(ended.out)
+    check_both_are_named(out_of(script, strategy))
 
 
 IF_FINITE = """
@@ -101,21 +118,14 @@ WORKS = "optax.chain(jaxmpi.exchange_gradients(strategy), optax.apply_if_finite(
 
 @pytest.mark.e2e
 def test_a_rank_that_skipped_an_exchange_is_named_with_its_turn_at_the_next():
-    script = PREAMBLE.format(strategy="shm") + IF_FINITE.format(tx=SKIPS, odd=4)
-    ended = mpirun(2, "-c", script, timeout_s=90)
-    assert not ended.timed_out, ended.out
-    assert ended.code == 2, ended.out
-    assert "rank 0 at turn 5, rank 1 at turn 6" in ended.out
-    assert "step 6" not in ended.out
+    out = out_of(IF_FINITE.format(tx=SKIPS, odd=4), "shm")
+    assert "rank 0 at turn 5, rank 1 at turn 6" in out
+    assert "step 6" not in out
 
 
 @pytest.mark.e2e
 def test_a_rank_that_skipped_the_last_exchange_does_not_leave_the_other_waiting():
-    script = PREAMBLE.format(strategy="asa32") + IF_FINITE.format(tx=SKIPS, odd=8)
-    ended = mpirun(2, "-c", script, timeout_s=90)
-    assert not ended.timed_out, ended.out
-    assert ended.code
-    assert "whose script has ended" in ended.out, ended.out
+    assert "whose script has ended" in out_of(IF_FINITE.format(tx=SKIPS, odd=8), code=1)
 
 
 @pytest.mark.e2e
@@ -127,12 +137,7 @@ def test_ranks_of_a_part_are_named_by_their_numbers_in_the_job():
         "rank == 0 else (g", "rank == 1 else (g"
     )
     split = "part = jaxmpi.world().split(0 if rank else None)\n"
-    ended = mpirun(3, "-c", PREAMBLE.format(strategy="asa32") + split + script, timeout_s=90)
-    assert ended.code == 2, ended.out
-    assert "numbers" not in ended.out
-    assert ended.out.count("both have run") >= 2, ended.out
-    assert re.search("rank 1 to 'exchange 1 .*', rank 2 to 'exchange 2 ", ended.out), ended.out
-    check_both_are_named(ended.out, 1, 2)
+    check_both_are_named(out_of(split + script, ranks=3), 1, 2)
 
 
 TRACED_IN_ANOTHER_ORDER = """
@@ -150,12 +155,9 @@ print("numbers", first(x).sum(), second(x).sum(), flush=True)
 @pytest.mark.e2e
 def test_ranks_that_trace_in_another_order_are_named():
     """Both traced exchange 1, and so exchanged with each other for good."""
-    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + TRACED_IN_ANOTHER_ORDER, timeout_s=90)
-    assert ended.code == 2, ended.out
-    assert "numbers" not in ended.out
-    place = r"<string>:\d+ in <lambda>, <string>:\d+ in same_lines"
-    found = re.search(rf"rank 1: .*\bat: got ({place}), expected ({place}) \(rank 0\)", ended.out)
-    assert found, ended.out
+    out, place = out_of(TRACED_IN_ANOTHER_ORDER), r"<string>:\d+ in <lambda>, <string>:\d+ in same_lines"
+    found = re.search(rf"rank 1: .*\bat: got ({place}), expected ({place}) \(rank 0\)", out)
+    assert found, out
     assert found[1] != found[2]
 
 
@@ -213,19 +215,9 @@ if rank == 0:
     f(x)
 print("end", flush=True)
 """
-    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=60)
-    assert not ended.timed_out, ended.out
-    assert ended.code == 1, ended.out
-    assert ended.out.count("end\n") == 2, ended.out
-    said = r"rank 0 waits in exchange 1 of the job .* for rank 1, whose script has ended"
-    assert re.search(said, ended.out), ended.out
-
-
-def check_both_are_named(said: str, one: int = 0, other: int = 1) -> None:
-    place = r"'(exchange .*<string>:\d+ in .*)'"
-    found = re.search(f"rank {one} to {place}, rank {other} to {place};", said)
-    assert found, said
-    assert found[1] != found[2]
+    out = out_of(script, code=1)
+    assert out.count("end\n") == 2, out
+    assert re.search(r"rank 0 waits in exchange 1 of the job .* for rank 1, whose script has ended", out), out
 
 
 @pytest.mark.e2e
@@ -237,8 +229,6 @@ def test_ranks_of_two_hosts_at_different_exchanges_are_named():
         pytest.skip("no network namespaces here")
     assert not ended.timed_out, ended.out
     assert ended.code != 0, ended.out
-    assert ended.out.count("both have run") == 2, ended.out
-    assert "numbers" not in ended.out
     check_both_are_named(ended.out)
 
 
@@ -276,14 +266,13 @@ print("mean", said[-1], float(jaxmpi.exchange(x, strategy)[0, 0]), flush=True)
 def test_what_ranks_may_do_and_a_second_thread_may_not():
     """Skip alike, with equal bits; call one program from different lines; exchange in two threads."""
     script = IF_FINITE.format(tx=WORKS, odd=4) + CALLED_FROM_OTHER_LINES + SECOND_THREAD
-    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=90)
-    assert ended.code == 0, ended.out
-    ends = [line.partition("end")[2] for line in ended.out.splitlines() if "end [" in line]
-    assert len(ends) == 2, ended.out
+    out = out_of(script, code=0)
+    ends = [line.partition("end")[2] for line in out.splitlines() if "end [" in line]
+    assert len(ends) == 2, out
     assert ends[0] == ends[1]
-    assert ended.out.count("numbers 96.0") == 2, ended.out
-    assert "thread 'logger' calls it while thread 'trainer' is in an exchange" in ended.out
-    assert ended.out.count("mean 1.5 1.5") == 2, ended.out
+    assert out.count("numbers 96.0") == 2, out
+    assert "thread 'logger' calls it while thread 'trainer' is in an exchange" in out
+    assert out.count("mean 1.5 1.5") == 2, out
 
 
 @pytest.mark.e2e
@@ -314,9 +303,8 @@ logger = threading.Thread(target=lambda: results.append(jaxmpi.exchange(3000 * x
 logger.start(), logger.join()
 print("means", *(round(float(result[0, 0]), 3) for result in results), flush=True)
 """
-    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=90)
-    assert ended.code == 0, ended.out
-    assert ended.out.count("means 1.5 1500.0 1.5 4.5 4500.0") == 2, ended.out
+    out = out_of(script, code=0)
+    assert out.count("means 1.5 1500.0 1.5 4.5 4500.0") == 2, out
 
 
 @pytest.mark.e2e
@@ -329,8 +317,5 @@ if rank == 0:
     f(x).block_until_ready()
 time.sleep(60)
 """
-    env = {"JAXMPI_EXCHANGE_TIMEOUT_S": "2"}
-    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=50, env=env)
-    assert not ended.timed_out, ended.out
-    assert ended.code == 1, ended.out
-    assert re.search(r"rank 0 waited \d s in exchange 1 of the job \(asa:32, mean .*\) for rank 1;", ended.out)
+    out = out_of(script, code=1, env={"JAXMPI_EXCHANGE_TIMEOUT_S": "2"})
+    assert re.search(r"rank 0 waited \d s in exchange 1 of the job \(asa:32, mean .*\) for rank 1;", out), out

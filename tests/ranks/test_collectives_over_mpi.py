@@ -10,7 +10,7 @@ import pytest
 import jaxmpi
 from jaxmpi import collectives as mpi
 from jaxmpi.collectives import messages
-from jaxmpi.comm import diagnosis
+from jaxmpi.comm.call_comparison import SLOT_BYTES
 from jaxmpi.comm.diagnosis import watch
 from jaxmpi.comm.mpi import made
 from jaxmpi.runtime import host_callbacks
@@ -129,7 +129,7 @@ def moved(dtype: str, way: Any) -> None:
 # ---------------------------------------------------------------- through shared memory
 
 # Floats around those at which another way is taken: behind the number of the call, in a slot, by parts, in chunks.
-IN_A_SLOT = diagnosis.SLOT_BYTES // 4
+IN_A_SLOT = SLOT_BYTES // 4
 LENGTHS = (0, 142, 143, 2049, IN_A_SLOT + 1, 3 * IN_A_SLOT - 5)
 
 
@@ -204,7 +204,7 @@ def test_more_communicators_than_mpi4py_has_error_handlers_can_be_used_in_jit():
 @pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
 def test_a_freed_communicator_leaves_nothing_and_is_refused():
     def counts() -> tuple[int, ...]:
-        return len(made), len(COMM.processes._comms), len(watch()._registries), len(mappings())
+        return len(made), len(COMM.processes.comms), len(watch()._registries), len(mappings())
 
     used(COMM.split(0))
     before = []
@@ -234,7 +234,9 @@ def test_what_was_made_for_a_communicator_of_mpi4py_goes_when_that_is_freed():
         theirs = MPI.COMM_WORLD.Split(0, -RANK) if turn % 2 else MPI.COMM_WORLD.Dup()
         assert jax.jit(lambda x, comm=theirs: mpi.allreduce(x, comm=comm))(jnp.ones(2)).tolist() == [SIZE] * 2
         theirs.Free()
-        kept.append((len(made), len(COMM.processes._comms)))
+        with pytest.raises(jaxmpi.UsageError, match="has no part, or that was freed"):
+            mpi.allreduce(jnp.ones(2), comm=theirs)
+        kept.append((len(made), len(COMM.processes.comms)))
     assert len(set(kept[2:])) == 1, kept
 
 
@@ -266,11 +268,11 @@ def test_trees_keep_their_structure_and_wider_sums_their_dtype():
 
 
 def test_the_first_rank_of_an_exscan_has_the_neutral_number_of_the_users_dtype():
-    for dtype, least, largest in (("int4", -8, 7), ("float8_e4m3fn", -448, 448), ("bool", False, True)):
+    for dtype, least, largest in (("int8", -128, 127), ("float8_e4m3fn", -448, 448), ("bool", False, True)):
         x = jnp.ones(2, dtype)
         got = [float(mpi.exscan(x, op)[0]) for op in ("max", "min")]
         assert got == ([1, 1] if RANK else [least, largest])
-    for dtype, ones in (("int4", -1), ("uint4", 15), ("bool", True)):
+    for dtype, ones in (("int8", -1), ("uint8", 255), ("bool", True)):
         assert int(mpi.exscan(jnp.zeros(2, dtype), "and")[0]) == (0 if RANK else ones)
 
 
@@ -388,8 +390,8 @@ def test_messages_between_two_ranks():
         assert small.tolist() == [other, other + 1, other + 2]
         assert (status.Get_source(), status.Get_tag(), status.Get_count(MPI.INT16_T)) == (other, 7, 3)
     before, after = RANK - 1 if RANK else mpi.NOBODY, RANK + 1 if RANK + 1 < SIZE else mpi.NOBODY
-    shifted = jax.jit(lambda x: mpi.sendrecv(x, x, before, after, status=status))(x[:3].astype(jnp.int4))
-    assert shifted.tolist() == [min(n + max(RANK - 1, 0), 7) for n in range(3)]
+    shifted = jax.jit(lambda x: mpi.sendrecv(x, x, before, after, status=status))(x[:3].astype(jnp.int8))
+    assert shifted.tolist() == [n + max(RANK - 1, 0) for n in range(3)]
     assert (status.Get_source(), status.Get_count(MPI.BYTE)) == ((before, 3) if RANK else (MPI.PROC_NULL, 0))
     mpi.recv(x, mpi.NOBODY, status=status)
     assert (status.Get_source(), status.Get_tag()) == (MPI.PROC_NULL, MPI.ANY_TAG)
@@ -867,6 +869,19 @@ def test_an_array_that_one_rank_alone_refuses_is_refused_on_all_ranks(name):
         x = LOST[lost] if RANK == SIZE - 1 else np.ones_like(LOST[lost], subok=False)
         with pytest.raises(jaxmpi.UsageError, match="leaf 'ids'"):
             TAKES[name](x)
+    assert mpi.allreduce(np.array([2.0])).tolist() == [2.0 * SIZE]  # the next call meets its own
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
+@pytest.mark.parametrize("name", ["LAND", "BAND"])
+def test_a_dtype_that_one_rank_alone_refuses_is_refused_on_all_ranks(name):
+    from mpi4py import MPI
+
+    from jaxmpi.compat import mpi4jax
+
+    odd = {"LAND": np.array([2**40]), "BAND": np.array([0.5], np.float32)}[name]
+    with pytest.raises(jaxmpi.UsageError, match="allreduce: leaf"):
+        mpi4jax.allreduce(odd if RANK == SIZE - 1 else np.array([1], np.int32), getattr(MPI, name))
     assert mpi.allreduce(np.array([2.0])).tolist() == [2.0 * SIZE]  # the next call meets its own
 
 
