@@ -30,7 +30,6 @@ from jaxmpi.collectives.arguments import (
     dtypes_of_reduction,
     exchange_counts,
     given_leaves,
-    rank_in_job,
     refusing_together,
 )
 from jaxmpi.collectives.call import MAY_DIFFER, NOBODY, MpiCall
@@ -215,14 +214,16 @@ def allgatherv(x: PyTree, *, counts: Sequence[int] | None = None, comm: Any = No
     Raises:
         UsageError: counts that are not those of the rows; ranks whose calls differ.
     """
-    comm, rows = communicator_of("allgatherv", comm), count_rows("allgatherv", x)
-    counts = [int(n) for n in counts] if counts is not None else exchange_counts("allgatherv", comm, rows)
-    if len(counts) != comm.size or counts[int(comm.rank)] != rows:
-        raise UsageError(
-            f"allgatherv: rank {rank_in_job(comm)}: counts: got {counts} with {rows} rows here; expected {comm.size} "
-            "numbers, of which this rank's is the number of its rows"
-        )
-    return _apply("allgatherv", x, comm, counts=tuple((n,) * comm.size for n in counts))
+    comm = communicator_of("allgatherv", comm)
+    with refusing_together("allgatherv", comm):
+        rows, given = count_rows("allgatherv", x), None if counts is None else [int(n) for n in counts]
+        if given is not None and (len(given) != comm.size or given[int(comm.rank)] != rows):
+            raise UsageError(
+                f"allgatherv: counts: got {given} with {rows} rows here; expected {comm.size} numbers, of which this "
+                "rank's is the number of its rows"
+            )
+    every = given or exchange_counts("allgatherv", comm, rows)
+    return _apply("allgatherv", x, comm, counts=tuple((n,) * comm.size for n in every))
 
 
 def alltoallv(x: PyTree, send_counts: Sequence[int], *, comm: Any = None) -> PyTree:
@@ -239,12 +240,14 @@ def alltoallv(x: PyTree, send_counts: Sequence[int], *, comm: Any = None) -> PyT
     Raises:
         UsageError: counts that are not w or do not add up to n; ranks whose calls differ.
     """
-    comm, rows, counts = communicator_of("alltoallv", comm), count_rows("alltoallv", x), [int(n) for n in send_counts]
-    if len(counts) != comm.size or sum(counts) != rows or min(counts) < 0:
-        raise UsageError(
-            f"alltoallv: rank {rank_in_job(comm)}: send_counts: got {counts} for {rows} rows; expected {comm.size} "
-            "numbers that add up to the rows"
-        )
+    comm = communicator_of("alltoallv", comm)
+    with refusing_together("alltoallv", comm):
+        rows, counts = count_rows("alltoallv", x), [int(n) for n in send_counts]
+        if len(counts) != comm.size or sum(counts) != rows or min(counts) < 0:
+            raise UsageError(
+                f"alltoallv: send_counts: got {counts} for {rows} rows; expected {comm.size} numbers that add up to "
+                "the rows"
+            )
     return _apply("alltoallv", x, comm, counts=tuple(map(tuple, exchange_counts("alltoallv", comm, counts))))
 
 
@@ -323,8 +326,8 @@ def sendrecv(
         places = arrays_of("sendrecv", recvbuf, comm, templates=_templates(source))
         if len(sent) != len(places):
             raise UsageError(
-                f"sendrecv: rank {rank_in_job(comm)}: got {len(sent)} leaves in sendbuf and {len(places)} in recvbuf; "
-                "expected as many, or a send and a recv"
+                f"sendrecv: got {len(sent)} leaves in sendbuf and {len(places)} in recvbuf; expected as many, or a "
+                "send and a recv"
             )
         options = {
             "source": check_partner("sendrecv", "source", source, comm),

@@ -29,11 +29,6 @@ def communicator_of(operation: str, comm: Any) -> Comm:
     return communicator(comm)
 
 
-def rank_in_job(comm: Comm) -> int | jax.Array:
-    """This rank's number in the job, for errors."""
-    return comm.processes.numbers[comm.rank] if isinstance(comm, MpiComm) else comm.rank
-
-
 # ---------------------------------------------------------------- ranks and tags
 
 
@@ -119,9 +114,9 @@ def check_rows(operation: str, x: PyTree, comm: Comm) -> None:
     for path, leaf in named_leaves(x):
         if np.shape(leaf)[:1] != (comm.size,):
             raise UsageError(
-                f"{operation}: rank {rank_in_job(comm)}: leaf {path or '(the array itself)'!r} has shape "
-                f"{list(np.shape(leaf))}; expected {comm.size} rows, one for each rank: {operation.capitalize()} input "
-                "must have shape (nproc, ...)"  # in the words of mpi4jax, whose programs may look for them
+                f"{_name(operation, path)} has shape {list(np.shape(leaf))}; expected {comm.size} rows, one for each "
+                # In the words of mpi4jax, whose programs may look for them.
+                f"rank: {operation.capitalize()} input must have shape (nproc, ...)"
             )
 
 

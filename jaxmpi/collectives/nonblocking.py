@@ -83,9 +83,8 @@ class Handle:
         results = _as_sent(call, operation_of(call).results(call, *operands))
         queue = None if is_message else call.comm.cached("started operations", lambda: StartQueue(call.comm))
         message = messages.open_message(call, what, *operands) if is_message else -1
-        with _lock:
-            _started.append(Started(call, results, what, queue, message))
-            number = len(_started) - 1
+        number = next(_numbers)
+        _started[number] = Started(call, results, what, queue, message)
 
         def run(*arrays: jax.Array) -> list[jax.Array]:
             sent = [x if is_message else to_mpi_dtype(x) for x in arrays]  # a message's header names its dtype
@@ -190,7 +189,7 @@ class Operation:
 
     label: str
     steps: Iterator[None]
-    result: np.ndarray | None  # the thread's to change until the end
+    result: np.ndarray  # the thread's to change until the end
     start_s: float = field(default_factory=time.perf_counter)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -231,7 +230,7 @@ class OperationThread:
             self._wake.notify()
         return operation
 
-    def wait(self, operation: Operation) -> np.ndarray | None:
+    def wait(self, operation: Operation) -> np.ndarray:
         """The result of an operation, once it is there."""
         self._is_waited_for = True
         with progress.span("wait", operation.label):
@@ -355,9 +354,8 @@ class Started(NamedTuple):
     message: int  # number of a message
 
 
-_started: list[Started] = []
-_lock = threading.Lock()  # of this list: several threads may compile
-_tickets = itertools.count()
+_started: dict[int, Started] = {}
+_numbers, _tickets = itertools.count(), itertools.count()  # of starts in programs, and of their runs
 _unclaimed: dict[int, Operation] = {}  # by ticket, that nobody has waited for yet
 
 
@@ -377,7 +375,7 @@ def _start(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> 
         steps = started.queue.start(started.call, started.what, xs, ys)
     else:
         steps = _message_steps(started, xs, ys)
-    _unclaimed[ticket] = operation_thread().add(Operation(started.what, steps, next(iter(ys), None)))
+    _unclaimed[ticket] = operation_thread().add(Operation(started.what, steps, next(iter(ys), np.empty(0))))
 
 
 def _message_steps(started: Started, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[None]:

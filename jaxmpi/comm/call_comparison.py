@@ -146,7 +146,8 @@ class CallComparison:
 
         comm, self._library = self._comm, SOURCE.library()
         self._library.jaxmpi_held.restype = c_int64
-        self._setup = setup = _setup_type()()  # kept: C has the addresses of its functions from it
+        setup: Any = _setup_type()()
+        self._setup: Any = setup  # kept: C has the addresses of its functions from it
         setup.functions[:] = c_handlers.addresses(FUNCTIONS)
         setup.differs, setup.failed = Differs(self._differs), c_handlers.Failed(self._failed)
         setup.rank, setup.size, setup.place_words = comm.rank, comm.size, PLACE_WORDS if has_slots else NUMBERS_WORDS

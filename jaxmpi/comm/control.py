@@ -15,17 +15,17 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
-from jaxmpi.comm.agreement import Fingerprint, check_may_send, different_calls, fingerprint
+from jaxmpi.comm.agreement import Fingerprint, check_may_send, different_calls
 from jaxmpi.comm.diagnosis import CONTROL, WaitRegistry, watch
 from jaxmpi.comm.mpi_info import check_launcher, thread_level
 from jaxmpi.comm.polling import lost_ranks_left_out, survives_losses, wait
-from jaxmpi.comm.solo import Mailbox
+from jaxmpi.comm.solo import Mailbox, SoloProcesses
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.json_tree import differences
@@ -40,10 +40,8 @@ MAX_BYTES = 1 << 30  # bytes of one MPI message; counts are C ints
 HERE, LEADER = 1, 2  # tags: I am here, and wait; this host's first rank is ready
 
 
-class MpiProcesses:
+class MpiProcesses(SoloProcesses):
     """The ranks of a job, or of a part of it, and messages between them."""
-
-    hosts: tuple[int, ...]  # hosts of all ranks, numbered in order of first appearance
 
     def __init__(self) -> None:
         """Start MPI, check it against the launcher, install the hooks; all ranks of the job come here."""
@@ -157,19 +155,6 @@ class MpiProcesses:
 
     # ------------------------------------------------------------ agreement
 
-    def in_job(self, ranks: Sequence[int]) -> list[int]:
-        """The launcher's numbers of these ranks, as error messages give them."""
-        return [self.numbers[rank] for rank in ranks]
-
-    def assert_same(self, what: str, value: Any) -> None:
-        """Compare a JSON value over all ranks.
-
-        Raises:
-            UsageError: ranks differ: rank, path, got, expected; on all ranks alike.
-            TrainingError: who is absent when time is up.
-        """
-        self.compare(fingerprint(what, value))
-
     def compare(self, mine: Fingerprint) -> None:
         """`assert_same` for a fingerprint made before: 32 bytes a rank, and the values only if digests differ."""
         digests, digest = np.empty((self.size, len(mine.digest)), np.uint8), np.frombuffer(mine.digest, np.uint8)
@@ -265,7 +250,6 @@ class MpiProcesses:
         return every
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, on every rank; tuples arrive as lists."""
         self.barrier()
         # Polled as well: a blocking MPI_Allgatherv may give garbage when ranks fail.
         sent, sizes = np.frombuffer(json.dumps(value).encode(), np.uint8), np.empty(self.size, np.int64)
@@ -273,10 +257,6 @@ class MpiProcesses:
         received = np.empty(sizes.sum(), np.uint8)
         wait(self.world.Iallgatherv(sent, (received, sizes.tolist())).Test, float("inf"))
         return [json.loads(part.tobytes()) for part in np.split(received, np.cumsum(sizes)[:-1])]
-
-    def bcast_object(self, value: Any) -> Any:
-        """Rank 0's JSON value, on every rank; no other value is sent."""
-        return self.allgather_object(value if self.rank == 0 else None)[0]
 
     def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
         """The arrays of rank `root`; structure, shapes and dtypes must be equal."""

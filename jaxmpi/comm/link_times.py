@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.polling import wait
-from jaxmpi.comm.solo import SoloProcesses
 
 PINGS = 20  # round trips between two clocks
 TRIPS = 2  # round trips between two ranks whose link is timed
@@ -22,7 +22,7 @@ def pings(control: Processes) -> list[tuple[float, float]]:
     by half of that trip at most.
     """
     found, clock = [(0.0, 0.0)] * control.size, np.zeros(1)
-    if isinstance(control, SoloProcesses):
+    if not isinstance(control, MpiProcesses):
         return found
     control.barrier()
     for rank in range(1, control.size):
@@ -51,7 +51,7 @@ def trips(control: Processes, floats: int) -> np.ndarray:
     once in `size` turns. Turns are not kept in step.
     """
     found = np.full(control.size, np.nan)
-    if isinstance(control, SoloProcesses):
+    if not isinstance(control, MpiProcesses):
         return found[None]
     for turn in range(min(control.size, TURNS)):
         if (partner := (turn - control.rank) % control.size) != control.rank:

@@ -1,5 +1,6 @@
 """The control plane of one process, which has nobody to wait for."""
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,16 +26,19 @@ class Mailbox:
 
 
 class SoloProcesses:
-    """The control plane of a single process: the methods of `MpiProcesses`."""
+    """The control plane of a single process, and what `MpiProcesses` has in common with it."""
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
-    hosts, may_overlap = (0,), True
+    hosts: tuple[int, ...] = (0,)  # hosts of all ranks, numbered in order of first appearance
+    may_overlap = True
 
-    @property
+    @functools.cached_property
     def numbers(self) -> tuple[int, ...]:
-        return (my_rank(),)  # the launcher's number
+        """The launcher's numbers of all ranks."""
+        return (my_rank(),)
 
     def in_job(self, ranks: Sequence[int]) -> list[int]:
+        """The launcher's numbers of these ranks, as error messages give them."""
         return [self.numbers[rank] for rank in ranks]
 
     def on_own_communicator(self) -> "SoloProcesses":
@@ -44,8 +48,13 @@ class SoloProcesses:
         return lambda: values
 
     def assert_same(self, what: str, value: Any) -> None:
-        """One rank agrees with itself, on what several could compare."""
-        fingerprint(what, value)
+        """Compare a JSON value over all ranks.
+
+        Raises:
+            UsageError: ranks differ: rank, path, got, expected; on all ranks alike.
+            TrainingError: who is absent when time is up.
+        """
+        self.compare(fingerprint(what, value))
 
     def compare(self, mine: Fingerprint) -> None: ...
     def barrier(self) -> None: ...
@@ -72,12 +81,12 @@ class SoloProcesses:
         return jax.tree.map(np.asarray, tree)
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """The one value, as JSON gives it back."""
+        """Every rank's JSON value, on every rank; tuples arrive as lists."""
         return [json.loads(json.dumps(value))]
 
     def bcast_object(self, value: Any) -> Any:
-        """The value, as JSON gives it back."""
-        return self.allgather_object(value)[0]
+        """Rank 0's JSON value, on every rank; no other value is sent."""
+        return self.allgather_object(value if self.rank == 0 else None)[0]
 
     def mailbox(self) -> Mailbox:
         return Mailbox()
