@@ -19,7 +19,6 @@ from jaxmpi.comm.mpi import MpiComm
 # which MPI libraries have ANY_SOURCE and PROC_NULL, each its own: those are refused.
 NOBODY = -(1 << 30)
 TRANSPOSED = " (transposed)"
-TICKET = jax.ShapeDtypeStruct((), jnp.uint32)  # by which a program knows an operation that it has started
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,8 @@ class MpiCall:
     is_identity: bool = False  # the transpose of an allreduce
     is_differentiated: bool = False  # there is a call of its tangents, or a transposed one, as well
     is_of_tangents: bool = False  # in forward mode
-    handle: Any = None  # of `nonblocking.start`: it begins the call, whose result is a ticket
+    handle: Any = None  # of `nonblocking.start`, under this number: it begins the call, and has no result
+    number: int = 0
     given: Mapping[str, Any] = field(default_factory=dict, compare=False)  # the user's leaves, at a tree's first call
     may_differ: bool = False  # in its line, from rank to rank
     line: str = ""  # line of the user's code

@@ -33,7 +33,7 @@ from jaxmpi.allreduce.api import is_traced
 from jaxmpi.allreduce.call_order import caller
 from jaxmpi.allreduce.host_engine import TIMEOUT_S, late_error
 from jaxmpi.collectives import api, messages
-from jaxmpi.collectives.call import NOBODY, TICKET, MpiCall, from_mpi_dtype, shape_of, to_mpi_dtype
+from jaxmpi.collectives.call import NOBODY, MpiCall, from_mpi_dtype, shape_of, to_mpi_dtype
 from jaxmpi.collectives.primitive import call_p, describe_call, intercept_calls, operation_of
 from jaxmpi.collectives.table import OPERATIONS, mpi_op, neutral
 from jaxmpi.comm.agreement import different_calls, fingerprint
@@ -59,7 +59,7 @@ class Handle:
     args: tuple
     kwargs: dict[str, Any]
     line: str
-    tickets: list[jax.Array] = field(default_factory=list)  # of its calls, one for each array
+    numbers: list[int] = field(default_factory=list)  # of its calls, one for each array
     is_waited: bool = False
     trace: Any = field(default_factory=lambda: _traced_function())
 
@@ -83,12 +83,12 @@ class Handle:
         results = _as_sent(call, operation_of(call).results(call, *operands))
         queue = None if is_message else call.comm.cached("started operations", lambda: StartQueue(call.comm))
         message = messages.open_message(call, what, *operands) if is_message else -1
-        number = next(_numbers)
-        _started[number] = Started(call, results, what, queue, message)
+        # Without the handle, which has arrays of a trace.
+        _started[call.number] = Started(dataclasses.replace(call, handle=None), results, what, queue, message)
 
         def run(*arrays: jax.Array) -> list[jax.Array]:
             sent = [x if is_message else to_mpi_dtype(x) for x in arrays]  # a message's header names its dtype
-            return host_callbacks.call(START, sent, [TICKET], effect=call.comm.effect, call=number)
+            return host_callbacks.call(START, sent, [], effect=call.comm.effect, call=call.number)
 
         return run
 
@@ -122,7 +122,8 @@ def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle
         raise UsageError(f"start: got a call outside jax.jit, {handle.line}; expected one in a compiled program")
 
     def begin(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
-        handle.tickets += call_p.bind(*operands, call=dataclasses.replace(call, handle=handle))
+        handle.numbers.append(next(_numbers))
+        call_p.bind(*operands, call=dataclasses.replace(call, handle=handle, number=handle.numbers[-1]))
         return [jnp.zeros(result.shape, result.dtype) for result in operation_of(call).results(call, *operands)]
 
     with intercept_calls(begin):
@@ -149,12 +150,12 @@ def wait(handle: Handle, after: PyTree = ()) -> PyTree:
             f"wait: {handle} is waited for in another function that JAX traces, as a loop body or a branch, {caller()};"
             " expected y = wait(h) in the function that starts it: it runs as often"
         )
-    handle.is_waited, tickets = True, iter(handle.tickets)
+    handle.is_waited, numbers = True, iter(handle.numbers)
 
     def finish(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
         results = operation_of(call).results(call, *operands)
-        before = [next(tickets), *(_one_entry(jax.lax.stop_gradient(x)) for x in jax.tree.leaves(after))]
-        came = host_callbacks.call(WAIT, before, _as_sent(call, results), effect=call.comm.effect)
+        before = [_one_entry(jax.lax.stop_gradient(x)) for x in jax.tree.leaves(after)]
+        came = host_callbacks.call(WAIT, before, _as_sent(call, results), effect=call.comm.effect, call=next(numbers))
         return [from_mpi_dtype(y, result.dtype) for y, result in zip(came, results, strict=True)]
 
     with intercept_calls(finish):  # trace the operation again, now with its results
@@ -355,8 +356,9 @@ class Started(NamedTuple):
 
 
 _started: dict[int, Started] = {}
-_numbers, _tickets = itertools.count(), itertools.count()  # of starts in programs, and of their runs
-_unclaimed: dict[int, Operation] = {}  # by ticket, that nobody has waited for yet
+_numbers = itertools.count()
+# By number, that nobody has waited for yet: one at most, since JAX orders starts and waits of all programs.
+_unclaimed: dict[int, Operation] = {}
 
 
 @functools.cache
@@ -367,15 +369,14 @@ def _register_handlers() -> None:
 
 
 def _start(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> None:
-    """(arrays) -> ticket u32[]; copies are sent."""
-    started, ticket = _started[call], next(_tickets) % 2**32
+    """Begin a started call; copies of the arrays are sent."""
+    started = _started[call]
     xs, ys = [x.copy() for x in operands], [np.empty(shape.shape, shape.dtype) for shape in started.results]
-    results[0][...] = ticket
     if started.queue:
         steps = started.queue.start(started.call, started.what, xs, ys)
     else:
         steps = _message_steps(started, xs, ys)
-    _unclaimed[ticket] = operation_thread().add(Operation(started.what, steps, next(iter(ys), np.empty(0))))
+    _unclaimed[call] = operation_thread().add(Operation(started.what, steps, next(iter(ys), np.empty(0))))
 
 
 def _message_steps(started: Started, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[None]:
@@ -389,8 +390,8 @@ def _message_steps(started: Started, xs: list[np.ndarray], ys: list[np.ndarray])
     )
 
 
-def _wait(operands: list[np.ndarray], results: list[np.ndarray]) -> None:
-    """(ticket, what must be there before) -> (results); waits."""
-    came = operation_thread().wait(_unclaimed.pop(int(operands[0])))
+def _wait(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> None:
+    """(what must be there before) -> the results of a started call, once they have come."""
+    came = operation_thread().wait(_unclaimed.pop(call))
     for result in results:
         np.copyto(result, came)

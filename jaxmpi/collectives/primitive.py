@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmpi.allreduce.call_order import compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.dispatch import MPI_COUNTS
-from jaxmpi.collectives.call import NOBODY, TICKET, MpiCall, is_logged, shape_of
+from jaxmpi.collectives.call import NOBODY, MpiCall, is_logged, shape_of
 from jaxmpi.collectives.table import OPERATIONS, Operation, has_slots_for, run_by_mpi, run_in_c
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
 from jaxmpi.core.errors import UsageError
@@ -63,7 +63,7 @@ def operation_of(call: MpiCall) -> Operation:
 def _abstract(*operands: Any, call: MpiCall) -> tuple[list, set]:
     if call.is_identity:
         return list(operands), set()
-    results = [TICKET] if call.handle else operation_of(call).results(call, *operands)
+    results = [] if call.handle else operation_of(call).results(call, *operands)
     return [ShapedArray(result.shape, result.dtype) for result in results], {call.comm.effect}
 
 

@@ -305,17 +305,3 @@ print("means", *(round(float(result[0, 0]), 3) for result in results), flush=Tru
 """
     out = out_of(script, code=0)
     assert out.count("means 1.5 1500.0 1.5 4.5 4500.0") == 2, out
-
-
-@pytest.mark.e2e
-def test_a_rank_that_does_not_come_is_named_with_the_exchange():
-    script = """
-import time
-f = jax.jit(lambda x: jaxmpi.exchange(x, strategy))
-f(x).block_until_ready()
-if rank == 0:
-    f(x).block_until_ready()
-time.sleep(60)
-"""
-    out = out_of(script, code=1, env={"JAXMPI_EXCHANGE_TIMEOUT_S": "2"})
-    assert re.search(r"rank 0 waited \d s in exchange 1 of the job \(asa:32, mean .*\) for rank 1;", out), out
