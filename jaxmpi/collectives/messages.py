@@ -282,14 +282,11 @@ class MessageRequest:
         pointers = [None if each is None else each.ctypes.data for each in (x, y)]
         self._exchange = SOURCE.library().jaxmpi_begin(number, *pointers)
 
-    def __bool__(self) -> bool:
-        return self._exchange is not None
-
     def Test(self) -> bool:
         """Go on; True once all has come and gone."""
-        if self and SOURCE.library().jaxmpi_advance(self._exchange):
+        if self._exchange is not None and SOURCE.library().jaxmpi_advance(self._exchange):
             self._exchange = None
-        return not self
+        return self._exchange is None
 
 
 def _exchange(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], call: int) -> None:
