@@ -71,6 +71,15 @@ def fingerprint(what: str, value: Any) -> Fingerprint:
     return Fingerprint(what, value, hashlib.sha256(f"{what}\0{text}".encode()).digest())
 
 
+_last_numbers: dict[str, int] = {}
+
+
+def fresh_number(kind: str, allgather: Callable[[Any], list[Any]]) -> int:
+    """A number from 0 on, the same on all ranks, that none of them has used for this kind of object."""
+    _last_numbers[kind] = 1 + max(allgather(_last_numbers.get(kind, -1)))
+    return _last_numbers[kind]
+
+
 def different_calls(calls: Mapping[int, str]) -> str:
     """Describe, by rank, the calls that differ from the lowest rank's."""
     first = min(calls)

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from jaxmpi.comm import c_handlers
-from jaxmpi.comm.agreement import different_calls
+from jaxmpi.comm.agreement import different_calls, fresh_number
 from jaxmpi.comm.diagnosis import CallId
 from jaxmpi.comm.polling import PROBES
 from jaxmpi.comm.shared_sync import map_together
@@ -122,7 +122,8 @@ class CallComparison:
     """The exchanges and collectives that a communicator's ranks have come to, compared in C."""
 
     def __init__(self, comm: Any) -> None:
-        self._comm, self._index, self._library, self._slot_bytes = comm, comm.processes.waits.number, None, 0
+        self._comm, self._library, self._slot_bytes = comm, None, 0
+        self._index = fresh_number("comparison", comm.processes.allgather_object)
         is_world = comm.processes.numbers == tuple(range(launched_workers()))
         self._where = "the job" if is_world else f"a communicator of {comm.size} ranks"
         self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks

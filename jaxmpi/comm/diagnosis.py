@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmpi.comm.agreement import fresh_number
 from jaxmpi.comm.polling import PROBES, WaitClock
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError, UsageError
@@ -80,9 +81,6 @@ def message_lost(what: str, where: str) -> TrainingError:
     )
 
 
-_last_number = [-1]  # of the registries that this process has made
-
-
 class WaitRegistry:
     """Waits between a communicator's ranks, as this rank knows them; all ranks make it together.
 
@@ -94,7 +92,7 @@ class WaitRegistry:
 
     def __init__(self, comm: Any, numbers: Sequence[int], may_watch: bool) -> None:
         # Its name in messages, the same on all its ranks, and no other registry of any of them has it.
-        self.number = _last_number[0] = 1 + max(comm.allgather(_last_number[0]))
+        self.number = fresh_number("waits", comm.allgather)
         self.numbers, self.may_watch = tuple(numbers), may_watch
         self.others = tuple(number for number in self.numbers if number != self.numbers[comm.rank])
         self.comparison: Any = None  # the communicator's `CallComparison`, once it is made

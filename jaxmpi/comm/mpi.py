@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src import effects
 
-from jaxmpi.comm.agreement import Fingerprint
+from jaxmpi.comm.agreement import Fingerprint, fresh_number
 from jaxmpi.comm.base import Comm, NullComm, Pairs, SoloComm, check_member, check_one_host, parse_color, ring_order
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import processes
@@ -148,7 +148,8 @@ class MpiComm(RankComm):
         One rank of a host traces for all, so its name must be the same on all ranks, and new on each.
         """
         self.processes.host_barrier()  # it waits longer than others: one rank may compile meanwhile
-        return SharedSum(self.processes, f"sum of comm {self.processes.waits.number}", effect=self.effect)
+        number = fresh_number("shared sum", self.processes.allgather_object)
+        return SharedSum(self.processes, f"sum of comm {number}", effect=self.effect)
 
     def split(self, color: SupportsIndex | str | None, key: int = 0) -> "MpiComm | NullComm":
         """A communicator of the ranks that give the same color.
