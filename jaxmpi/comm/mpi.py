@@ -24,6 +24,7 @@ from jaxmpi.comm.shared_compile import SharedJit
 from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
+from jaxmpi.runtime import host_callbacks
 from jaxmpi.runtime.process import my_rank
 
 
