@@ -140,8 +140,15 @@ def pack(
 
 def _digest_states(source: Source) -> str:
     """Digest of the sizes and times of a source's files: `digest` is of their names and labels, which stay."""
-    states = (os.stat(path) for path in getattr(source, "paths", tuple)())
-    return sha256(f"{state.st_size} {state.st_mtime_ns}" for state in states)
+
+    def describe(path: str) -> str:
+        try:
+            state = os.stat(path)
+        except OSError:  # whoever comes to the file says what is wrong with it
+            return ""
+        return f"{state.st_size} {state.st_mtime_ns}"
+
+    return sha256(map(describe, getattr(source, "paths", tuple)()))
 
 
 def _count_done(shards: list[Shard]) -> int:
