@@ -33,7 +33,7 @@ from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.core.errors import UsageError
 from jaxmpi.functions import profiling, shared_array
 from jaxmpi.functions.program import ProgramKey, TracedFunction, WorkerProgram
-from jaxmpi.functions.reports import CallReport, MissingProgram, WorkerFailed, failure_report, judge_reports
+from jaxmpi.functions.reports import CallReport, WorkerFailed, failure_report, judge_reports
 from jaxmpi.functions.transport import (
     ForkEffect,
     Message,
@@ -136,12 +136,10 @@ class WorkerGroup:
         if self.unusable:
             raise UsageError(self.unusable)
 
-    def program(self, worker: Worker, key: ProgramKey) -> WorkerProgram:
-        """The program for arguments of some structure, shapes and dtypes; MissingProgram: a master has it."""
+    def program(self, worker: Worker, key: ProgramKey) -> WorkerProgram | None:
+        """The program for arguments of some structure, shapes and dtypes; None: this process has not been sent it."""
         if key[0] in self.functions:
             return self.functions[key[0]].program(*key[1:])
-        if key not in worker.programs:
-            raise MissingProgram(key)
         return worker.sent_program(key)
 
     def share_programs(self, keys: Sequence[ProgramKey]) -> None:
@@ -186,8 +184,7 @@ class WorkerGroup:
                 break
             with profiling.part("compile"):
                 self.share_programs([*missing])
-            for rank in [rank for rank, report in reports.items() if report.kind == "missing"]:
-                del reports[rank], errors[rank]
+            reports = {rank: report for rank, report in reports.items() if report.kind != "missing"}
         judge_reports(what, every, errors)
         self.is_exchanging = True
         return every

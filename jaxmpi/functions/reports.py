@@ -11,26 +11,16 @@ class WorkerFailed(TrainingError):
     """A worker's part failed, with its traceback; the workers are as before the call."""
 
 
-class MissingProgram(Exception):
-    """This worker lacks the program of a key; the process that runs the script sends it."""
-
-    def __init__(self, key: Any) -> None:
-        super().__init__(key)
-        self.key = key
-
-
 class CallReport(NamedTuple):
     """How one worker's part of a call went."""
 
-    kind: str  # ok | missing (a program) | error
+    kind: str  # ok | missing (a program, which the process that runs the script sends) | error
     what: Any  # JSON of what must be the same on all workers; key of the program; error message
     count: int = 0  # examples
 
 
 def failure_report(error: BaseException) -> CallReport:
     """The report of what a worker's part raised; a user's mistake needs no traceback."""
-    if isinstance(error, MissingProgram):
-        return CallReport("missing", error.key)
     if isinstance(error, (UsageError, TrainingError)):
         return CallReport("error", str(error))
     return CallReport("error", "".join(traceback.format_exception(error)).rstrip())

@@ -80,9 +80,9 @@ class Worker:
         self.programs = {key: value for key, value in self.programs.items() if key[0] != number}
         self.functions.pop(number, None)
 
-    def sent_program(self, key: ProgramKey) -> WorkerProgram:
-        """A program that has come from the master."""
-        program = self.programs[key]
+    def sent_program(self, key: ProgramKey) -> WorkerProgram | None:
+        """A program that has come from the master; None if it has not."""
+        program = self.programs.get(key)
         if isinstance(program, SentProgram):
             program = self.programs[key] = program.load(self.functions, key[0])
         return program
@@ -108,7 +108,9 @@ class Worker:
 
     # ------------------------------------------------------------ a call
 
-    def compute(self, command: Command, workers: int, program: Callable[[ProgramKey], WorkerProgram]) -> CallReport:
+    def compute(
+        self, command: Command, workers: int, find_program: Callable[[ProgramKey], WorkerProgram | None]
+    ) -> CallReport:
         """Compute this worker's outputs; the report says what must be the same on all workers."""
         fields = command.fields
         with profiling.part("shuffle"):
@@ -116,7 +118,7 @@ class Worker:
         count, spans = self._pieces(inputs, workers, fields["n"], fields["slices"])
         # All programs are looked up before the first runs: a worker that lacks one has then changed no state, such as
         # that of a function that calls back into Python, and may begin anew.
-        programs = {}
+        programs: dict[int, WorkerProgram] = {}
         for length in sorted({b - a for a, b in spans}):
             shapes = tuple(
                 ((length, *x.value.shape[1:]), jax.dtypes.canonicalize_dtype(x.value.dtype))
@@ -124,7 +126,10 @@ class Worker:
                 else (x.shape, x.dtype)
                 for x in inputs
             )
-            programs[length] = program((fields["f"], fields["form"], shapes))
+            key = fields["f"], fields["form"], shapes
+            if (program := find_program(key)) is None:
+                return CallReport("missing", key)
+            programs[length] = program
         self.program = programs[spans[0][1] - spans[0][0]]
         self.out = self._run_pieces(spans, programs, inputs)
         for i, leaf in enumerate(self.program.leaves):
