@@ -39,7 +39,7 @@ def mismatches(got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]
 
     A leaf differs if it is missing, extra, or of another shape or dtype.
     """
-    shown = [{name: f"{np.dtype(x.dtype)}{list(x.shape)}" for name, x in tree.items()} for tree in (got, expected)]
+    shown = [{name: describe_leaf(x) for name, x in tree.items()} for tree in (got, expected)]
     lines = [
         f"{name}: got {shown[0].get(name, 'nothing')}, expected {shown[1].get(name, 'nothing')}"
         for name in dict.fromkeys([*expected, *got])

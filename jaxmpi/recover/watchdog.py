@@ -22,7 +22,6 @@ from jaxmpi.comm.job import Processes
 from jaxmpi.comm.polling import is_mpi_error, survives_losses
 from jaxmpi.comm.solo import Mailbox
 from jaxmpi.config.schema import ON_STALL
-from jaxmpi.core.errors import lookup
 from jaxmpi.runtime import failures, progress
 
 BEAT_S = 1.0  # between two messages of a rank; of more than RANKS ranks, less often
@@ -227,7 +226,6 @@ def watching(
     Args:
         is_fault_tolerant: those that live call it again when a rank has died; until then nobody watches.
     """
-    lookup(ON_STALL, on_stall, "on_stall")
     if not stall_timeout_s:
         yield "watchdog off: as asked"
     elif isinstance(processes, MpiProcesses) and not processes.may_overlap:

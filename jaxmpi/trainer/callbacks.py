@@ -10,6 +10,7 @@ import contextlib
 import copy
 import json
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy as np
 from jaxmpi.comm.agreement import on_all_ranks, without_messages
 from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import UsageError, nearest
-from jaxmpi.core.pytrees import PyTree, by_path, describe_leaf
+from jaxmpi.core.pytrees import PyTree, by_path, mismatches
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.model.contract import with_article
 from jaxmpi.observe.trace import Profiler
@@ -241,27 +242,21 @@ def before_step(
     """Call `before_step` of all, one after another."""
     leaves, structure = jax.tree.flatten((state, batch))  # kept, since a dict may be changed in place
     for callback in callbacks:
-        before, what = (leaves, structure), f"callback {type(callback).__name__}: before_step"
+        what = f"callback {type(callback).__name__}: before_step"
         with message_guard(callback, "before_step", is_asynchronous):
             result = callback.before_step(step, state, batch)
         if not (isinstance(result, tuple) and len(result) == 2):
-            raise UsageError(
-                f"{what}: got {with_article(result)}; expected (state, batch), those given if it only looks"
-            )
-        state, batch = result
-        leaves, structure = jax.tree.flatten(result)
-        if structure == before[1] and all(new is old for new, old in zip(leaves, before[0], strict=True)):
+            got = with_article(result)
+            raise UsageError(f"{what}: got {got}; expected (state, batch), those given if it only looks")
+        given, (state, batch) = jax.tree.unflatten(structure, leaves), result
+        old, (leaves, structure) = (leaves, structure), jax.tree.flatten(result)
+        if structure == old[1] and all(map(operator.is_, leaves, old[0])):
             continue
         if callback.first_rank_only:
             raise UsageError(f"{what}: got another state or batch on rank 0 alone; expected those it was given")
-        was, now = (
-            {path: describe_leaf(leaf) for path, leaf in by_path({"state": tree[0], "batch": tree[1]}).items()}
-            for tree in (jax.tree.unflatten(before[1], before[0]), result)
-        )
-        for path in sorted(was | now):
-            if now.get(path) != was.get(path):
-                got, expected = now.get(path, "nothing"), was.get(path, "nothing")
-                raise UsageError(f"{what}: {path}: got {got}; expected {expected}, as it was: a step takes no other")
+        was, now = (by_path({"state": each[0], "batch": each[1]}) for each in (given, result))
+        if lines := mismatches(now, was):
+            raise UsageError(f"{what}: {lines[0]}, as it was: a step takes no other")
     return state, batch
 
 

@@ -126,8 +126,8 @@ def in_place(**fields):
 
 CHANGES = {
     "gone": (lambda batch: {"x": batch["x"], "y": batch["y"]}, "Greedy: before_step: batch/tokens: got nothing"),
-    "shape": (lambda batch: {**batch, "x": batch["x"][:5]}, r"batch/x: got float32\[5, 3\]; expected float32\[12, 3\]"),
-    "no array": (in_place(x=lambda x: "text"), r"batch/x: got str; expected float32\[12, 3\]"),
+    "shape": (lambda batch: {**batch, "x": batch["x"][:5]}, r"batch/x: got float32\[5, 3\], expected float32\[12, 3\]"),
+    "no array": (in_place(x=lambda x: "text"), r"batch/x: got str, expected float32\[12, 3\]"),
 }
 
 

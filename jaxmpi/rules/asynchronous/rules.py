@@ -6,7 +6,6 @@ import numpy as np
 import optax
 
 from jaxmpi.config.rule_config import RuleConfig
-from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.rules.base import Asynchronous, Exchange, Rule, jit_optimizer_step, step_in_place
 
@@ -102,12 +101,6 @@ def gosgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConf
 
     meeting = Asynchronous(lambda w, base: w, apply, lambda w, base, pushed, seen: (w, base), gossip=gossip)
     return Rule(tx.init, jit_optimizer_step(tx, exchange.jit), False, asynchronous=meeting)
-
-
-def check_gossip(config: RuleConfig, workers: int) -> None:
-    """Raise `UsageError` if a worker has nobody to push to."""
-    if workers < 2:
-        raise UsageError(f"rule gosgd: got {workers} worker; expected 2 or more")
 
 
 class RandomGossip:

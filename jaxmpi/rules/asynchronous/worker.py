@@ -23,7 +23,7 @@ import numpy as np
 from jaxmpi.allreduce.wires import BLOCK, host_wire
 from jaxmpi.checkpoint import manifests
 from jaxmpi.checkpoint.held_folder import HeldFolder
-from jaxmpi.checkpoint.manager import UncoordinatedCheckpoint, written
+from jaxmpi.checkpoint.manager import UncoordinatedCheckpoint, check_finite, written
 from jaxmpi.checkpoint.restore import first_whole, read_file
 from jaxmpi.comm.control import AGREE_TIMEOUT_S, MpiProcesses
 from jaxmpi.comm.topology import Workers
@@ -283,9 +283,7 @@ class AsyncWorker:
         if number <= self.saved:
             return
         host = jax.tree.map(np.asarray, state)
-        for path, leaf in named_leaves(host):
-            if jnp.issubdtype(leaf.dtype, jnp.inexact) and not np.isfinite(leaf).all():
-                raise TrainingError(f"{path} of worker {self.number} is not finite: not saved, earlier ones stay")
+        check_finite({manifests.worker_file(self.number): host}, step, parts.folder)
         with written(step, home):
             parts.write_own(step, self.number, {**host._asdict(), "weight": np.array(self.weight)})
         self.saved = number
