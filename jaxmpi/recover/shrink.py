@@ -110,17 +110,12 @@ def shrinking(experiment: Experiment, workers: Workers, recorder: Recorder | Non
     return ShrinkCoordinator(control, workers.comm, control.size, recorder)
 
 
-NEEDS = (
-    "on_rank_loss: got shrink, but this MPI ends a job with its first rank; it takes Open MPI 5 or newer, mpi4py 4, "
-    "and mpirun --with-ft ulfm, which jaxmpi train -n N adds",
-    "on_rank_loss: got shrink, but MPI gives MPI_THREAD_SERIALIZED; it takes MPI_THREAD_MULTIPLE",
-)
-
-
 def check_mpi(control: MpiProcesses) -> None:
     """Refuse an MPI under which a job cannot outlive a rank."""
-    for holds, words in zip(
-        (survives_losses() and fault_tolerant.can_shrink(control), control.may_overlap), NEEDS, strict=True
-    ):
-        if not holds:
-            raise UsageError(words)
+    if not (survives_losses() and fault_tolerant.can_shrink(control)):
+        raise UsageError(
+            "on_rank_loss: got shrink, but this MPI ends a job with its first rank; it takes Open MPI 5 or newer, "
+            "mpi4py 4, and mpirun --with-ft ulfm, which jaxmpi train -n N adds"
+        )
+    if not control.may_overlap:
+        raise UsageError("on_rank_loss: got shrink, but MPI gives MPI_THREAD_SERIALIZED; it takes MPI_THREAD_MULTIPLE")

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxmpi.checkpoint import held_folder, run_directory
-from jaxmpi.comm.topology import gather_fault_tolerant, to_device
+from jaxmpi.comm.topology import gather_fault_tolerant, local_rows, to_device
 from jaxmpi.core.errors import AgreedError
 from jaxmpi.core.pytrees import size_bytes
 from jaxmpi.core.shared_memory import available_bytes
@@ -36,7 +36,7 @@ from jaxmpi.trainer import memory
 from jaxmpi.trainer.build import build_functions
 from jaxmpi.trainer.loop import Coordinator, Position, RunProgress, run_steps
 from jaxmpi.trainer.plan import Plan, make_plan
-from jaxmpi.trainer.run import SUMS, Run, distance, evaluate, open_recorder, rate_factor, score
+from jaxmpi.trainer.run import SUMS, Run, evaluate, open_recorder, rate_factor, score
 from jaxmpi.trainer.state import (
     States,
     note_saved,
@@ -117,8 +117,10 @@ class LockStep(Coordinator):
         self.run.compare(state, step)
 
     def log(self, step: int, state: TrainState) -> None:
-        run = self.run
-        run.log(step, self.sums, self.timer.window(), distance(run, state), rate_factor(run, state))
+        run, distance = self.run, None
+        if of_state := run.functions.rule.distance:  # of this process's workers from what they met last
+            distance = local_rows(of_state(state.rule_state), run.workers).sum().item()
+        run.log(step, self.sums, self.timer.window(), distance, rate_factor(run, state))
         self.sums = np.zeros(SUMS)
 
     def evaluate(self, step: int, state: TrainState) -> None:
@@ -172,7 +174,7 @@ def measure_first_step(run: Run, state: TrainState, batch: Batch) -> None:
     program = run.functions.compile_step(state, batch)
     run.memory, run.is_measured = memory.with_program(run.memory, program, batch_bytes), True
     here = memory.workers_here(run.workers)
-    free_bytes = available_bytes() + memory.allocated(run.memory, here)
+    free_bytes = available_bytes() + here * run.memory.state + run.memory.params_of_host  # the state is there already
     run.recorder.say(memory.describe_step(run.memory, here, free_bytes))
     memory.make_room(run.memory, run.plan, free_bytes)
 

@@ -147,11 +147,6 @@ def workers_here(workers: Workers) -> int:
     return workers.processes.local_size * len(workers.mine)
 
 
-def allocated(memory: WorkerMemory, here: int) -> int:
-    """Bytes of the first step that a host's workers already hold."""
-    return here * memory.state + memory.params_of_host
-
-
 def is_short(memory: WorkerMemory, here: int, free_bytes: int) -> bool:
     """Return True if memory lacks room for holes between freed buffers: on CPUs, unless JAXMPI_ALLOCATOR decides."""
     is_decided = os.environ.get("JAXMPI_ALLOCATOR") in ("system", "keep")

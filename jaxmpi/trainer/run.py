@@ -107,19 +107,6 @@ class Run:
 
     # ------------------------------------------------------------ votes on steps
 
-    def passes(self, step: int, metrics: Metrics | None) -> bool:
-        """Vote on a step, even on one that was left out; True if it was made."""
-        if metrics is None:
-            self._react(self.votes.cast(step, None, 0, True))
-            return False
-        losses = local_rows(metrics.loss, self.workers)
-        finite = local_rows(metrics.finite, self.workers).reshape(len(losses), -1)
-        applied = metrics.applied is None or bool(local_rows(metrics.applied, self.workers).all())
-        found = [(i, bad) for i, bad in enumerate(map(decisions.not_finite, losses, finite)) if bad is not None]
-        place, bad = found[0] if found else (0, None)
-        self._react(self.votes.cast(step, bad, self.workers.mine[place], applied))
-        return applied and bool(np.isfinite(losses).all())
-
     def settle(self) -> None:
         """Count the open vote, and do what is agreed."""
         self._react(self.votes.count())
@@ -148,21 +135,28 @@ class Run:
     # ------------------------------------------------------------ progress lines
 
     def sums(self, step: int, metrics: Metrics | None) -> np.ndarray:
-        """Vote on a step; f64[SUMS] of this process's workers, zeros if it was not made.
+        """Vote on a step, even on one that was left out; f64[SUMS] of this process's workers, zeros if it was not made.
 
         The noise scale compares |g_i|^2 with |g|^2, so a step with a short batch is left out of it.
         """
-        plan, sums = self.plan, np.zeros(SUMS)
-        if not self.passes(step, metrics) or metrics is None:
+        plan, workers, sums = self.plan, self.workers, np.zeros(SUMS)
+        if metrics is None:
+            self._react(self.votes.cast(step, None, 0, True))
             return sums
         losses, counts, squares = (
-            local_rows(value, plan.workers).astype(np.float64)
-            for value in (metrics.loss, metrics.count, metrics.squares)
+            local_rows(value, workers).astype(np.float64) for value in (metrics.loss, metrics.count, metrics.squares)
         )
+        finite = local_rows(metrics.finite, workers).reshape(len(losses), -1)
+        applied = metrics.applied is None or bool(local_rows(metrics.applied, workers).all())
+        found = [(i, bad) for i, bad in enumerate(map(decisions.not_finite, losses, finite)) if bad is not None]
+        place, bad = found[0] if found else (0, None)
+        self._react(self.votes.cast(step, bad, workers.mine[place], applied))
+        if not (applied and np.isfinite(losses).all()):
+            return sums
         sums[:4] = losses.sum(), counts.sum(), squares.sum(), squares.size
         is_whole = plan.examples(step) - plan.examples(step - 1) == plan.clock.effective_batch
         if metrics.mean_square is not None and is_whole:
-            mean_squares = local_rows(metrics.mean_square, plan.workers).sum(dtype=np.float64)
+            mean_squares = local_rows(metrics.mean_square, workers).sum(dtype=np.float64)
             sums[4:] = squares.sum(), mean_squares, squares.size
         return sums
 
@@ -384,15 +378,6 @@ def score(experiment: Experiment, means: dict[str, float]) -> float | None:
     """The figure that orders checkpoints, the lowest best; None without an evaluation."""
     value = means.get(experiment.monitor)
     return -value if value is not None and experiment.monitor_mode == "max" else value
-
-
-def distance(run: Run, state: TrainState) -> float | None:
-    """Summed L2 distance of this process's workers from the mean or center of the last exchange.
-
-    None if the rule does not keep one.
-    """
-    of_state = run.functions.rule.distance
-    return local_rows(of_state(state.rule_state), run.workers).sum().item() if of_state else None
 
 
 def rate_factor(run: Run, state: TrainState) -> float:
