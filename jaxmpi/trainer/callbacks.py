@@ -248,13 +248,14 @@ def before_step(
         if not (isinstance(result, tuple) and len(result) == 2):
             got = with_article(result)
             raise UsageError(f"{what}: got {got}; expected (state, batch), those given if it only looks")
-        given, (state, batch) = jax.tree.unflatten(structure, leaves), result
-        old, (leaves, structure) = (leaves, structure), jax.tree.flatten(result)
-        if structure == old[1] and all(map(operator.is_, leaves, old[0])):
+        before, before_structure, (state, batch) = leaves, structure, result
+        leaves, structure = jax.tree.flatten(result)
+        if structure == before_structure and all(map(operator.is_, leaves, before)):
             continue
         if callback.first_rank_only:
             raise UsageError(f"{what}: got another state or batch on rank 0 alone; expected those it was given")
-        was, now = (by_path({"state": each[0], "batch": each[1]}) for each in (given, result))
+        trees = jax.tree.unflatten(before_structure, before), result
+        was, now = (by_path({"state": tree[0], "batch": tree[1]}) for tree in trees)
         if lines := mismatches(now, was):
             raise UsageError(f"{what}: {lines[0]}, as it was: a step takes no other")
     return state, batch
