@@ -29,7 +29,7 @@ BEGIN, END = "<!-- cells: scripts/support_matrix.py -->", "<!-- end of cells -->
 UV = os.environ.get("UV", "uv")  # as `uv run` names itself, on PATH or not
 LIMIT_S = 1200.0  # limit in seconds for one command; a machine without wheels of mpi4jax compiles it
 PINNED = ("jax", "jaxlib", "flax", "optax", "numpy", "mpi4py", "mpi4jax")  # packages; pyproject.toml pins the oldest
-TESTED_WITH = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+TESTED_WITH = ("pytest>=9", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.170")
 Step = dict[str, Any]  # a command: name, line as it may be shown anywhere, code, reason if it failed
 
 
@@ -49,9 +49,15 @@ MPIS = {
     "debian-mpich": Mpi("MPICH 4, Debian", packages=("mpich", "libmpich-dev", "g++")),
 }
 # Python, jax and MPI: each value of an axis beside the defaults; the oldest of all, and the newest of all. The oldest
-# jax is the one that pyproject.toml pins, the newest that of the registry.
+# jax is the one that pyproject.toml pins, the newest that of the registry; `lowest` is the lower bound of each package.
 CELLS = (
-    *("3.11-oldest-openmpi", "3.12-oldest-openmpi", "3.13-oldest-openmpi", "3.14-oldest-openmpi"),
+    *(
+        "3.11-lowest-openmpi",
+        "3.11-oldest-openmpi",
+        "3.12-oldest-openmpi",
+        "3.13-oldest-openmpi",
+        "3.14-oldest-openmpi",
+    ),
     *("3.12-newest-openmpi", "3.13-newest-openmpi", "3.14-newest-openmpi"),
     *("3.11-oldest-mpich", "3.13-newest-mpich"),
     *("3.11-oldest-debian-openmpi", "3.13-newest-debian-openmpi"),
@@ -138,6 +144,7 @@ class Cell:
         # Constraints hold for the build of mpi4jax, too: an older jax refuses what is built with a newer one's headers.
         for option in ("--constraints", "--build-constraints"):
             options += [option, str(self.folder / "held.txt")]
+        options += ["--resolution", "lowest-direct"] if self.jax == "lowest" else []
         # With an MPI of the machine's own, mpi4py is built: docs/launching.md.
         options += [self.mpi.wheel] if self.mpi.wheel else ["--no-binary", "mpi4py"]
         lines = {
@@ -260,7 +267,8 @@ def tables(cells: Sequence[dict[str, Any]]) -> str:
     rows, failed = [], []
     for result in cells:
         python, jax, mpi = result["cell"].split("-", 2)
-        axes = python, result["versions"].get("jax", jax), MPIS[mpi].title
+        version = result["versions"].get("jax", jax) + ", lower bounds" * (jax == "lowest")
+        axes = python, version, MPIS[mpi].title
         codes: dict[str, int] = {}
         for step in result["steps"]:
             column = step["name"] if step["name"] in names else "installs"
