@@ -21,10 +21,10 @@ from jax.core import Tracer
 
 from jaxmpi.allreduce import compression
 from jaxmpi.allreduce.algorithms import parse
-from jaxmpi.allreduce.autotune import AutotuneResult, allowed_wires, choose, is_auto, size_class
-from jaxmpi.allreduce.buckets import Alignment, Order, Programs, assign_buckets, fuse, in_buckets, no_jit, split
+from jaxmpi.allreduce.autotune import allowed_wires, choose, is_auto, size_class
+from jaxmpi.allreduce.buckets import INSIDE, Alignment, Order, Programs, assign_buckets, fuse, in_buckets, no_jit, split
 from jaxmpi.allreduce.building_blocks import allgather, halves, mean_of_halves
-from jaxmpi.allreduce.call_order import caller, callers, columns, compared, in_turn, number_of, one_thread
+from jaxmpi.allreduce.call_order import call_places, caller, compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.compression import Peers
 from jaxmpi.allreduce.derivative import NOT_MAPPED, differentiable
 from jaxmpi.allreduce.dispatch import Beside, sums
@@ -41,7 +41,6 @@ from jaxmpi.core.to_jax import check_not_float0, check_on_one_device, to_jax
 Op = Literal["mean", "sum"]
 BUCKET_BYTES = 4 << 20  # small leaves are fused up to this; a leaf at least as big travels as it is
 TRACED = "exchange in a program that ranks trace together, for the same shapes"
-INSIDE = Programs()  # part of the caller's program
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -97,7 +96,7 @@ def exchange(
         with refuse_together(comm.assert_same):
             leaves = as_numbers(tree, op, comm)
         if is_auto(strategy):
-            strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
+            strategy = resolve_auto(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
         choice = Choice(strategy=parse(strategy).name, op=op, comm=comm, bucket_bytes=bucket_bytes, order=order)
         if comm.size > 1 and any(isinstance(leaf, Tracer) for leaf in leaves):
             run = lambda leaves: choice.run(leaves, structure, is_part)  # noqa: E731
@@ -120,25 +119,25 @@ def check_strategy(strategy: str) -> None:
     allowed_wires(strategy) if is_auto(strategy) else parse(strategy)
 
 
-def settle(
+def resolve_auto(
     comm: Comm, strategy: str, bucket_bytes: int | None, sizes: Sequence[int], among: tuple[str, ...] = ()
-) -> AutotuneResult:
-    """The choice of `auto` for these workers, algorithms and size class.
+) -> str:
+    """The strategy that `auto` takes for these workers, algorithms and size class.
 
     Communicates at the first call of a size class only; rank 0 then prints the choice. All ranks have trees of the same
     sizes, so all know the class.
     """
     if not isinstance(comm, MpiComm):
-        return choose(comm, sizes, strategy, bucket_bytes)
+        return choose(comm, sizes, strategy, bucket_bytes).strategy
 
-    def chosen() -> AutotuneResult:
+    def choose_and_print() -> str:
         with jax.ensure_compile_time_eval():  # exchanges run now, though the caller's program may only be traced
             result = choose(comm, sizes, strategy, bucket_bytes, among)
         if comm.rank == 0:
             print(f"jaxmpi: {result.why}", flush=True)
-        return result
+        return result.strategy
 
-    return comm.cached(("auto", strategy, bucket_bytes, among, size_class(sizes)), chosen)
+    return comm.cached(("auto", strategy, bucket_bytes, among, size_class(sizes)), choose_and_print)
 
 
 _constant = jax.jit(lambda: np.int32(0))  # a call takes 4 us, an addition outside jit 120
@@ -169,13 +168,12 @@ class Choice(NamedTuple):
             is_part: this is inside another exchange, which is compared as a whole.
         """
         if is_traced(leaves):
-            leaves = [not_mapped(x) if over_mpi(self.comm) else x for x in leaves]
             with agreed(self, jax.tree.unflatten(structure, leaves), is_part):
                 return self.program(leaves)(leaves)
         if self.comm.size == 1:
             return self.program(leaves)([jnp.asarray(leaf) for leaf in leaves])
         key = self, structure, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-        if isinstance(self.comm, MpiComm):  # what is kept for it goes with it
+        if isinstance(self.comm, MpiComm):  # programs are kept as long as their communicator
             same, run = self.comm.cached(key, lambda: _outside_jit(*key))
         else:
             same, run = _outside_jit_elsewhere(*key)
@@ -230,7 +228,7 @@ class Choice(NamedTuple):
         options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": order}
         # Else two programs of equal shapes that ranks trace in another order would be one exchange for good.
         if what == TRACED and isinstance(self.comm, MpiComm):
-            options |= {"at": callers(), "columns": columns()}
+            options |= call_places()
         return fingerprint(what, {**options, "leaf": signature(tree)})
 
     def what(self, leaves: Sequence[Any]) -> str:
@@ -398,7 +396,7 @@ def exchange_gradients(
         workers: Comm = workers_of(comm)
         check_leaves(updates)
         if workers.size == 1:
-            return compression.paid(updates, state)
+            return compression.flush_residual(updates, state)
         choice = Choice(strategy, op, workers, bucket_bytes)
         with one_thread(workers) as is_part:
             if is_traced(jax.tree.leaves((updates, state))):

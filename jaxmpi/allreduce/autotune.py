@@ -7,13 +7,12 @@ versions and size. A later run times only the cached strategy. If it takes much 
 something has changed, and all are timed again. What was timed while other processes used these cores is not cached.
 """
 
-import json
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 
 from jaxmpi.allreduce.algorithms import find, parse
 from jaxmpi.allreduce.algorithms.table import PACKAGED_STRATEGIES, STRATEGIES
-from jaxmpi.allreduce.buckets import Programs, assign_buckets, fuse, in_buckets, split
+from jaxmpi.allreduce.buckets import assign_buckets, fuse, in_buckets, split
 from jaxmpi.allreduce.dispatch import sums
 from jaxmpi.allreduce.measuring import BUDGET_S, from_rank_0, identity, slowest
 from jaxmpi.allreduce.wires import WIRES
@@ -30,6 +29,7 @@ from jaxmpi.comm.agreement import fingerprint
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError, lookup
+from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.runtime import compile_cache, process
 
 MOST = 4  # strategies to time
@@ -49,7 +49,6 @@ class AutotuneResult(NamedTuple):
     """The choice of `auto`."""
 
     strategy: str  # in full: asa:32
-    bucket_bytes: int | None
     overlap: bool  # True if exchanging concurrently with the backward pass can pay: cores are idle during an exchange
     why: str  # one line
 
@@ -99,51 +98,44 @@ def choose(
     wires, sizes = allowed_wires(asked), [int(n) for n in sizes]
     if not isinstance(comm, MpiComm):
         reason = "one worker: nothing is sent" if comm.size == 1 else "no MPI ranks, so nothing is timed"
-        return AutotuneResult(f"asa:{wires[-1]}", bucket_bytes, False, f"{asked}: asa:{wires[-1]}; {reason}")
+        return AutotuneResult(f"asa:{wires[-1]}", False, f"{asked}: asa:{wires[-1]}; {reason}")
     request = {"strategy": asked, "bucket_bytes": bucket_bytes, "floats": sizes, "among": [*among]}
     comm.assert_same(fingerprint("auto", request))
-    control, begin = comm.processes, time.perf_counter()
-    facts = identity(comm)
-    trials = Trials(comm, sizes, bucket_bytes, facts)
+    begin, facts = time.perf_counter(), identity(comm)
+    trials, names = Trials(comm, sizes, bucket_bytes), candidates(comm.hosts, wires, among)
     key = facts | request | {"floats": size_class(sizes)}
-    cached = from_rank_0(control, lambda: read(key))
-    names, why = candidates(comm.hosts, wires, among), ""
-    if cached and cached["strategy"] in names:
-        why = trials.changed(cached["strategy"], cached["seconds"][cached["strategy"]], sum(sizes) / cached["floats"])
-    if cached and cached["strategy"] in names and not why:
-        name, seconds, how = cached["strategy"], cached["seconds"], "cached"
-    else:
+    seconds, how = trials.cached_seconds(key, names)
+    if not seconds:
         seconds, is_quiet = trials.time_all(names)
-        name, how = fastest(seconds), f"{why}timed in {time.perf_counter() - begin:.1f} s"
+        how += f"timed in {time.perf_counter() - begin:.1f} s"
         if not is_quiet:
             how += ", and not cached: other processes compute"
-        elif control.rank == 0:
-            compile_cache.write_json("auto", key, {"strategy": name, "seconds": seconds, "floats": sum(sizes)})
-    slots = max(comm.hosts.count(host) for host in set(comm.hosts))
+        elif comm.rank == 0:
+            compile_cache.write_json("auto", key, {"seconds": seconds, "floats": sum(sizes)})
+    name, slots = fastest(seconds), max(comm.hosts.count(host) for host in set(comm.hosts))
     pays = len(set(comm.hosts)) > 1 or facts["cores"] >= 2 * slots
     times = ", ".join(f"{each} {seconds[each]:.2g} s" for each in sorted(seconds, key=seconds.__getitem__))
     where = f"{sum(sizes):,} floats in {len(sizes)} leaves on {len(set(comm.hosts))} x {slots} ranks"
-    return AutotuneResult(name, bucket_bytes, pays, f"{asked}: {name} for {where}: {times} ({how})")
+    return AutotuneResult(name, pays, f"{asked}: {name} for {where}: {times} ({how})")
 
 
 def candidates(hosts: Sequence[int], wires: Sequence[str], among: Sequence[str] = ()) -> list[str]:
     """The strategies to time, in full, each with the shortest wire that may be used; the user's own rows first."""
-    users = [name for key, row in STRATEGIES.items() if PACKAGED_STRATEGIES.get(key) is not row for name in _names(key)]
-    slots = {hosts.count(host) for host in hosts}
-    names = [*users, *(ON_ONE_HOST if len(set(hosts)) == 1 else ON_SEVERAL)]
+    names: list[str] = []
+    for key, row in STRATEGIES.items():
+        if PACKAGED_STRATEGIES.get(key) is not row and row.seconds and row.exchanges:
+            names += row.spelled or (key,)
+    names += ON_ONE_HOST if len(set(hosts)) == 1 else ON_SEVERAL
     if among:
-        names = [name for name in dict.fromkeys([*names, *among]) if name in among]
-    elif slots == {1}:  # a hierarchy of hosts with one rank each is that between hosts
-        names.remove("hier-ring") if "hier-ring" in names else None
-    fitting = [name for name in dict.fromkeys(names) if find(name).fits(hosts)]
-    shortest = {name: next((w for w in reversed(wires) if w in find(name).wires), "") for name in fitting}
-    return [f"{name}:{wire}" for name, wire in shortest.items() if wire][:MOST]
-
-
-def _names(key: str) -> tuple[str, ...]:
-    """Names to time of a user's row, which `auto` may take if it has a cost."""
-    row = STRATEGIES[key]
-    return (row.spelled or (key,)) if row.seconds and row.exchanges else ()
+        names = [name for name in [*names, *among] if name in among]
+    elif len(set(hosts)) == len(hosts):  # a hierarchy of hosts with one rank each is that between hosts
+        names = [name for name in names if name != "hier-ring"]
+    found = []
+    for name in dict.fromkeys(names):
+        able = [wire for wire in wires if wire in find(name).wires]
+        if able and find(name).fits(hosts):
+            found.append(f"{name}:{able[-1]}")
+    return found[:MOST]
 
 
 def fastest(seconds: dict[str, float]) -> str:
@@ -159,12 +151,12 @@ def fastest(seconds: dict[str, float]) -> str:
 class Trials:
     """Exchanges of a tree of these sizes, timed on all ranks together."""
 
-    def __init__(self, comm: MpiComm, sizes: Sequence[int], bucket_bytes: int | None, facts: dict[str, Any]) -> None:
+    def __init__(self, comm: MpiComm, sizes: Sequence[int], bucket_bytes: int | None) -> None:
         """Make the tree, a smaller one if memory is short."""
-        self.comm, self.control, self.bucket_bytes = comm, comm.processes, bucket_bytes
-        slots = max(facts["hosts"].values())
-        room = min(self.control.allgather_object(_free_bytes())) / (ARRAYS * slots)
-        scale = min(1.0, room / (4 * sum(sizes) or 1))
+        self.comm, self.control, self.bucket_bytes, self.floats = comm, comm.processes, bucket_bytes, sum(sizes)
+        slots = max(comm.hosts.count(host) for host in comm.hosts)
+        room = min(self.control.allgather_object(available_bytes())) / (ARRAYS * slots)
+        scale = min(1.0, room / (4 * self.floats or 1))
         self.leaves = [jnp.ones(max(1, int(n * scale)), jnp.float32) for n in sizes]
         self.scale = 1 / scale
         self.programs: dict[str, Callable[[list[jax.Array]], list[jax.Array]]] = {}
@@ -172,31 +164,13 @@ class Trials:
     def seconds(self, name: str) -> float:
         """Seconds of the slowest rank for one exchange; the first call compiles as well."""
         if name not in self.programs:
-            self.programs[name] = jax.jit(lambda leaves: self._exchange(leaves, name))
+            buckets = assign_buckets(
+                [leaf.size for leaf in self.leaves], 0 if parse(name).spec.means else self.bucket_bytes
+            )
+            means = lambda vectors: sums(vectors, name, self.comm, self.comm.size)  # noqa: E731
+            parts = lambda vector, bucket: split(vector, [self.leaves[i] for i in bucket])  # noqa: E731
+            self.programs[name] = jax.jit(in_buckets(buckets, fuse, means, parts))
         return self.scale * slowest(self.control, lambda: jax.block_until_ready(self.programs[name](self.leaves)))
-
-    def _exchange(self, leaves: list[jax.Array], name: str) -> list[jax.Array]:
-        bucket_bytes = 0 if parse(name).spec.means else self.bucket_bytes
-        buckets = assign_buckets([leaf.size for leaf in leaves], bucket_bytes)
-        means = lambda vectors: sums(vectors, name, self.comm, self.comm.size)  # noqa: E731
-        parts = lambda vector, bucket: split(vector, [leaves[i] for i in bucket])  # noqa: E731
-        return in_buckets(buckets, fuse, means, parts, Programs())(leaves)
-
-    def changed(self, name: str, cached_s: float, growth: float) -> str:
-        """How the time of a cached strategy has changed; empty if it has not.
-
-        Args:
-            name: of the strategy.
-            cached_s: seconds that it took for a tree of the same class.
-            growth: floats of this tree over floats of that one.
-        """
-        try:
-            for s in self.warm(name):
-                if cached_s * min(1, growth) / CHANGED <= s <= cached_s * max(1, growth) * CHANGED:
-                    return ""
-        except UsageError:  # on all ranks alike: no room for shared memory, as in a small container
-            return f"{name} cannot be used now; "
-        return f"{name} took {cached_s:.2g} s when it was cached and takes {s:.2g} s; "
 
     def warm(self, name: str) -> Iterator[float]:
         """Compile and exchange until memory is warm or the budget is spent; seconds of each exchange."""
@@ -208,56 +182,74 @@ class Trials:
             if spent > BUDGET_S and count >= WARM[0]:
                 break
 
+    def cached_seconds(self, key: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, float], str]:
+        """The cached seconds by strategy, if the fastest still takes as long; and what to say of them.
+
+        Only rank 0's cache counts: hosts may have homes of their own.
+        """
+        stored = from_rank_0(self.control, lambda: compile_cache.read_json("auto", key, read))
+        if not stored or (name := fastest(stored["seconds"])) not in names:
+            return {}, ""
+        cached_s, growth = stored["seconds"][name], self.floats / stored["floats"]  # trees of a class differ in size
+        took_s = 0.0
+        try:
+            for took_s in self.warm(name):
+                if cached_s * min(1, growth) / CHANGED <= took_s <= cached_s * max(1, growth) * CHANGED:
+                    return stored["seconds"], "cached"
+        except UsageError:  # on all ranks alike: no room for shared memory, as in a small container
+            return {}, f"{name} cannot be used now; "
+        return {}, f"{name} took {cached_s:.2g} s when it was cached and takes {took_s:.2g} s; "
+
     def time_all(self, names: Sequence[str]) -> tuple[dict[str, float], bool]:
         """Seconds of each strategy by turns; whether other processes left these cores alone.
 
-        If they did, a strategy's time is its median. Otherwise it is its least: the others' turns on the cores lengthen
-        most exchanges, some sixfold, and by medians the fastest sum has been passed over for one that took twice as
-        long. What cannot be used here is left out.
+        What cannot be used here is left out.
         """
         warm: dict[str, float] = {}
         began, busy = time.perf_counter(), busy_seconds()
         for name in names:
-            try:
+            with suppress(UsageError):  # as in `cached_seconds`
                 warm[name] = min(self.warm(name))
-            except UsageError:  # as in `changed`
-                continue
         hopeful = [name for name in warm if warm[name] <= HOPELESS * min(warm.values())]
         count = min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / (sum(warm[name] for name in hopeful) or 1))))
         rounds = [{name: self.seconds(name) for name in hopeful} for _ in range(count if len(hopeful) > 1 else 1)]
         is_quiet = not others_compute(self.comm, busy, time.perf_counter() - began)
         for name in hopeful:
             timed = [each[name] for each in rounds]
+            # Others' turns on the cores lengthen most exchanges, some sixfold. By medians the fastest sum has then been
+            # passed over for one that takes twice as long; the least time is that of an exchange left almost alone.
             warm[name] = statistics.median(timed) if is_quiet else min(warm[name], *timed)
         return warm, is_quiet
 
 
-class BusySeconds(NamedTuple):
-    """Seconds of computing so far, as the kernel counts it."""
+def read(value: Any) -> dict[str, Any]:
+    """A cached choice; raises whatever Python does if it is none."""
+    seconds = {str(name): float(s) for name, s in value["seconds"].items()}
+    if not min(seconds.values()) > 0:
+        raise ValueError
+    return {"seconds": seconds, "floats": max(1, int(value["floats"]))}
 
-    cores: dict[str, float]  # of each core that this process may use, by whomever
-    process: float  # of this process, and of a C compiler that it has waited for
 
+def busy_seconds() -> tuple[dict[str, float], float]:
+    """Seconds of computing so far, as the kernel counts them.
 
-def busy_seconds() -> BusySeconds:
-    """Seconds so far; of no core if the kernel does not say."""
+    Those of each core that this process may use, by whomever, none if the kernel does not say; and those of this
+    process, and of a C compiler that it has waited for.
+    """
     tick, mine, cores = os.sysconf("SC_CLK_TCK"), set(process.core_mask()), {}
-    try:
-        lines = Path("/proc/stat").read_text().splitlines()
-    except OSError:
-        lines = []
-    for words in map(str.split, lines):
-        if words and words[0][:3] == "cpu" and words[0][3:].isdigit() and int(words[0][3:]) in mine:
-            user, nice, system, _idle, _iowait, *interrupts = map(int, words[1:9])
-            cores[words[0]] = (user + nice + system + sum(interrupts)) / tick
-    return BusySeconds(cores, sum(os.times()[:4]))
+    with suppress(OSError):
+        for words in map(str.split, Path("/proc/stat").read_text().splitlines()):
+            if words and words[0][:3] == "cpu" and words[0][3:].isdigit() and int(words[0][3:]) in mine:
+                user, nice, system, _idle, _iowait, *interrupts = map(int, words[1:9])
+                cores[words[0]] = (user + nice + system + sum(interrupts)) / tick
+    return cores, sum(os.times()[:4])
 
 
-def others_compute(comm: MpiComm, before: BusySeconds, took_s: float) -> bool:
+def others_compute(comm: MpiComm, before: tuple[dict[str, float], float], took_s: float) -> bool:
     """Return True if other processes than the ranks have used their cores since, on any host; equal on all ranks."""
-    now = busy_seconds()
-    cores = {core: now.cores[core] - busy for core, busy in before.cores.items() if core in now.cores}
-    rows = comm.processes.allgather_object([cores, now.process - before.process, took_s])
+    cores, process_s = busy_seconds()
+    used = {core: busy - before[0][core] for core, busy in cores.items() if core in before[0]}
+    rows = comm.processes.allgather_object([used, process_s - before[1], took_s])
     for host in set(comm.hosts):
         ranks = [row for row, at in zip(rows, comm.hosts, strict=True) if at == host]
         of_all = {core: busy for row in ranks for core, busy in row[0].items()}
@@ -265,30 +257,3 @@ def others_compute(comm: MpiComm, before: BusySeconds, took_s: float) -> bool:
         if others > OTHERS_COMPUTE * max(row[2] for row in ranks) + 0.05:  # the kernel counts in steps of 0.01
             return True
     return False
-
-
-def _free_bytes() -> float:
-    try:
-        text = Path("/proc/meminfo").read_text()
-        return 1024.0 * int(text.partition("MemAvailable:")[2].split()[0])
-    except (OSError, IndexError, ValueError):
-        return math.inf
-
-
-# ---------------------------------------------------------------- on disk
-
-
-def read(key: dict[str, Any]) -> dict[str, Any] | None:
-    """The cached choice; None if there is none, or with JAXMPI_PROBE=fresh."""
-    if os.environ.get("JAXMPI_PROBE") == "fresh":
-        return None
-    try:
-        value = json.loads(compile_cache.json_file("auto", key).read_text())
-        seconds = {str(name): float(s) for name, s in value["seconds"].items()}
-        found = {"strategy": value["strategy"], "seconds": seconds, "floats": max(1, int(value["floats"]))}
-        return found if seconds[found["strategy"]] > 0 else None
-    except FileNotFoundError:
-        return None
-    except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, UsageError) as error:
-        print(f"jaxmpi: the cached choice of auto cannot be used ({error}); timing again", file=sys.stderr)
-        return None

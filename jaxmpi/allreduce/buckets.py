@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxmpi.comm.agreement import HostProcesses
 from jaxmpi.core.pytrees import PyTree
+from jaxmpi.core.sharding import cut, join, round_up
 
 # ---------------------------------------------------------------- in which order gradients come to exist
 
@@ -96,15 +97,15 @@ def assign_buckets(
     leaves = [i for i in (range(len(sizes)) if ready is None else ready) if sizes[i]]
     if ready is None or bucket_bytes is None:
         return fill(leaves, sizes, bucket_bytes)
-    first, held = 0, 0
-    while first < len(leaves) and 4 * held < bucket_bytes and 4 * sizes[leaves[first]] < bucket_bytes:
-        held += 4 * sizes[leaves[first]]
+    first = filled = 0
+    while first < len(leaves) and 4 * filled < bucket_bytes and 4 * sizes[leaves[first]] < bucket_bytes:
+        filled += 4 * sizes[leaves[first]]
         first += 1
     rest, late = leaves[first:], []
     for part in (4, 2):
-        held = np.cumsum([4 * part * sizes[i] for i in reversed(rest)])
-        cut = len(rest) - int(np.searchsorted(held, bucket_bytes, "right"))
-        rest, late = rest[:cut], [rest[cut:], *late]
+        sums = np.cumsum([4 * part * sizes[i] for i in reversed(rest)])
+        end = len(rest) - int(np.searchsorted(sums, bucket_bytes, "right"))
+        rest, late = rest[:end], [rest[end:], *late]
     return [bucket for bucket in (leaves[:first], *fill(rest, sizes, bucket_bytes), *late) if bucket]
 
 
@@ -159,12 +160,15 @@ class Programs(NamedTuple):
         return self.exchange(lambda x: unpack(send(pack(x))))
 
 
+INSIDE = Programs()  # part of the caller's program
+
+
 def in_buckets(
     buckets: Sequence[Sequence[int]],
     fuse: Callable[[list[jax.Array]], jax.Array],
     exchange: Callable[[list[jax.Array]], list[jax.Array]],
     split: Callable[[jax.Array, Sequence[int]], list[jax.Array]],
-    programs: Programs,
+    programs: Programs = INSIDE,
 ) -> Callable[[list[jax.Array]], list[jax.Array]]:
     """A function that exchanges leaves in buckets.
 
@@ -174,26 +178,25 @@ def in_buckets(
         exchange: all vectors -> as many.
         split: vector, bucket -> results for its leaves.
     """
-    passes = [programs.lone_pass and len(bucket) == 1 for bucket in buckets]
-    fused = [bucket for bucket, alone in zip(buckets, passes, strict=True) if not alone]
+    is_lone = [programs.lone_pass and len(bucket) == 1 for bucket in buckets]
+    fused = [bucket for bucket, lone in zip(buckets, is_lone, strict=True) if not lone]
     fuse_each = programs.before(lambda groups: [fuse(group) for group in groups])
     split_each = programs.after(lambda vectors: [split(x, bucket) for x, bucket in zip(vectors, fused, strict=True)])
 
     @programs.exchange
-    def exchange_each(vectors: list[jax.Array]) -> list[jax.Array]:
-        results = exchange([fuse([x]) if alone else x for x, alone in zip(vectors, passes, strict=True)])
-        each = zip(results, buckets, passes, strict=True)
-        return [split(x, bucket)[0] if alone else x for x, bucket, alone in each]
+    def exchange_each(sent: list[jax.Array]) -> list[jax.Array]:
+        results = exchange([fuse([x]) if lone else x for x, lone in zip(sent, is_lone, strict=True)])
+        each = zip(results, buckets, is_lone, strict=True)
+        return [split(x, bucket)[0] if lone else x for x, bucket, lone in each]
 
     def run(leaves: list[jax.Array]) -> list[jax.Array]:
         out = list(leaves)
         vectors = iter(fuse_each([[leaves[i] for i in bucket] for bucket in fused]) if fused else [])
-        sent = [leaves[bucket[0]] if alone else next(vectors) for bucket, alone in zip(buckets, passes, strict=True)]
-        came = [*zip(exchange_each(sent), buckets, passes, strict=True)]
-        parts = split_each([x for x, _, alone in came if not alone]) if fused else []
-        results = [*zip(fused, parts, strict=True), *((bucket, [x]) for x, bucket, alone in came if alone)]
-        for bucket, part in results:
-            for i, leaf in zip(bucket, part, strict=True):
+        sent = [leaves[bucket[0]] if lone else next(vectors) for bucket, lone in zip(buckets, is_lone, strict=True)]
+        results = [*zip(exchange_each(sent), buckets, is_lone, strict=True)]
+        parts = iter(split_each([x for x, _, lone in results if not lone]) if fused else [])
+        for x, bucket, lone in results:
+            for i, leaf in zip(bucket, [x] if lone else next(parts), strict=True):
                 out[i] = leaf
         return out
 
@@ -225,29 +228,15 @@ class Alignment(NamedTuple):
 PACKED = Alignment()  # leaves one right after another
 
 
-def round_up(n: int, multiple: int) -> int:
-    """Return the next multiple."""
-    return -(-n // multiple) * multiple
-
-
 def fuse(leaves: Sequence[jax.Array], alignment: Alignment = PACKED) -> jax.Array:
     """Leaves as one f32[n]; a single f32 leaf is only reshaped."""
     flat = [leaf.astype(jnp.float32).reshape(-1) for leaf in leaves]
-    if len(flat) == 1:
-        return flat[0]
-    if alignment.block > 1:
-        flat = [jnp.pad(leaf, (0, -leaf.size % alignment.block)) for leaf in flat]
-        missing = alignment.size([leaf.size for leaf in leaves]) - sum(leaf.size for leaf in flat)
-        flat = [*flat, jnp.zeros(missing, jnp.float32)]
-    return jnp.concatenate(flat)
+    return join(flat, alignment.block, alignment.size([leaf.size for leaf in leaves]))
 
 
 def split(
     flat: jax.Array, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], alignment: Alignment = PACKED
 ) -> list[jax.Array]:
     """The inverse of `fuse`, in the shapes and dtypes of `leaves`."""
-    starts = np.cumsum([0, *(round_up(leaf.size, alignment.block) for leaf in leaves)])
-    return [
-        flat[start : start + leaf.size].reshape(leaf.shape).astype(leaf.dtype)
-        for start, leaf in zip(starts, leaves, strict=False)
-    ]
+    parts = cut(flat, [leaf.size for leaf in leaves], alignment.block)
+    return [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]

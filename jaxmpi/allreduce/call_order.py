@@ -51,19 +51,17 @@ def compared(comm: Comm, number: int | None) -> Iterator[None]:
     comparison_of(comm).end(number)
 
 
-def callers() -> str:
-    """The user's lines from the traced function to this exchange, as `train.py:12 in step, loss.py:3 in mean`."""
-    return ", ".join(map(line_of, users_frames()))
+def call_places() -> dict[str, Any]:
+    """The user's lines from the traced function to this exchange, and the module and column of each.
 
-
-def columns() -> list[str]:
-    """Module and column of each of `callers`, as lines may coincide."""
-    found = []
-    for frame in users_frames():
+    Lines are for messages, as `train.py:12 in step, loss.py:3 in mean`; columns tell exchanges on one line apart.
+    """
+    columns = []
+    for frame in (frames := users_frames()):
         places = list(frame.f_code.co_positions())
         column = places[frame.f_lasti // 2][2] if frame.f_lasti // 2 < len(places) else None
-        found.append(f"{module_of(frame)}:{column}")
-    return found
+        columns.append(f"{module_of(frame)}:{column}")
+    return {"at": ", ".join(map(line_of, frames)), "columns": columns}
 
 
 def users_frames() -> list[FrameType]:

@@ -19,10 +19,10 @@ from jax import lax
 
 from jaxmpi.allreduce import algorithms
 from jaxmpi.allreduce.algorithms import Strategy
-from jaxmpi.allreduce.buckets import round_up
 from jaxmpi.allreduce.wires import Wire
 from jaxmpi.core.errors import UsageError, nearest
 from jaxmpi.core.pytrees import PyTree
+from jaxmpi.core.sharding import cut, join
 
 EXACT = lax.Precision.HIGHEST  # else a GPU multiplies matrices of f32 with fewer bits
 ROWS = 512
@@ -182,26 +182,26 @@ def topk(percent: float) -> Compressor:
         """Sums g + e, f32[n] each; places and values of the largest, each leaf's in blocks of their own."""
         meant = jax.tree.map(lambda g, e: g.astype(jnp.float32).reshape(-1) + e, grads, error)
         places = [(m, largest(m, count(m))) for m in jax.tree.leaves(meant)]
-        values = [jnp.pad(m[at], (0, -at.size % block)) for m, at in places]
-        return meant, jnp.concatenate([at for _, at in places]), jnp.concatenate(values)
+        return meant, join([at for _, at in places]), join([m[at] for m, at in places], block)
 
     def add(grads: Leaves, meant: Leaves, own: tuple, every: tuple, block: int) -> tuple[Leaves, Leaves]:
-        """The mean of what was sent, and what this worker still owes.
+        """The mean of what was sent, and the residual of this worker.
 
         `own` has this worker's places and values, `every` those of all workers, as rows.
         """
+        counts = [count(m) for m in jax.tree.leaves(meant)]
+        own_rows = cut(own[0], counts), cut(own[1], counts, block)
+        all_rows = cut(every[0], counts), cut(every[1], counts, block)
+        sent = zip(*own_rows, *all_rows, strict=True)
         total: Leaves = [None] * len(meant)
-        owed: Leaves = [None] * len(meant)
-        end = start = 0
+        residual: Leaves = [None] * len(meant)
         for i, m in enumerate(meant):
             if m is not None:
-                k = count(m)
-                places, values = slice(end, end + k), slice(start, start + k)
-                end, start = end + k, start + round_up(k, block)
-                mean = mean_sparse(every[0][:, places], every[1][:, values], m.size)
+                places, values, all_places, all_values = next(sent)
+                mean = mean_sparse(all_places, all_values, m.size)
                 total[i] = mean.reshape(grads[i].shape).astype(grads[i].dtype)
-                owed[i] = m.at[own[0][places]].add(-own[1][values], unique_indices=True)
-        return total, owed
+                residual[i] = m.at[places].add(-values, unique_indices=True)
+        return total, residual
 
     @functools.cache  # `peers.local` compiles a function once
     def for_block(block: int) -> tuple[Callable, Callable]:
@@ -219,8 +219,8 @@ def topk(percent: float) -> Compressor:
         encode, decode = peers.local(peers.wire.encode), peers.local(peers.wire.decode)
         sent = encode(values)
         all_places, all_sent = peers.rows((places, sent))
-        total, owed = added(thin, meant, (places, decode(sent)), (all_places, decode(all_sent)))
-        return jax.tree.unflatten(structure, together(total, whole)), TopKState(jax.tree.unflatten(structure, owed))
+        total, residual = added(thin, meant, (places, decode(sent)), (all_places, decode(all_sent)))
+        return jax.tree.unflatten(structure, together(total, whole)), TopKState(jax.tree.unflatten(structure, residual))
 
     return Compressor(init, compress)
 
@@ -258,20 +258,18 @@ def mean_sparse(places: jax.Array, values: jax.Array, n: int) -> jax.Array:
     return total.at[places].set(total[places] / len(places))
 
 
-def paid(grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-    """Apply a single worker's gradients and all it owes after a resume.
+def flush_residual(grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+    """Apply a single worker's gradients with all of its residual, as after a resume.
 
     m = g + e, in the dtype of g ;  e <- what that rounds off: zero for f32
     """
     leaves, structure = jax.tree.flatten(grads)
-    error = structure.flatten_up_to(state.error)
-    meant = [g if e is None else g.astype(jnp.float32) + e.reshape(g.shape) for g, e in zip(leaves, error, strict=True)]
-    out = [m.astype(g.dtype) for m, g in zip(meant, leaves, strict=True)]
-    owed = [
-        None if e is None else (m - x.astype(jnp.float32)).reshape(e.shape)
-        for m, x, e in zip(meant, out, error, strict=True)
-    ]
-    return jax.tree.unflatten(structure, out), state._replace(error=jax.tree.unflatten(structure, owed))
+    out, residuals = [], []
+    for g, e in zip(leaves, structure.flatten_up_to(state.error), strict=True):
+        m = g if e is None else g.astype(jnp.float32) + e.reshape(g.shape)
+        out.append(m.astype(g.dtype))
+        residuals.append(None if e is None else (m - out[-1].astype(jnp.float32)).reshape(e.shape))
+    return jax.tree.unflatten(structure, out), state._replace(error=jax.tree.unflatten(structure, residuals))
 
 
 # ---------------------------------------------------------------- the table

@@ -50,16 +50,16 @@ def over_local_devices(choice: Choice, mesh: Mesh) -> Callable[[PyTree], PyTree]
     Raises:
         UsageError: as `jaxmpi.exchange`.
     """
-    programs: dict[Any, Callable[[list[jax.Array]], list[jax.Array]]] = {}
+
+    @functools.cache
+    def exchange_of(structure: Any, like: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[list[jax.Array]], list]:
+        check_leaves(jax.tree.unflatten(structure, like))
+        return exchange_of_leaves(choice, Devices(mesh), like)
 
     def call(tree: PyTree) -> PyTree:
         leaves, structure = jax.tree.flatten(tree)
-        key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        if leaves and key not in programs:
-            check_leaves(tree)
-            like = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves]
-            programs[key] = exchange_of_leaves(choice, Devices(mesh), like)
-        return jax.tree.unflatten(structure, programs[key](leaves)) if leaves else tree
+        like = tuple(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves)
+        return jax.tree.unflatten(structure, exchange_of(structure, like)(leaves)) if leaves else tree
 
     if exchanges(choice.strategy):
         return call
@@ -97,6 +97,12 @@ class Devices(NamedTuple):
         spec = self.along.spec
         return jax.jit(jax.shard_map(on_one, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
+    @property
+    def programs(self) -> Programs:
+        """Those of an exchange: it packs and unpacks on each device, and sends between the two."""
+        before, after = functools.partial(self.over, last=False), functools.partial(self.over, first=False)
+        return Programs(before, no_jit, after, lone_pass=False)
+
     def on_first(self, vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
         """Flat vectors of all devices on the first one: by vector, then by device."""
         parts = [sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0) for x in vectors]
@@ -123,13 +129,10 @@ def exchange_of_leaves(
     def layout(n: int) -> Layout:
         return layout_of(n, count, choice.comm.size, choice.strategy)
 
-    def fused(group: list[jax.Array]) -> jax.Array:
-        return fuse(group, alignment)
-
-    def parts(total: jax.Array, bucket: Sequence[int]) -> list[jax.Array]:
-        own = [like[i] for i in bucket]
-        n = alignment.size([leaf.size for leaf in own])
-        return split(layout(n).restore(total)[:n] / divisor, own, alignment)
+    def unpack(total: jax.Array, bucket: Sequence[int]) -> list[jax.Array]:
+        shapes = [like[i] for i in bucket]
+        n = alignment.size([leaf.size for leaf in shapes])
+        return split(layout(n).restore(total)[:n] / divisor, shapes, alignment)
 
     @choice.comm.jit
     def add_each(by_device: list[list[jax.Array]]) -> list[jax.Array]:
@@ -140,9 +143,7 @@ def exchange_of_leaves(
         sums = add_each(devices.on_first(vectors))
         return devices.on_all(exchange(sums, choice.strategy, "sum", choice.comm, UNFUSED))
 
-    over = functools.partial
-    programs = Programs(over(devices.over, last=False), no_jit, over(devices.over, first=False), lone_pass=False)
-    return in_buckets(buckets, fused, totals, parts, programs)
+    return in_buckets(buckets, functools.partial(fuse, alignment=alignment), totals, unpack, devices.programs)
 
 
 class Layout(NamedTuple):

@@ -12,6 +12,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -101,51 +102,31 @@ def probe(comm: MpiComm, wires: Sequence[str]) -> Probe:
     Communicates: a measurement of a few seconds, unless it is cached. JAXMPI_PROBE=fresh measures again.
     """
     control, key = comm.processes, identity(comm)
-    cached = from_rank_0(control, lambda: _read(key))
+    cached = from_rank_0(
+        control, lambda: compile_cache.read_json("probes", key, lambda value: as_json(from_json(value)))
+    )
     if cached and set(wires) <= set(cached["net"]["codec_s_per_float"]):
         return from_json(cached)
     net = measure_net(comm)
-    net = net._replace(codec_s_per_float={wire: codec_seconds(comm, net, wire) for wire in wires})
-    seconds = {}
-    for name in cost_model.candidates(net, wires):
-        if name.partition(":")[0] not in PROBED:
-            continue
-        try:
-            lengths = from_rank_0(control, lambda name=name: lengths_for(net, name))
-            seconds[name] = {n: time_strategy(comm, name, n) for n in lengths}
-        except UsageError:  # on all ranks alike: no room for shared memory, as in a small container
-            continue
-    made = Probe(net, seconds)
+    found = Probe(net._replace(codec_s_per_float={wire: codec_seconds(comm, net, wire) for wire in wires}), {})
+    for name in cost_model.candidates(found.net, wires):
+        if name.partition(":")[0] in PROBED:
+            with suppress(UsageError):  # on all ranks alike: no room for shared memory, as in a small container
+                lengths = from_rank_0(control, lambda name=name: lengths_for(found.net, name))
+                found.seconds[name] = {n: time_strategy(comm, name, n) for n in lengths}
     if control.rank == 0:
-        save(key, made)
-    return made
+        compile_cache.write_json("probes", key, as_json(found))
+    return found
 
 
 def newest() -> tuple[dict[str, Any], Probe] | None:
     """The last readable probe that this machine has cached, with its `identity`."""
     folder = compile_cache.cache_folder("probes")
     for path in sorted(folder.glob("*.json"), key=lambda path: path.lstat().st_mtime, reverse=True):
-        try:
+        with suppress(*DAMAGED):
             value = json.loads(path.read_text())
             return value["key"], from_json(value)
-        except DAMAGED:
-            continue
     return None
-
-
-def save(key: dict[str, Any], probe: Probe) -> None:
-    """Cache a probe."""
-    compile_cache.write_json("probes", key, as_json(probe))
-
-
-def _read(key: dict[str, Any]) -> dict[str, Any] | None:
-    """The cached probe; None if missing, damaged, or with JAXMPI_PROBE=fresh."""
-    try:
-        value = json.loads(compile_cache.json_file("probes", key).read_text())
-        from_json(value)
-    except DAMAGED:
-        return None
-    return None if os.environ.get("JAXMPI_PROBE") == "fresh" else value
 
 
 def as_json(probe: Probe) -> dict[str, Any]:
@@ -167,12 +148,13 @@ def from_json(value: Any) -> Probe:
 def measure_net(comm: MpiComm) -> Net:
     """Measure messages, additions and calls on these hosts."""
     control = comm.processes
-    ranks = [[rank for rank in comm.order if comm.hosts[rank] == host] for host in sorted(set(comm.hosts))]
-    slots, is_even = max(map(len, ranks)), len({len(host) for host in ranks}) == 1
-    net = Net(len(ranks), slots, Link(0.0, 0.0), Link(0.0, 0.0), cores=cores_of_a_host(comm))._replace(even=is_even)
+    hosts = [[rank for rank in comm.order if comm.hosts[rank] == host] for host in sorted(set(comm.hosts))]
+    slots, none = max(map(len, hosts)), Link(0.0, 0.0)
+    is_even = len({len(host) for host in hosts}) == 1
+    net = Net(len(hosts), slots, none, none, cores=cores_of_a_host(comm))._replace(even=is_even)
     peers = control.world.Clone()  # neither the control plane's nor mpi4jax's
-    inside = measure_link(control, peers, ranks) if slots > 1 else Link(0.0, 0.0)
-    between = measure_link(control, peers, [[host[0] for host in ranks]]) if len(ranks) > 1 else Link(0.0, 0.0)
+    inside = measure_link(control, peers, hosts) if slots > 1 else none
+    between = measure_link(control, peers, [[host[0] for host in hosts]]) if len(hosts) > 1 else none
     peers.Free()
     total, x = np.zeros(LONGEST, np.float32), np.ones(LONGEST, np.float32)
     addition_s = min(slowest(control, lambda: np.add(total, x, out=total)) for _ in range(REPEATS))

@@ -20,7 +20,7 @@ from jaxmpi.allreduce.api import (
     check_strategy,
     guarded,
     is_traced,
-    settle,
+    resolve_auto,
 )
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.buckets import Order
@@ -123,7 +123,7 @@ def exchange(
         return tree
     if is_auto(strategy):
         sizes = [leaf.size for leaf in leaves]
-        strategy, bucket_bytes, *_ = settle(workers, strategy, bucket_bytes, sizes, algorithms_in_c(workers.hosts))
+        strategy = resolve_auto(workers, strategy, bucket_bytes, sizes, algorithms_in_c(workers.hosts))
     choice = Choice(parse(strategy).name, op, workers, bucket_bytes, order or Order())
     labels, names = [], [name for name, _ in named_leaves(tree)]
     for bucket in (buckets := choice.buckets(leaves)):

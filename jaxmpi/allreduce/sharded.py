@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from jaxmpi.allreduce.algorithms.table import with_halves
-from jaxmpi.allreduce.api import BUCKET_BYTES, Op, is_traced, settle
+from jaxmpi.allreduce.api import BUCKET_BYTES, Op, is_traced, resolve_auto
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.zero import Zero, make_zero
 from jaxmpi.comm.agreement import without_messages
@@ -29,13 +29,8 @@ from jaxmpi.comm.mpi import numbers_of, workers_of
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, RanksOwn, named_leaves
 from jaxmpi.core.random_keys import packed
-from jaxmpi.core.sharding import (
-    ElementSharding,
-    TensorSharding,
-    assign_tensors,
-    check_sharding,
-    schedule_free_states,
-)
+from jaxmpi.core.sharding import ElementSharding, TensorSharding, assign_tensors
+from jaxmpi.core.sharding_trial import check_sharding, schedule_free_states
 
 
 class MasteredState(NamedTuple):
@@ -113,28 +108,47 @@ def sharded(
         UsageError: as `exchange`; a strategy without halves; params that are not float32; no `by`, or one that the
             trial disproves; a schedule-free optimizer.
     """
+    optimizer = _ShardedOptimizer(tx, by, strategy, op, comm, bucket_bytes, clip_norm, gather_wire, cost)
+    return optax.GradientTransformation(optimizer.init, optimizer.update)
 
-    @functools.cache
-    def zero_for(structure: Any, shapes: tuple, workers: Comm) -> Zero:
-        name, size_bytes = strategy, bucket_bytes
-        if is_auto(name):
-            able = with_halves(workers.hosts, gather_wire)
-            name, size_bytes, *_ = settle(workers, name, size_bytes, [math.prod(shape) for shape in shapes], able)
-        like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
-        sharding = assign_tensors(like, workers.size, cost) if by == "tensor" else None
-        zero = make_zero(name, op, workers, size_bytes, sharding, clip_norm, gather_wire=gather_wire)
-        return zero._replace(sharding=zero.sharding.with_state_of(tx))
 
-    def zero_of(tree: PyTree) -> Zero:
+@dataclass(frozen=True, eq=False)
+class _ShardedOptimizer:
+    """The two functions of `sharded`, with its arguments."""
+
+    tx: optax.GradientTransformation
+    by: str
+    strategy: str
+    op: Op
+    comm: Comm | None
+    bucket_bytes: int | None
+    clip_norm: float
+    gather_wire: str
+    cost: Callable[[Sequence[int]], float]
+
+    @functools.cached_property
+    def _zeros(self) -> dict[Any, Zero]:
+        return {}  # by structure and shapes of a tree, and workers
+
+    def zero_of(self, tree: PyTree) -> Zero:
         leaves, structure = jax.tree.flatten(tree)
-        return zero_for(structure, tuple(leaf.shape for leaf in leaves), workers_of(comm))
+        key = structure, tuple(leaf.shape for leaf in leaves), workers_of(self.comm)
+        if key not in self._zeros:
+            self._zeros[key] = self._make_zero(*key)
+        return self._zeros[key]
 
-    @functools.cache
-    def programs(sharding: TensorSharding) -> tuple[Callable[..., Any], ...]:
-        """For calls outside jit, where JAX would compile the branches, one for each worker, anew at every call."""
-        return jax.jit(sharding.shard), jax.jit(functools.partial(sharding.step, tx.update)), jax.jit(sharding.changes)
+    def _make_zero(self, structure: Any, shapes: tuple, workers: Comm) -> Zero:
+        name, size_bytes, wire = self.strategy, self.bucket_bytes, self.gather_wire
+        if is_auto(name):
+            sizes = [math.prod(shape) for shape in shapes]
+            name = resolve_auto(workers, name, size_bytes, sizes, with_halves(workers.hosts, wire))
+        like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+        sharding = assign_tensors(like, workers.size, self.cost) if self.by == "tensor" else None
+        zero = make_zero(name, self.op, workers, size_bytes, sharding, self.clip_norm, gather_wire=wire)
+        return zero._replace(sharding=zero.sharding.with_state_of(self.tx))
 
-    def init(params: PyTree) -> PyTree:
+    def init(self, params: PyTree) -> ShardedState:
+        tx = self.tx
         check_floats(params)
         if schedule_free_states(jax.eval_shape(tx.init, params)):
             raise UsageError(
@@ -143,10 +157,10 @@ def sharded(
                 "rates"
             )
         with without_messages("jaxmpi.sharded(tx)", "in tx", "it exchanges by itself, so give it the optimizer alone"):
-            check_sharding(tx, params, by, workers_of(comm).size)
-        zero = zero_of(params)
+            check_sharding(tx, params, self.by, workers_of(self.comm).size)
+        zero = self.zero_of(params)
         state, whole = zero.sharding.init(tx, params, zero.shard_index()), tx.init
-        if gather_wire != "32":  # with one worker too, so that the state fits any number of them
+        if self.gather_wire != "32":  # with one worker too, so that the state fits any number of them
             masters = zero.sharding.shard(params, zero.shard_index())
             if zero.size == 1:  # they would be the params themselves, which a step may donate
                 masters = jax.tree.map(jnp.copy, masters)
@@ -155,27 +169,33 @@ def sharded(
         leaves = tuple((name, tuple(x.shape), str(x.dtype)) for name, x in named)
         return ShardedState(state, zero.shard_indices, numbers_of(zero.comm), zero.sharding, leaves)
 
-    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+    def update(self, updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         if params is None:
             raise UsageError("sharded: got no params; expected update(grads, state, params)")
         check_floats(updates)
-        zero = zero_of(updates)
-        check_state(state, zero, has_masters=gather_wire != "32")
+        zero = self.zero_of(updates)
+        check_state(state, zero, has_masters=self.gather_wire != "32")
         mean, _ = zero.scatter(updates)
-        sharding, index = zero.sharding, zero.shard_index()
-        shard, step, changes = sharding.shard, functools.partial(sharding.step, tx.update), sharding.changes
-        if isinstance(sharding, TensorSharding) and not is_traced(jax.tree.leaves((updates, params, state))):
-            shard, step, changes = programs(sharding)
-        if not isinstance(state.shard, MasteredState):
-            made, of_tx = step(index, mean, state.shard, shard(params, index))
-            return zero.gather(made, updates), replace(state, shard=of_tx)
-        made, of_tx = step(index, mean, *state.shard)
-        masters = jax.tree.map(jnp.add, state.shard.masters, made)
-        wire = gather_wire if zero.size > 1 else "32"
-        sent = changes(params, masters, index)
-        return zero.gather(sent, updates, wire), replace(state, shard=MasteredState(of_tx, masters))
+        step = self._step
+        if isinstance(zero.sharding, TensorSharding) and not is_traced(jax.tree.leaves((updates, params, state))):
+            step = self._compiled_step  # JAX would compile its branches, one for each worker, anew at every call
+        sent, shard = step(zero.sharding, zero.shard_index(), mean, state.shard, params)
+        wire = self.gather_wire if zero.size > 1 else "32"
+        return zero.gather(sent, updates, wire), replace(state, shard=shard)
 
-    return optax.GradientTransformation(init, update)
+    def _step(
+        self, sharding: ElementSharding | TensorSharding, index: Any, mean: PyTree, state: PyTree, params: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """This worker's updates to send, and its state."""
+        if not isinstance(state, MasteredState):
+            return sharding.step(self.tx.update, index, mean, state, sharding.shard(params, index))
+        made, of_tx = sharding.step(self.tx.update, index, mean, *state)
+        masters = jax.tree.map(jnp.add, state.masters, made)
+        return sharding.changes(params, masters, index), MasteredState(of_tx, masters)
+
+    @functools.cached_property
+    def _compiled_step(self) -> Callable[..., tuple[PyTree, PyTree]]:
+        return jax.jit(self._step, static_argnums=0)
 
 
 def check_floats(params: PyTree) -> None:

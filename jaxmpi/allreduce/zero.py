@@ -29,7 +29,7 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.spec import Halves, is_one
 from jaxmpi.allreduce.algorithms.table import with_halves
 from jaxmpi.allreduce.api import Choice, Op, agreed, check_op, guarded, is_traced
-from jaxmpi.allreduce.buckets import Jit, Order, Programs, assign_buckets, no_jit
+from jaxmpi.allreduce.buckets import INSIDE, Jit, Order, Programs, assign_buckets, no_jit
 from jaxmpi.allreduce.building_blocks import spread
 from jaxmpi.allreduce.call_order import in_turn, one_thread
 from jaxmpi.allreduce.comm_thread import RANK, all_reduce_on_comm_thread
@@ -39,7 +39,7 @@ from jaxmpi.allreduce.early_scatter import scattering
 from jaxmpi.allreduce.host_engine import CHUNK, is_far
 from jaxmpi.allreduce.local_devices import UNFUSED, Devices, Layout, layout_of
 from jaxmpi.allreduce.wires import WIRES
-from jaxmpi.allreduce.zero_vectors import ElementVectors, Exchange, TensorVectors
+from jaxmpi.allreduce.zero_vectors import ElementVectors, TensorVectors
 from jaxmpi.comm.agreement import Fingerprint, HostProcesses
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.shared_params import SharedParams
@@ -47,7 +47,7 @@ from jaxmpi.comm.shared_sum import call_sum
 from jaxmpi.config.exchange_config import check_bucket_bytes
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.core.pytrees import PyTree, clipped
-from jaxmpi.core.sharding import ElementSharding, TensorShard, TensorSharding, shard_shape
+from jaxmpi.core.sharding import ElementSharding, TensorShard, TensorSharding
 from jaxmpi.runtime import host_callbacks
 
 # Buckets of shards in programs of their own: inside a host a message costs less than packing tensors.
@@ -94,7 +94,7 @@ class Zero(NamedTuple):
         return halves
 
     @property
-    def is_beside(self) -> bool:
+    def overlaps(self) -> bool:
         """Whether buckets are sent while the program computes gradients."""
         return self.choice.order is not None
 
@@ -114,7 +114,7 @@ class Zero(NamedTuple):
         if self.mesh:
             return indices_of_devices(self)
         rank = self.comm.rank
-        if self.is_beside:  # one rank of a host traces for all
+        if self.overlaps:  # one rank of a host traces for all
             [rank] = host_callbacks.call(RANK, [], [jax.ShapeDtypeStruct((), jnp.int32)], effect=None)
         indices = self.shard_indices
         return jnp.int32(indices[rank]) if isinstance(rank, int) else jnp.asarray(indices, jnp.int32)[rank]
@@ -163,18 +163,10 @@ class Zero(NamedTuple):
                 mine, passed[:] = call_sum(sum_name, self.size, flats, divisor, "scatter", through)
                 return mine
 
-            bucket = ElementVectors(tuple(leaves), self.size, [[*range(len(leaves))]])  # pyright: ignore[reportArgumentType]
-            return bucket.scatter(Exchange(send, Programs()))(leaves), passed
+            shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+            return ElementVectors(shapes, self.size, [[*range(len(leaves))]]).scatter(send)(leaves), passed
 
-        scattered = scattering(gradients, self.choice.bucket_bytes, scatter)
-
-        @functools.wraps(gradients)
-        def shards(*args: PyTree) -> tuple:
-            mine, *rest = scattered(*args)
-            empty = lambda x: x if x.size else x.reshape(shard_shape(x.shape, self.size))  # noqa: E731 # not sent
-            return jax.tree.map(empty, mine), *rest
-
-        return shards
+        return scattering(gradients, self.choice.bucket_bytes, scatter)
 
     @property
     def _needs_square(self) -> bool:
@@ -195,9 +187,9 @@ class Zero(NamedTuple):
                 same, run = outside_jit(lasting, half, jax.tree.structure(given), tuple(jax.tree.leaves(given)), shapes)
                 self.comm.assert_same(same)
                 return run(listed)
-            run = self._half(half, shapes, Programs())
+            run = self._half(half, shapes, INSIDE)
             listed = jax.tree.map(lambda x: guarded(x, self.comm), listed)
-            if self.is_beside:  # ranks compare the plan when they run it
+            if self.overlaps:  # ranks compare the plan when they run it
                 return run(listed)
             with agreed(self._named(half), given, is_part):
                 return run(listed)
@@ -211,19 +203,18 @@ class Zero(NamedTuple):
 
     def _half(self, half: str, like: Sequence[jax.ShapeDtypeStruct], programs: Programs) -> Callable[[Any], Any]:
         """A half for lists of leaves of these shapes."""
-        wire = half.removeprefix(GATHER)
-        vectors = self._vectors(like)
         if half.startswith(GATHER):
+            wire = half.removeprefix(GATHER)
             if self.size == 1:
                 return programs.exchange(lambda shards: shards)
-            return vectors.gather(Exchange(lambda chunks: self._all_gather(chunks, wire), programs))
-        total = programs.exchange(lambda square: self._by_worker(square).sum())  # in one order on all workers
+            return self._vectors(like).gather(lambda chunks: self._all_gather(chunks, wire), programs)
         if self.size == 1:
             return programs.exchange(self._clipping(no_jit, lambda square: square))
+        total = programs.exchange(lambda square: self._by_worker(square).sum())  # in one order on all workers
         clip = self._clipping(programs.before, total)
         if half == NORM:
             return clip
-        scatter = vectors.scatter(Exchange(self._reduce_scatter, programs))
+        scatter = self._vectors(like).scatter(self._reduce_scatter, programs)
         return lambda grads: clip(scatter(grads))
 
     def _clipping(self, jit: Jit, total: Callable[[jax.Array], jax.Array]) -> Callable[[Any], tuple[Any, jax.Array]]:
@@ -243,7 +234,7 @@ class Zero(NamedTuple):
         block = math.lcm(parse(self.choice.strategy).wire.block, WIRES[self.gather_wire].block)
         if isinstance(self.sharding, TensorSharding):
             return TensorVectors(self.sharding)
-        buckets = self.choice.buckets([*like]) if self.is_beside else None
+        buckets = self.choice.buckets([*like]) if self.overlaps else None
         buckets = buckets or assign_buckets([leaf.size for leaf in like], self.choice.bucket_bytes)
         return ElementVectors(tuple(like), self.size, buckets, block)
 
@@ -259,7 +250,7 @@ class Zero(NamedTuple):
     def _all_gather(self, chunks: list[jax.Array], wire: str) -> list[jax.Array]:
         """f32[m] -> f32[w, m] each: all workers' chunks, by index."""
         comm, strategy = self.comm, f"{self.choice.strategy.partition(':')[0]}:{wire}"
-        if self.is_beside or is_far(comm):  # the communication thread works in a whole vector
+        if self.overlaps or is_far(comm):  # the communication thread works in a whole vector
             flats = [spread(chunk, comm.size, self.shard_index()).reshape(-1) for chunk in chunks]
             rows = self._on_host(strategy, "gather", flats)
         else:  # one after another: together, or with zeros around them, they took up to 1.5 times as long
@@ -271,15 +262,15 @@ class Zero(NamedTuple):
 
     def _on_host(self, strategy: str, half: str, flats: list[jax.Array]) -> list[jax.Array] | None:
         """A half outside XLA; None where a program makes it."""
-        if not (self.is_beside or self.halves.scatter_part):
+        if not (self.overlaps or self.halves.scatter_part):
             return None
-        if self.is_beside:
+        if self.overlaps:
             return all_reduce_on_comm_thread(flats, strategy, self.comm, half, portable=True)
         return try_host_all_reduce(flats, strategy, self.comm, half)
 
     def _by_worker(self, x: jax.Array) -> jax.Array:
         """f32[] -> f32[w]."""
-        if not self.is_beside:
+        if not self.overlaps:
             return self.comm.allgather(x)
         [by_index] = self._all_gather([x.reshape(1)], "32")
         return by_index.reshape(-1)[jnp.asarray(self.shard_indices)]
@@ -290,7 +281,7 @@ def outside_jit(zero: Zero, half: str, structure: Any, given: tuple, like: tuple
     """What ranks compare before a half outside jit, and its programs, for leaves of these shapes."""
     same = zero._named(half).fingerprint(jax.tree.unflatten(structure, given))
     if isinstance(zero.sharding, TensorSharding):  # in one program nothing is there twice
-        return same, in_turn(zero._half(half, like, Programs()))
+        return same, in_turn(zero._half(half, like, INSIDE))
     size_bytes = zero.choice.bucket_bytes
     if size_bytes is not None and is_one(zero.comm.hosts):
         zero = zero._replace(choice=zero.choice._replace(bucket_bytes=min(size_bytes, ONE_HOST_BUCKET_BYTES)))
@@ -320,8 +311,7 @@ def over_devices(zero: Zero, half: str, like: tuple[jax.ShapeDtypeStruct, ...]) 
     assert zero.mesh
     processes, devices, vectors = zero.comm.size, Devices(zero.mesh), zero._vectors(like)
     between = Zero(zero.choice._replace(op="sum", bucket_bytes=UNFUSED), ElementSharding(processes))
-    over = functools.partial
-    programs = Programs(over(devices.over, last=False), no_jit, over(devices.over, first=False), lone_pass=False)
+    programs = devices.programs
     divisor = zero.size if zero.choice.op == "mean" else 1
 
     def layout(x: jax.Array) -> Layout:
@@ -335,7 +325,7 @@ def over_devices(zero: Zero, half: str, like: tuple[jax.ShapeDtypeStruct, ...]) 
 
     if half.startswith(GATHER):
         rows = lambda x: layout(x).restore(x).reshape(zero.size, -1)  # noqa: E731
-        return vectors.gather(Exchange(lambda chunks: gathered(chunks, half.removeprefix(GATHER)), programs, rows))
+        return vectors.gather(lambda chunks: gathered(chunks, half.removeprefix(GATHER)), programs, rows)
     add = zero.comm.jit(lambda by_device: [layout(x[0]).interleave(functools.reduce(jnp.add, x)) for x in by_device])
 
     def scattered(flats: list[jax.Array]) -> list[jax.Array]:
@@ -347,7 +337,7 @@ def over_devices(zero: Zero, half: str, like: tuple[jax.ShapeDtypeStruct, ...]) 
         return by_worker.reshape(-1).sum()[None]
 
     total = devices.over(summed, first=False, last=False)
-    scatter = vectors.scatter(Exchange(scattered, programs, lambda x: x / divisor))
+    scatter = vectors.scatter(scattered, programs, lambda x: x / divisor)
     clip = zero._clipping(devices.over, lambda squares: total(gathered([squares], "32")[0]))
     return lambda grads: clip(scatter(grads))
 
@@ -365,7 +355,7 @@ def make_zero(
     gives_square: bool = False,
     gather_wire: str = "32",
     host: HostProcesses | None = None,
-    beside: Order | None = None,
+    order: Order | None = None,
     early: bool = False,
     mesh: Mesh | None = None,
 ) -> Zero:
@@ -374,8 +364,8 @@ def make_zero(
     Args:
         sharding: over all workers; default: by element.
         host: the ranks of the one host there is, if they are to share their params.
-        beside: the order in which gradients come to exist in the program that exchanges them, if buckets are to be sent
-            meanwhile; the caller has seen that they can.
+        order: in which gradients come to exist in the program that exchanges them, if buckets are to be sent meanwhile;
+            the caller has seen that they can.
         early, mesh: as of `Zero`.
 
     Raises:
@@ -398,7 +388,7 @@ def make_zero(
             f"got gather_wire {gather_wire} with strategy {strategy!r}, whose new params never leave the memory of the "
             f"host, in 32 bits; leave it out, or take {able}"
         )
-    choice = Choice(strategy=parse(strategy).name, op=op, comm=comm, bucket_bytes=bucket_bytes, order=beside)
+    choice = Choice(strategy=parse(strategy).name, op=op, comm=comm, bucket_bytes=bucket_bytes, order=order)
     workers = comm.size * (mesh.size if mesh else 1)
     if sharding is None or workers == 1:
         sharding = ElementSharding(workers)

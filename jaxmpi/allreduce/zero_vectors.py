@@ -10,21 +10,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from jaxmpi.allreduce.buckets import Programs, in_buckets, round_up
-from jaxmpi.core.sharding import TensorShard, TensorSharding, shard_rows, shard_shape, unshard
+from jaxmpi.allreduce.buckets import INSIDE, Programs, in_buckets
+from jaxmpi.core.sharding import TensorShard, TensorSharding, cut, join, shard_rows, shard_shape, unshard
 
 Vectors = list[jax.Array]
+Send = Callable[[Vectors], Vectors]  # f32[w m] -> f32[m] each, or the other way as f32[w, m]
+Arrived = Callable[[jax.Array], jax.Array]  # on what has come, in the program that unpacks
 
 
-class Exchange(NamedTuple):
-    """How vectors are exchanged."""
-
-    send: Callable[[Vectors], Vectors]  # f32[w m] -> f32[m] each, or the other way as f32[w, m]
-    programs: Programs
-    arrived: Callable[[jax.Array], jax.Array] = lambda x: x  # on what has come, in the program that unpacks
+def as_is(x: jax.Array) -> jax.Array:
+    """The vector itself."""
+    return x
 
 
 class ElementVectors(NamedTuple):
@@ -33,51 +30,34 @@ class ElementVectors(NamedTuple):
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     workers: int
     buckets: list[list[int]]  # empty tensors are in none
-    block: int = 1  # floats that share a scale on the wire; none of them lies in two tensors
+    block: int = 1  # floats that share a scale on the wire
 
-    def scatter(self, exchange: Exchange) -> Callable[[Vectors], Any]:
+    def scatter(self, send: Send, programs: Programs = INSIDE, arrived: Arrived = as_is) -> Callable[[Vectors], Any]:
         """Leaves -> this worker's shards."""
-        shapes = [shard_shape(leaf.shape, self.workers) for leaf in self.leaves]
 
         def pack(group: Vectors) -> jax.Array:
-            return self._joined([shard_rows(x, self.workers) for x in group]).reshape(-1)
+            return join([shard_rows(x, self.workers) for x in group], self.block).reshape(-1)
 
         def unpack(chunk: jax.Array, bucket: Sequence[int]) -> Vectors:
-            return [part.reshape(shapes[i]) for i, part in self._parts(exchange.arrived(chunk), bucket)]
+            shapes = [shard_shape(self.leaves[i].shape, self.workers) for i in bucket]
+            return [x.reshape(shape) for x, shape in zip(self._cut(arrived(chunk), bucket), shapes, strict=True)]
 
-        return self._exchanging(pack, exchange, unpack, shapes)
+        return in_buckets(self.buckets, pack, send, unpack, programs)
 
-    def gather(self, exchange: Exchange) -> Callable[[Any], Vectors]:
+    def gather(self, send: Send, programs: Programs = INSIDE, arrived: Arrived = as_is) -> Callable[[Any], Vectors]:
         """This worker's shards -> leaves."""
 
         def pack(group: Vectors) -> jax.Array:
-            return self._joined([x.reshape(-1) for x in group])
+            return join([x.reshape(-1) for x in group], self.block)
 
         def unpack(rows: jax.Array, bucket: Sequence[int]) -> Vectors:
-            return [unshard(part, self.leaves[i]) for i, part in self._parts(exchange.arrived(rows), bucket)]
+            return [unshard(x, self.leaves[i]) for x, i in zip(self._cut(arrived(rows), bucket), bucket, strict=True)]
 
-        return self._exchanging(pack, exchange, unpack, [leaf.shape for leaf in self.leaves])
+        return in_buckets(self.buckets, pack, send, unpack, programs)
 
-    def _exchanging(self, pack: Callable, exchange: Exchange, unpack: Callable, shapes: Sequence) -> Callable:
-        run = in_buckets(self.buckets, pack, exchange.send, unpack, exchange.programs)
-
-        def reshaped(x: jax.Array, shape: Sequence[int]) -> jax.Array:  # an empty one, which has not been sent
-            return x if x.size else x.reshape(*x.shape[: x.ndim - len(shape)], *shape)
-
-        return lambda leaves: [reshaped(*each) for each in zip(run(leaves), shapes, strict=True)]
-
-    def _joined(self, parts: Vectors) -> jax.Array:
-        """[..., n] each -> [..., m]: one after another, at whole blocks if there are several."""
-        if len(parts) == 1:
-            return parts[0]
-        missing = [[(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % self.block)] for x in parts]
-        return jnp.concatenate([jnp.pad(x, by) if by[-1][1] else x for x, by in zip(parts, missing, strict=True)], -1)
-
-    def _parts(self, vector: jax.Array, bucket: Sequence[int]) -> list[tuple[int, jax.Array]]:
-        """The inverse, with the tensors' indices."""
+    def _cut(self, vector: jax.Array, bucket: Sequence[int]) -> Vectors:
         sizes = [math.prod(shard_shape(self.leaves[i].shape, self.workers)) for i in bucket]
-        begins = np.cumsum([0, *(round_up(n, self.block) for n in sizes)])
-        return [(i, vector[..., begin : begin + n]) for i, begin, n in zip(bucket, begins, sizes, strict=False)]
+        return cut(vector, sizes, self.block)
 
 
 class TensorVectors(NamedTuple):
@@ -85,18 +65,12 @@ class TensorVectors(NamedTuple):
 
     sharding: TensorSharding
 
-    def scatter(self, exchange: Exchange) -> Callable[[Vectors], Any]:
+    def scatter(self, send: Send, programs: Programs = INSIDE, arrived: Arrived = as_is) -> Callable[[Vectors], Any]:
         """Leaves -> this worker's shard."""
-        return exchange.programs.compose(
-            lambda leaves: [self.sharding.shard_rows(leaves).reshape(-1)],
-            exchange.send,
-            lambda chunks: TensorShard((), {"float32": exchange.arrived(chunks[0])}),
-        )
+        pack = lambda leaves: [self.sharding.shard_rows(leaves).reshape(-1)]  # noqa: E731
+        return programs.compose(pack, send, lambda chunks: TensorShard({"float32": arrived(chunks[0])}))
 
-    def gather(self, exchange: Exchange) -> Callable[[Any], Vectors]:
+    def gather(self, send: Send, programs: Programs = INSIDE, arrived: Arrived = as_is) -> Callable[[Any], Vectors]:
         """This worker's shard -> leaves."""
-        return exchange.programs.compose(
-            lambda shard: [shard.flat],
-            exchange.send,
-            lambda rows: self.sharding.unshard(exchange.arrived(rows[0])),
-        )
+        unpack = lambda rows: self.sharding.unshard(arrived(rows[0]))  # noqa: E731
+        return programs.compose(lambda shard: [shard.flat], send, unpack)

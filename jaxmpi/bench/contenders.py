@@ -92,7 +92,7 @@ def auto_contender(name: str) -> Contender:
             print(f"jaxmpi: {picked.why}", flush=True)
 
         def mean(leaves: list[jax.Array]) -> list[jax.Array]:
-            return exchange(leaves, picked.strategy, bucket_bytes=picked.bucket_bytes)
+            return exchange(leaves, picked.strategy)
 
         run = jax.jit(mean)
         return lambda: jax.block_until_ready(run(inputs.leaves))

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmpi.allreduce.api import BUCKET_BYTES, is_traced
 from jaxmpi.allreduce.building_blocks import halves, mean_of_halves
-from jaxmpi.allreduce.call_order import caller, callers, columns
+from jaxmpi.allreduce.call_order import call_places, caller
 from jaxmpi.collectives import messages
 from jaxmpi.collectives.arguments import (
     NO_NUMBERS,
@@ -396,5 +396,6 @@ def _call(operation: str, comm: Comm, *operands: jax.Array, **options: Any) -> l
     if row.is_message or is_traced(operands):
         lines["line"] = caller()
     if is_traced(operands) and not lines["may_differ"]:
-        lines["lines"] = (callers(), *columns())
+        places = call_places()
+        lines["lines"] = (places["at"], *places["columns"])
     return bind(MpiCall(operation=operation, comm=comm, **options, **lines), *operands)

@@ -21,13 +21,8 @@ from jaxmpi.comm.agreement import without_messages
 from jaxmpi.config.optim import Optim
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.core.pytrees import PyTree, clipped, named_leaves
-from jaxmpi.core.sharding import (
-    ElementSharding,
-    TensorSharding,
-    assign_tensors,
-    check_sharding,
-    schedule_free_states,
-)
+from jaxmpi.core.sharding import ElementSharding, TensorSharding, assign_tensors
+from jaxmpi.core.sharding_trial import check_sharding, schedule_free_states
 
 Transform = optax.GradientTransformation
 ScheduleFreeState = optax.contrib.ScheduleFreeState

@@ -16,7 +16,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,15 @@ def write_json(name: str, key: Mapping[str, Any], value: Mapping[str, Any]) -> N
         aside.replace(path)
     except NO_CACHE as error:
         print(f"jaxmpi: {name}: what was measured is not cached: {error}; set XDG_CACHE_HOME", file=sys.stderr)
+
+
+def read_json(name: str, key: Mapping[str, Any], parse: Callable[[Any], Any]) -> Any:
+    """`parse` of the value that is cached for a key; None if it is missing or damaged, or with JAXMPI_PROBE=fresh."""
+    try:
+        value = parse(json.loads(json_file(name, key).read_text()))
+    except (*NO_CACHE, ValueError, TypeError, KeyError, AttributeError):  # also a file of another version
+        return None
+    return None if os.environ.get("JAXMPI_PROBE") == "fresh" else value
 
 
 def use_compilation_cache() -> str:

@@ -298,7 +298,7 @@ def choose_exchange(plan: Plan, stored: run_directory.StoredSettings | None) -> 
         found = choose(comm, sizes, exchange.strategy, exchange.bucket_bytes, candidates)
         options["overlap"] = "off"
         dropped += "overlap off, since most of an exchange is work for cores, which compute already; "
-    plan = plan.with_exchange(strategy=found.strategy, bucket_bytes=found.bucket_bytes, **options)
+    plan = plan.with_exchange(strategy=found.strategy, **options)
     return plan.with_note(dropped + found.why)
 
 
@@ -340,7 +340,7 @@ def exchange_for(plan: Plan, order: Order, form: StepForm | None = None) -> base
             mesh=workers.mesh if workers.devices > 1 else None,
             gather_wire=experiment.exchange.gather_wire,
             host=workers.processes if shares_params(plan) else None,
-            beside=order if overlaps else None,
+            order=order if overlaps else None,
             early=shares_params(plan) and (form or choose_form(plan)).is_early,
         )
         return base.Exchange(partial(exchange, **options), partial(exchange, **options, op="sum"), zero=zero)

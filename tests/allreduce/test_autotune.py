@@ -199,8 +199,7 @@ def test_few_strategies_that_fit_are_timed(hosts, wires, among, expected):
 
 def test_without_mpi_nothing_is_probed_and_the_default_taken():
     assert autotune.choose(SoloComm(), [5]).strategy == "asa:32"
-    verdict = autotune.choose(AxisComm("w", 4), [5], "auto:16", None)
-    assert (verdict.strategy, verdict.bucket_bytes) == ("asa:16", None)
+    assert autotune.choose(AxisComm("w", 4), [5], "auto:16", None).strategy == "asa:16"
     x = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
     got, expected = (
         jax.vmap(lambda v, s=s: exchange(v, s, comm=AxisComm("w", 4)), axis_name="w")(x) for s in ("auto", "asa32")
@@ -221,6 +220,10 @@ KEY = {"hosts": {"node0": 8}, "cores": 2.0}
 SAVED = probe(CARDS._replace(codec_s_per_float={"32": 0.0, "16": 1e-9}), {"asa:32": 1.0, "ring:16": 1.3})
 
 
+def save(key: dict[str, Any], probe: measuring.Probe) -> None:
+    compile_cache.write_json("probes", key, measuring.as_json(probe))
+
+
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -229,7 +232,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"key": {}}', ""])
 def test_the_newest_probe_that_can_be_read_counts(text, cache):
-    measuring.save(KEY, SAVED)
+    save(KEY, SAVED)
     assert measuring.newest() == (KEY, SAVED)
     compile_cache.json_file("probes", KEY | {"cores": 4.0}).write_text(text)
     assert measuring.newest() == (KEY, SAVED)
@@ -266,7 +269,7 @@ def test_a_models_tree_counts_leaf_by_leaf(capsys):
 
 
 def test_it_goes_by_the_newest_probe(cache, capsys):
-    measuring.save(KEY, SAVED)
+    save(KEY, SAVED)
     run("--bytes", "24e6", "--wires", "32", "16")
     out = capsys.readouterr().out
     assert "probe of node0 x 8" in out
@@ -274,7 +277,7 @@ def test_it_goes_by_the_newest_probe(cache, capsys):
 
 
 def test_a_probe_of_one_host_tells_nothing_of_others(cache, capsys):
-    measuring.save({"hosts": {"laptop": 6}}, probe(CARDS._replace(hosts=1, slots=6), {"asa:32": 1.0}))
+    save({"hosts": {"laptop": 6}}, probe(CARDS._replace(hosts=1, slots=6), {"asa:32": 1.0}))
     run("--bytes", "24e6")
     out = capsys.readouterr().out
     assert "probe of laptop x 6, on one host" in out
@@ -353,41 +356,27 @@ def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "hosts", "overlap", "goes_on"),
+    ("strategy", "hosts", "options", "goes_on"),
     [
-        ("shm:32", (0, 0), "auto", True),
-        ("shm:32", (0, 1), "auto", False),  # begun on one host
-        ("shm:32", (0, 0), "on", False),
-        ("hier-asa:16", (0, 0, 1), "auto", False),
-        ("hier-root:16", (0, 0, 1, 1), "on", False),
-        ("hier-ring:16", (0, 1, 0, 1), "on", True),
-        ("tree:32", (0, 1, 2), "on", False),
+        ("shm:32", (0, 0), {}, True),
+        ("shm:32", (0, 1), {}, False),  # begun on one host
+        ("shm:32", (0, 0), {"overlap": "on"}, False),
+        ("hier-asa:16", (0, 0, 1), {}, False),
+        ("hier-root:16", (0, 0, 1, 1), {"overlap": "on"}, False),
+        ("hier-ring:16", (0, 1, 0, 1), {"overlap": "on"}, True),
+        ("tree:32", (0, 1, 2), {"overlap": "on"}, False),
+        ("ring:32", (0, 0, 1, 1), {"shard_update": "on", "overlap": "on"}, True),
+        ("ar:32", (0, 0, 1, 1), {"shard_update": "on", "overlap": "on"}, False),
+        ("ar:32", (0, 0, 1, 1), {"shard_update": "on"}, True),
+        ("color4:32", (0, 0, 1, 1), {"shard_update": "on"}, False),
     ],
 )
-def test_a_choice_that_these_ranks_cannot_have_is_made_anew(strategy, hosts, overlap, goes_on):
-    plan = plan_of(ExchangeConfig(overlap=overlap), AxisComm("w", len(hosts), hosts))
-    assert build.can_keep(plan, strategy) == goes_on
-
-
-def plan_of(exchange: ExchangeConfig, comm: AxisComm) -> Any:
-    """As much of a plan as the choice of a strategy looks at."""
-    return SimpleNamespace(experiment=SimpleNamespace(exchange=exchange), workers=SimpleNamespace(comm=comm))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "more", "goes_on"),
-    [
-        ("ring:32", {"overlap": "on"}, True),
-        ("ar:32", {"overlap": "on"}, False),
-        ("ar:32", {"overlap": "auto"}, True),
-        ("color4:32", {"overlap": "auto"}, False),
-    ],
-)
-def test_a_choice_for_sharded_updates_goes_on_if_its_halves_travel_where_they_must(
-    strategy, more: Any, goes_on, monkeypatch
+def test_a_choice_that_these_ranks_and_options_cannot_have_is_made_anew(
+    strategy, hosts, options: Any, goes_on, monkeypatch
 ):
     monkeypatch.setattr(build, "shards_obstacle", lambda plan, name: "it has no halves" if name == "ar" else "")
-    plan = plan_of(ExchangeConfig(shard_update="on", **more), AxisComm("w", 4, (0, 0, 1, 1)))
+    experiment = SimpleNamespace(exchange=ExchangeConfig(**options))
+    plan: Any = SimpleNamespace(experiment=experiment, workers=SimpleNamespace(comm=AxisComm("w", len(hosts), hosts)))
     assert build.can_keep(plan, strategy) == goes_on
 
 
@@ -429,7 +418,7 @@ def test_overlap_that_does_not_pay_stays_off_in_a_resumed_run(before, asked, goe
 )
 def test_auto_overlaps_where_the_probe_says_that_it_pays(asked, pays, overlap, strategy, monkeypatch):
     def choose(comm, sizes, asked, bucket_bytes, among=()):
-        return autotune.AutotuneResult("ring:32" if among == ("ring",) else "shm:32", 4, pays, "why")
+        return autotune.AutotuneResult("ring:32" if among == ("ring",) else "shm:32", pays, "why")
 
     monkeypatch.setattr(build, "choose", choose)
     monkeypatch.setattr(build, "algorithms_in_c", lambda hosts: ("ring",))

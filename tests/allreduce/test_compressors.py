@@ -12,6 +12,7 @@ from jaxmpi.allreduce.api import exchange, exchange_gradients
 from jaxmpi.allreduce.compression import largest, transposed_dot
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.core.errors import UsageError
+from jaxmpi.models.__main__ import tree
 from tolerances import U
 
 WORKERS = 3
@@ -242,37 +243,26 @@ class Counting(AxisComm):
         return super().allgather(x)
 
 
-ALEXNET = {
-    "conv1": (11, 11, 3, 96),
-    "conv2": (5, 5, 48, 256),
-    "conv3": (3, 3, 256, 384),
-    "conv4": (3, 3, 192, 384),
-    "conv5": (3, 3, 192, 256),
-    "fc6": (9216, 4096),
-    "fc7": (4096, 4096),
-    "fc8": (4096, 1000),
-}
-BIASES = {f"{name}_bias": shape[-1:] for name, shape in ALEXNET.items()}
+ALEXNET = tree("alexnet")
 
 
 def bytes_of(spelling: str) -> Counting:
     comm = Counting(8)
     tx = exchange_gradients(spelling, comm=comm)
-    grads = {name: jax.ShapeDtypeStruct((8, *shape), jnp.float32) for name, shape in (ALEXNET | BIASES).items()}
+    grads = {name: jax.ShapeDtypeStruct((8, *shape), jnp.float32) for name, shape in ALEXNET.items()}
     jax.eval_shape(jax.vmap(lambda g: tx.update(g, tx.init(g)), axis_name="w"), grads)
     return comm
 
 
 def test_low_rank_sends_two_thin_factors():
-    floats = sum(4 * (math.prod(shape[:-1]) + shape[-1]) for shape in ALEXNET.values())
-    floats += sum(math.prod(shape) for shape in BIASES.values())
+    floats = sum(4 * (math.prod(s[:-1]) + s[-1]) if len(s) > 1 else s[0] for s in ALEXNET.values())
     sent = bytes_of("lowrank4").summed
     assert 4 * floats <= sent <= 4 * (floats + 7 * 40)  # at most 7 floats fill up each bucket, of which there are few
     assert sent <= 0.01 * bytes_of("asa32").summed
 
 
 def test_top_k_sends_eight_bytes_an_entry():
-    counts = [math.ceil(0.01 * math.prod(shape)) for shape in (ALEXNET | BIASES).values()]
+    counts = [math.ceil(0.01 * math.prod(shape)) for shape in ALEXNET.values()]
     entries, blocks = sum(counts), sum(math.ceil(count / 256) for count in counts)  # a block has one leaf's
     assert bytes_of("topk1").gathered == 8 * entries
     assert bytes_of("topk1").summed == 0

@@ -135,20 +135,6 @@ def test_leaves_of_a_bucket_do_not_share_a_scale(strategy):
             assert np.isnan(got[name]).all()
 
 
-def test_leaves_without_elements_need_no_collective():
-    tree = {"a": np.zeros((0, 3), np.float32), "b": None}
-    assert exchange(tree, comm=Untouchable())["a"].shape == (0, 3)
-
-
-class Untouchable(SoloComm):
-    """Workers that nobody may talk to."""
-
-    size = 2
-
-    def alltoall(self, x):
-        raise AssertionError("talked")
-
-
 # ---------------------------------------------------------------- inside and outside jit, one worker
 
 
@@ -183,21 +169,19 @@ class Twins(SoloComm):
         return jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), x)
 
 
-def test_no_retrace_outside_jit():
+def test_outside_jit_nothing_is_traced_again_and_trees_are_compared_at_every_call():
     comm = Twins()
-    tree = {"a": jnp.ones((2, 3)), "b": jnp.ones(4)}
+    tree = {"a": {"b": jnp.ones((2, 3))}, "c": jnp.ones(4, jnp.bfloat16), "empty": np.zeros((0, 3), np.float32)}
     for _ in range(3):
-        total = exchange(tree, op="sum", comm=comm)
-    assert (comm.traced, len(comm.signed)) == (1, 3)  # one bucket; trees are compared at every call
-    assert jax.tree.map(lambda x: x.tolist(), total) == {"a": [[2] * 3] * 2, "b": [2] * 4}
-
-
-def test_what_ranks_compare_holds_options_and_every_leaf():
-    comm = Twins()
-    exchange({"a": {"b": jnp.ones((2, 3))}, "c": jnp.ones(1, jnp.bfloat16)}, "ring16", "sum", comm, 64)
-    [signed] = comm.signed
-    assert signed.value["leaf"] == {"a/b": "float32[2, 3]", "c": "bfloat16[1]"}
-    assert tuple(signed.value[k] for k in ("strategy", "op", "bucket_bytes")) == ("ring:16", "sum", 64)
+        total = exchange(tree, "asa", "sum", comm, 64)
+    assert jax.tree.map(lambda x: x.tolist(), total) == {"a": {"b": [[2] * 3] * 2}, "c": [2] * 4, "empty": []}
+    assert comm.traced == 1  # one bucket
+    assert [signed.value for signed in comm.signed[1:]] == [comm.signed[0].value] * 2
+    signed = comm.signed[0].value
+    assert signed["leaf"] == {"a/b": "float32[2, 3]", "c": "bfloat16[4]", "empty": "float32[0, 3]"}
+    assert tuple(signed[k] for k in ("strategy", "op", "bucket_bytes")) == ("asa:32", "sum", 64)
+    assert exchange({"empty": tree["empty"], "none": None}, comm=comm)["empty"].shape == (0, 3)
+    assert comm.traced == 1  # empty leaves need no collective
 
 
 # ---------------------------------------------------------------- as an Optax transformation
@@ -222,17 +206,20 @@ def test_first_in_a_chain_it_makes_an_optimizer_data_parallel():
 
 
 REFUSED = [
-    ({"a": {"b": np.ones(2, np.int32)}}, "leaf 'a/b' is int32; expected floats: cast it, leave it out, or take"),
-    (np.ones(2, bool), r"leaf '\(the tree itself\)' is bool"),
-    ({"key": jax.random.key(0)}, "leaf 'key' is key<fry>; expected"),
-    ({"z": np.ones(1, np.complex64)}, "leaf 'z' is complex64"),
+    ({"a": {"b": np.ones(2, np.int32)}}, {}, "leaf 'a/b' is int32; expected floats"),
+    (np.ones(2, bool), {}, r"leaf '\(the tree itself\)' is bool"),
+    ({"key": jax.random.key(0)}, {}, "leaf 'key' is key<fry>; expected"),
+    ({"z": np.ones(1, np.complex64)}, {}, "leaf 'z' is complex64"),
+    (jnp.ones(2), {"strategy": "asa23"}, r"unknown strategy 'asa23'; did you mean 'asa32'\? there are: ar, asa, asa16"),
+    (jnp.ones(2), {"strategy": "asa:9"}, "unknown wire '9'; .*there are: 16, 32, 8, bf16"),
+    (jnp.ones(2), {"op": "max"}, "unknown op 'max'; .*there are: mean, sum"),
 ]
 
 
-@pytest.mark.parametrize(("tree", "message"), REFUSED)
-def test_leaves_that_a_sum_would_falsify_are_refused_by_path(tree, message):
+@pytest.mark.parametrize(("tree", "options", "message"), REFUSED)
+def test_leaves_that_a_sum_would_falsify_and_unknown_words_are_refused(tree, options, message):
     with pytest.raises(UsageError, match=message):
-        exchange(tree)
+        exchange(tree, **options)
 
 
 LOST = [
@@ -253,22 +240,6 @@ def test_numbers_that_would_wrap_or_become_infinite_are_refused(number, op):
         jax.vmap(lambda x: both(x, number), axis_name="w")(jnp.ones(4))
     fits = jax.vmap(lambda x: both(x, 2**29 - 1), axis_name="w")(jnp.ones(4))["tokens"]
     assert fits.tolist() == ([2**31 - 4] * 4 if op == "sum" else [float(np.float32(2**29 - 1))] * 4)
-
-
-UNKNOWN = [
-    (
-        {"strategy": "asa23"},
-        r"unknown strategy 'asa23'; did you mean 'asa32'\? there are: ar, asa, asa16, asa32, asa8, ",
-    ),
-    ({"strategy": "asa:9"}, "unknown wire '9'; .*there are: 16, 32, 8, bf16"),
-    ({"op": "max"}, "unknown op 'max'; .*there are: mean, sum"),
-]
-
-
-@pytest.mark.parametrize(("kwargs", "message"), UNKNOWN)
-def test_unknown_words_list_what_exists(kwargs, message):
-    with pytest.raises(UsageError, match=message):
-        exchange(jnp.ones(2), **kwargs)
 
 
 @pytest.mark.parametrize(("op", "factor"), [("mean", 1), ("sum", WORKERS)])

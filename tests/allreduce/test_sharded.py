@@ -30,7 +30,8 @@ from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.optim import Optim
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import named_leaves
-from jaxmpi.core.sharding import ElementSharding, TensorSharding, assign_tensors, check_sharding
+from jaxmpi.core.sharding import ElementSharding, TensorSharding, assign_tensors
+from jaxmpi.core.sharding_trial import check_sharding
 from jaxmpi.core.train_state import create
 from jaxmpi.models.__main__ import tree
 from jaxmpi.optim.optimizers import OPTIMIZERS, muon_cost, optimizer, sharding_for
@@ -385,20 +386,11 @@ def test_clipping_by_the_global_norm_is_that_of_the_whole_gradient():
     assert np.abs(unclipped["big"] - whole["big"]).max() > 100 * off
 
 
-def test_one_worker_runs_the_optimizer_itself():
-    tx = jaxmpi.sharded(optax.adam(1e-2), "element", comm=SoloComm())
-    params = jax.tree.map(jnp.asarray, PARAMS)
-    state = tx.init(params)
-    assert isinstance(state, ShardedState)
-    assert is_same(state.shard, optax.adam(1e-2).init(params))
-    got, _ = tx.update(params, tx.init(params), params)
-    want, _ = optax.adam(1e-2).update(params, optax.adam(1e-2).init(params), params)
-    assert is_same(got, want)
-
-
-def test_one_worker_whose_step_donates_params_keeps_its_own_in_32_bits():
-    tx, params = jaxmpi.sharded(optax.sgd(0.5), "element", comm=SoloComm(), gather_wire="16"), {"w": jnp.arange(6.0)}
+@pytest.mark.parametrize("wire", ["32", "16"])
+def test_one_worker_runs_the_optimizer_itself_also_if_its_step_donates_params(wire):
+    tx, params = jaxmpi.sharded(optax.sgd(0.5), "element", comm=SoloComm(), gather_wire=wire), {"w": jnp.arange(6.0)}
     state: Any = tx.init(params)
+    assert isinstance(state, ShardedState)
     assert copy.deepcopy(state).whole == pickle.loads(pickle.dumps(state)).whole
 
     def step(params: Any, state: Any) -> Any:
@@ -407,7 +399,7 @@ def test_one_worker_whose_step_donates_params_keeps_its_own_in_32_bits():
 
     after, state = jax.jit(step, donate_argnums=(0, 1))(params, state)
     assert is_same(after, {"w": np.arange(6.0, dtype=np.float32) / 2})
-    assert is_same(state.shard.masters, after)
+    assert is_same(state.shard.masters if wire == "16" else after, after)  # its own, in 32 bits
 
 
 # ---------------------------------------------------------------- bytes
@@ -523,35 +515,43 @@ def test_a_state_that_goes_by_the_shapes_of_the_model_s_tensors_is_not_sharded_b
         check_sharding(factored, {"kernel": np.zeros((128, 256), np.float32)}, "element", 2)
 
 
-@pytest.mark.parametrize("word", ["", "asa32"])
-def test_a_transform_without_its_word_is_refused_with_both_explained(word):
-    tx = jaxmpi.sharded(optax.adam(1e-3), word, comm=SoloComm())
-    with pytest.raises(UsageError, match=f"by: got '{word}'.*'element' if .*'tensor' if"):
-        tx.init(FEW)
-    with pytest.raises(UsageError, match=r"optim.shard_by of 'mine'.*'element' if .*'tensor' if"):
-        sharding_for(Optim("mine", transform=optax.adam(1e-3)), lambda step: 0.01, FEW, 2)
+CHAIN = optax.chain(jaxmpi.exchange_gradients("asa32"), ADAM)
+BOTH_WORDS = "'element' if .*'tensor' if"
 
 
-def test_a_chain_that_exchanges_is_not_sharded():
-    chain = optax.chain(jaxmpi.exchange_gradients("asa32"), optax.adam(1e-3))
-    with pytest.raises(UsageError, match=r"optimizer 'mine' with sharded updates.*optimizer alone"):
-        sharding_for(Optim("mine", transform=chain, shard_by="element"), lambda step: 0.01, FEW, 2)
-    with pytest.raises(UsageError, match=r"jaxmpi.sharded\(tx\).*optimizer alone"):
-        jaxmpi.sharded(chain, "element", comm=SoloComm()).init(FEW)
+def begin(tx: Any, word: str = "element", params: Any = FEW) -> Any:
+    return jaxmpi.sharded(tx, word, comm=SoloComm()).init(params)
 
 
-def test_what_strategies_and_wires_cannot_do_is_refused_with_what_can():
-    one_host = AxisComm("w", 4)
-    for strategy in ("tree:32", "topk1"):
-        with pytest.raises(UsageError, match=f"got strategy '{strategy}'.*asa, ring"):
-            make_zero(strategy, "mean", SoloComm(), None)
-    with pytest.raises(UsageError, match=r"got strategy 'shm' .* for ranks on these hosts: ar, asa, ring"):
-        make_zero("shm", "mean", AxisComm("w", 4, (0, 0, 1, 1)), None)
-    with pytest.raises(UsageError, match=r"got gather_wire 16 with strategy 'shm'.*or take ar, asa, ring"):
-        make_zero("shm", "mean", one_host, None, gather_wire="16")
-    assert set(with_halves((0, 0))) - set(with_halves((0, 0), "16")) == {"shm"}
-    with pytest.raises(UsageError, match="clip_norm"):  # it would turn the gradients round
-        make_zero("ring32", "mean", one_host, None, clip_norm=-1.0)
+def shard_custom(tx: Any, **options: Any) -> Any:
+    return sharding_for(Optim("mine", transform=tx, **options), lambda step: 0.01, FEW, 2)
+
+
+def make(strategy: str, hosts: tuple[int, ...] = (0,) * 4, **options: Any) -> Zero:
+    return make_zero(strategy, "mean", AxisComm("w", len(hosts), hosts), None, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: begin(ADAM, ""), f"by: got ''.*{BOTH_WORDS}"),
+        (lambda: begin(ADAM, "asa32"), f"by: got 'asa32'.*{BOTH_WORDS}"),
+        (lambda: shard_custom(ADAM), f"optim.shard_by of 'mine'.*{BOTH_WORDS}"),
+        (lambda: shard_custom(CHAIN, shard_by="element"), "optimizer 'mine' with sharded updates.*optimizer alone"),
+        (lambda: begin(CHAIN), r"jaxmpi.sharded\(tx\).*optimizer alone"),
+        (lambda: begin(optax.contrib.schedule_free_adamw(1e-3)), "schedule-free"),
+        (lambda: begin(ADAM, params={"w": jnp.zeros(3, jnp.bfloat16)}), "w is bfloat16; expected float32"),
+        (lambda: jaxmpi.sharded(ADAM, "element").update({"w": jnp.zeros(3)}, ()), "got no params"),
+        (lambda: make("tree:32"), "got strategy 'tree:32'.*asa, ring"),
+        (lambda: make("topk1"), "got strategy 'topk1'.*asa, ring"),
+        (lambda: make("shm", (0, 0, 1, 1)), "got strategy 'shm' .* for ranks on these hosts: ar, asa, ring"),
+        (lambda: make("shm", gather_wire="16"), "got gather_wire 16 with strategy 'shm'.*or take ar, asa, ring"),
+        (lambda: make("ring32", clip_norm=-1.0), "clip_norm"),  # it would turn the gradients round
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_with_what_can(call, message):
+    with pytest.raises(UsageError, match=message):
+        call()
 
 
 def test_padding_is_not_sent():
@@ -567,76 +567,20 @@ def test_padding_is_not_sent():
     assert float(ElementSharding(2).changes(params, masters, 0)["gain"]) == 1.0
 
 
-def test_schedule_free_optimizers_and_params_of_other_types_are_refused():
-    average = jaxmpi.sharded(optax.contrib.schedule_free_adamw(1e-3), "element", comm=SoloComm())
-    with pytest.raises(UsageError, match="schedule-free"):
-        average.init(FEW)
-    tx = jaxmpi.sharded(optax.adam(1e-3), "element", comm=SoloComm())
-    with pytest.raises(UsageError, match="w is bfloat16; expected float32"):
-        tx.init({"w": jnp.zeros(3, jnp.bfloat16)})
-    with pytest.raises(UsageError, match="got no params"):
-        tx.update({"w": jnp.zeros(3)}, tx.init({"w": jnp.zeros(3)}))
-
-
 # ---------------------------------------------------------------- checkpoints
 
-TX = optax.adamw(1e-2)
-
-
-def states_of(whole: Any, chunks: tuple[int, ...]) -> dict[int, Any]:
-    """States of all workers with these slices of the optimizer's state; without any, each has all of it."""
-    cut = [ElementSharding(len(chunks)).shard(whole, chunk) for chunk in chunks] if chunks else [whole] * 3
-    return {
-        worker: create(
-            PARAMS, {"mean": np.full(1, worker, np.float32)}, jax.tree.map(np.asarray, each), seed=1, worker=worker
-        )
-        for worker, each in enumerate(cut)
-    }
-
-
-EIGHT = (4, 0, 5, 1, 6, 2, 7, 3)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [((), (0, 1, 2)), ((1, 0), ()), ((1, 2, 0), EIGHT), (EIGHT, (0, 1, 2)), (EIGHT, (0,))]
-)
-def test_any_number_of_workers_takes_up_what_any_other_has_left(tmp_path, before, after):
-    whole = TX.init(PARAMS)
-    noise = lambda x: RNG.standard_normal(x.shape).astype(np.float32) if x.dtype == jnp.float32 else x + 7  # noqa: E731
-    whole = jax.tree.map(lambda x: np.asarray(noise(x)), whole)
-    kept, wanted = states_of(whole, before), states_of(whole, after)
-    save(
-        tmp_path,
-        files_of(kept, not before),
-        SoloProcesses(),
-        step=0,
-        workers=len(kept),
-        extra={"chunks": list(before)} if before else {},
-        keep=Retention(1),
-    )
-    like = {worker: jax.tree.map(np.zeros_like, state) for worker, state in wanted.items()}
-    shapes = dict(named_leaves(jax.eval_shape(TX.init, PARAMS)))
-    saved = restore(
-        tmp_path,
-        like,
-        SoloProcesses(),
-        workers=len(wanted),
-        replicated=not after,
-        slicing=Slicing(shapes, after, ElementSharding(len(after)).from_checkpoint if after else None),
-        say=pytest.fail,
-    )
-    assert saved
-    owner = dict(enumerate(after))
-    for worker, state in saved.states.items():
-        for (name, got), (_, want) in zip(named(state.rule_state), named(wanted[worker].rule_state), strict=True):
-            # A single entry is the first slice's; all others may hold anything.
-            if want.size > 1 or owner.get(worker, 0) == 0:
-                assert is_same(got, want), name
-        assert is_same(state.params, PARAMS)
-
-
 LAMB = optax.lamb(1e-2)
-FORMS = ["whole", "entries 2", "entries 8", "leaves 2", "leaves 3", "masters, entries 3", "masters, leaves 8"]
+FORMS = [
+    "whole",
+    "entries 1",
+    "entries 2",
+    "entries 8",
+    "leaves 2",
+    "leaves 3",
+    "masters, entries 3",
+    "masters, leaves 8",
+]
+BY_HOST = (4, 0, 5, 1, 6, 2, 7, 3)  # shards of eight workers, as a hierarchy of two hosts gives them
 
 
 def held_by(form: str, whole: Any) -> tuple[dict[int, Any], Slicing, dict[str, Any]]:
@@ -650,32 +594,28 @@ def held_by(form: str, whole: Any) -> tuple[dict[int, Any], Slicing, dict[str, A
         whole = whole | {"of_rule": whole["of_rule"]["of_tx"]}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), whole)
     if form == "whole":
-        states = [whole] * workers
-        return made_of(states, whole), Slicing(dict(named_leaves(shapes))), {}
-    cut = assign_tensors(FEW, workers) if words[0] == "leaves" else ElementSharding(workers)
+        return made_of([whole] * workers), Slicing(dict(named_leaves(shapes))), {}
+    cut = assign_tensors(PARAMS, workers) if words[0] == "leaves" else ElementSharding(workers)
     cut = cut.with_state_of(LAMB)
-    chunks = tuple(range(workers))[::-1]
-    leaves = {name: np.asarray(leaf) for name, leaf in named(whole)}
+    chunks = BY_HOST if form == "entries 8" else tuple(range(workers))[::-1]
+    leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(whole)}
 
     def like(chunk: int) -> Any:
         own = lambda tree: jax.eval_shape(cut.shard, tree, chunk)  # noqa: E731
-        of_tx = jax.eval_shape(functools.partial(cut.init, LAMB), FEW, chunk)
-        return whole | {
-            "average": own(FEW),
-            "of_rule": {"of_tx": of_tx, "masters": own(FEW)} if has_masters else of_tx,
-        }
+        of_tx = jax.eval_shape(functools.partial(cut.init, LAMB), PARAMS, chunk)
+        of_rule = {"of_tx": of_tx, "masters": own(PARAMS)} if has_masters else of_tx
+        return whole | {"average": own(PARAMS), "of_rule": of_rule}
 
-    states = [cut.from_checkpoint(like(chunk), chunk, leaves.__getitem__) for chunk in chunks]
     return (
-        made_of(states, whole),
+        made_of([cut.from_checkpoint(like(chunk), chunk, leaves.__getitem__) for chunk in chunks]),
         Slicing(dict(named_leaves(shapes)), chunks, cut.from_checkpoint),
         {"chunks": list(chunks), "cut": cut.name, "saved": cut.to_checkpoint},
     )
 
 
-def made_of(states: list[Any], whole: Any) -> dict[int, Any]:
+def made_of(states: list[Any]) -> dict[int, Any]:
     return {
-        worker: create(FEW, {}, jax.tree.map(np.asarray, each), seed=1, worker=worker)
+        worker: create(PARAMS, {}, jax.tree.map(np.asarray, each), seed=1, worker=worker)
         for worker, each in enumerate(states)
     }
 
@@ -684,8 +624,8 @@ def made_of(states: list[Any], whole: Any) -> dict[int, Any]:
 def test_whole_leaves_and_masters_are_taken_up_in_any_other_form(tmp_path, before):
     noise = lambda x: RNG.standard_normal(np.shape(x)).astype(np.float32) if x.dtype == jnp.float32 else x + 7  # noqa: E731
     noisy = functools.partial(jax.tree.map, noise)
-    masters = noisy(FEW)
-    whole = {"of_rule": {"of_tx": noisy(LAMB.init(FEW)), "masters": masters}, "average": noisy(FEW)}
+    masters = noisy(PARAMS)
+    whole = {"of_rule": {"of_tx": noisy(LAMB.init(PARAMS)), "masters": masters}, "average": noisy(PARAMS)}
     whole = jax.tree.map(np.asarray, whole | {"averaged": np.int32(3)})
     kept, _, extra = held_by(before, whole)
     if extra:
@@ -694,12 +634,12 @@ def test_whole_leaves_and_masters_are_taken_up_in_any_other_form(tmp_path, befor
     facts = {"step": 0, "workers": len(kept), "extra": extra, "keep": Retention(1)}
     where = save(tmp_path, files_of(kept, not extra), SoloProcesses(), **facts)
     exported = model_of(where)
-    assert is_same([exported[f"params/{name}"] for name in FEW], [whole["average"][name] for name in FEW])
+    assert is_same([exported[f"params/{name}"] for name in PARAMS], [whole["average"][name] for name in PARAMS])
     had = before.startswith("masters")
     for after in FORMS:
         has = after.startswith("masters")
         # Masters that are dropped become the params; those that begin are the params.
-        truth = whole if had else whole | {"of_rule": whole["of_rule"] | {"masters": FEW}}
+        truth = whole if had else whole | {"of_rule": whole["of_rule"] | {"masters": PARAMS}}
         wanted, slicing, _ = held_by(after, truth)
         like = {worker: jax.tree.map(np.zeros_like, state) for worker, state in wanted.items()}
         found = restore(
@@ -708,11 +648,4 @@ def test_whole_leaves_and_masters_are_taken_up_in_any_other_form(tmp_path, befor
         assert found, (before, after)
         for worker, state in found.states.items():
             assert is_same(state.rule_state, wanted[worker].rule_state), (before, after)
-            assert is_same(state.params, masters if had and not has else FEW), (before, after)
-
-
-def named(tree: Any) -> list[tuple[str, Any]]:
-    return named_leaves(tree)
-
-
-# ---------------------------------------------------------------- the trainer
+            assert is_same(state.params, masters if had and not has else PARAMS), (before, after)

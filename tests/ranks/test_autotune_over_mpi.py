@@ -161,12 +161,11 @@ def test_a_wire_is_taken_only_where_it_is_asked_for(cache):
 
 
 @pytest.mark.parametrize("text", ["{", '{"strategy": "warp:32", "seconds": {}, "floats": 1}'])
-def test_a_damaged_file_is_timed_again(cache, capsys, text):
+def test_a_damaged_file_is_timed_again(cache, text):
     autotune.choose(workers(), SIZES)
     for path in choices(cache):
         path.write_text(text)
     assert "cached)" not in autotune.choose(workers(), SIZES).why
-    assert ("cannot be used" in capsys.readouterr().err) == (RANK == 0)
     assert all(json.loads(path.read_text())["seconds"] for path in choices(cache))
 
 

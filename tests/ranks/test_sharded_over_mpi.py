@@ -88,7 +88,7 @@ def test_slices_that_travel_beside_a_program_are_those_that_do_not(strategy):
     exchange_handlers()  # all ranks make them together
 
     def there_and_back(beside: Order | None) -> Any:
-        halves = make_zero(strategy, "sum", COMM, 16 << 10, clip_norm=1.0, gather_wire="16", beside=beside)
+        halves = make_zero(strategy, "sum", COMM, 16 << 10, clip_norm=1.0, gather_wire="16", order=beside)
         order = beside or Order()
         computed = order.of(lambda x: (jax.tree.map(lambda leaf: leaf * 2, x),))
         return jax.jit(lambda x: halves.gather(halves.scatter(computed(x)[0])[0], x, "16"))(tree(RANK))

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.allreduce.algorithms.spec import ALL, Net, StrategySpec, add, code, turn, wire_format
-from jaxmpi.allreduce.buckets import round_up
 from jaxmpi.allreduce.building_blocks import pad, put, ring_index, take
 from jaxmpi.allreduce.schedules import HOST_MESSAGE_BYTES, MESSAGE_BYTES, Group, Part, Schedule, Span, columns
 from jaxmpi.allreduce.wires import BLOCK, Wire
 from jaxmpi.comm.base import Comm
 from jaxmpi.core.pytrees import PyTree
+from jaxmpi.core.sharding import round_up
 
 PRICE = 1 << 13  # floats that would travel in the time that a message costs by itself, roughly, on most networks
 MAX_COLOURS = 16
