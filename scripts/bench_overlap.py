@@ -109,7 +109,7 @@ def with_jaxmpi(strategy: str, beside: bool) -> Callable[[int], Timed]:
 
     def build(batch: int) -> Timed:
         order, (gradients, descend, init) = Order(), in_jax()
-        gradients = order.of(gradients)
+        gradients = order.record(gradients)
         options = {"strategy": strategy, "bucket_bytes": BUCKET_BYTES, "order": order}
         mean = partial(overlap.exchange if beside else jaxmpi.exchange, **options)
 

@@ -25,7 +25,7 @@ from jaxmpi.allreduce.autotune import allowed_wires, choose, is_auto, size_class
 from jaxmpi.allreduce.buckets import INSIDE, Alignment, Order, Programs, assign_buckets, fuse, in_buckets, no_jit, split
 from jaxmpi.allreduce.building_blocks import allgather, halves, mean_of_halves
 from jaxmpi.allreduce.call_order import call_places, caller, compared, in_turn, number_of, one_thread
-from jaxmpi.allreduce.compression import Peers
+from jaxmpi.allreduce.compression import Collectives
 from jaxmpi.allreduce.derivative import NOT_MAPPED, differentiable
 from jaxmpi.allreduce.dispatch import Beside, sums
 from jaxmpi.comm.agreement import Fingerprint, check_may_send, fingerprint, refuse_together
@@ -204,9 +204,9 @@ class Choice(NamedTuple):
         divisor = self.comm.size if self.op == "mean" else 1
         short = [x.astype(jnp.float32) for x in vectors if x.dtype in FLOATS]
         totals = iter(sums(short, self.strategy, self.comm, divisor, self.beside) if short else [])
-        return [next(totals).astype(x.dtype) if x.dtype in FLOATS else self.exact(x) for x in vectors]
+        return [next(totals).astype(x.dtype) if x.dtype in FLOATS else self.reduce_in_own_dtype(x) for x in vectors]
 
-    def exact(self, x: jax.Array) -> jax.Array:
+    def reduce_in_own_dtype(self, x: jax.Array) -> jax.Array:
         """The mean or sum, added in the array's type; means never wrap."""
         if self.op == "sum":
             return self.comm.allreduce(x)
@@ -231,7 +231,7 @@ class Choice(NamedTuple):
             options |= call_places()
         return fingerprint(what, {**options, "leaf": signature(tree)})
 
-    def what(self, leaves: Sequence[Any]) -> str:
+    def describe(self, leaves: Sequence[Any]) -> str:
         """Describe the exchange of these leaves, for messages."""
         return f"{self.strategy}, {self.op} of {sum(map(np.size, leaves)):,} floats in {len(leaves)} leaves"
 
@@ -269,7 +269,7 @@ def agreed(choice: Choice, tree: PyTree, is_part: bool) -> Iterator[None]:
     without an end would hold up all later exchanges.
     """
     choice.comm.assert_same(choice.fingerprint(tree, TRACED))
-    number = None if is_part else number_of(choice.comm, f"{choice.what(jax.tree.leaves(tree))}, {caller()}")
+    number = None if is_part else number_of(choice.comm, f"{choice.describe(jax.tree.leaves(tree))}, {caller()}")
     with compared(choice.comm, number):
         yield
 
@@ -326,7 +326,7 @@ def over_mpi(comm: Comm) -> bool:
     return isinstance(comm, MpiComm) and comm.size > 1
 
 
-def guarded(leaf: jax.Array, comm: Comm) -> jax.Array:
+def block_transforms(leaf: jax.Array, comm: Comm) -> jax.Array:
     """The leaf, which refuses derivatives and, over MPI, `jax.vmap`."""
     leaf = not_differentiable(leaf)
     return not_mapped(leaf) if over_mpi(comm) else leaf
@@ -383,13 +383,13 @@ def exchange_gradients(
     compressor, inner = compression.parse(strategy)
 
     @functools.cache
-    def peers(workers: Comm, is_inside: bool) -> Peers:
+    def collectives(workers: Comm, is_inside: bool) -> Collectives:
         """A compressor's collectives: in a program that is being traced, or as programs of their own."""
         mean = functools.partial(exchange, strategy=inner.name, comm=workers, bucket_bytes=bucket_bytes)
         rows = functools.partial(allgather, comm=workers)
         if is_inside:
-            return Peers(mean, rows, inner.wire, local=no_jit)
-        return Peers(mean, in_turn(rows), inner.wire, local=functools.cache(workers.jit))
+            return Collectives(mean, rows, inner.wire, local=no_jit)
+        return Collectives(mean, in_turn(rows), inner.wire, local=functools.cache(workers.jit))
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
@@ -400,12 +400,12 @@ def exchange_gradients(
         choice = Choice(strategy, op, workers, bucket_bytes)
         with one_thread(workers) as is_part:
             if is_traced(jax.tree.leaves((updates, state))):
-                updates = jax.tree.map(lambda x: guarded(x, workers), updates)
+                updates = jax.tree.map(lambda x: block_transforms(x, workers), updates)
                 with agreed(choice, updates, is_part):
-                    total, state = compressor.compress(updates, state, peers(workers, True))
+                    total, state = compressor.compress(updates, state, collectives(workers, True))
             else:
                 workers.assert_same(choice.fingerprint(updates))
-                total, state = compressor.compress(updates, state, peers(workers, False))
+                total, state = compressor.compress(updates, state, collectives(workers, False))
         return total if op == "mean" else jax.tree.map(lambda x: x * workers.size, total), state
 
     return optax.GradientTransformation(lambda params: compressor.init(params), update)

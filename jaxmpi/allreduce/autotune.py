@@ -4,16 +4,14 @@ Which sum is fastest depends on links, cores, MPI library and lengths in ways th
 0.31 s for what took 1.3 s. So on the first exchange of a tree the few strategies that fit exchange arrays of its
 leaves' sizes, in turn, and all ranks take the one whose slowest rank was fastest. The choice is cached by hosts, ranks,
 versions and size. A later run times only the cached strategy. If it takes much longer or shorter than it did, then
-something has changed, and all are timed again. What was timed while other processes used these cores is not cached.
+something has changed, and all are timed again. Times that vary, as while other processes compute, are not cached.
 """
 
 import math
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +28,7 @@ from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.core.shared_memory import available_bytes
-from jaxmpi.runtime import compile_cache, process
+from jaxmpi.runtime import compile_cache
 
 MOST = 4  # strategies to time
 BUCKET_BYTES = 4 << 20  # by default
@@ -38,10 +36,10 @@ ON_ONE_HOST = "shm", "asa", "ring", "ar"
 ON_SEVERAL = "asa", "ring", "hier-ring", "tree", "color4"
 MARGIN = 0.05  # gain for which MPI's own sum is taken, whose bits another version of the library may not repeat
 CHANGED = 1.5  # times slower or faster than cached: all are timed again
-WARM = 3, 6  # exchanges before timing: a program's first ones touch fresh memory, which can cost more than the sum
+WARM = 3  # exchanges before timing: a program's first ones touch fresh memory, which can cost more than the sum
 HOPELESS = 2.5  # times the fastest one's best warm exchange: a strategy is timed no further
 ROUNDS = 3, 9  # at least and at most
-OTHERS_COMPUTE = 0.25  # cores that other processes use, so that times are not worth keeping
+STEADY = 1.5  # times its lower quartile: a longer median shows that other processes compute, and is not worth keeping
 ARRAYS = 6  # as big as the tree, that timing needs at most
 
 
@@ -106,10 +104,10 @@ def choose(
     key = facts | request | {"floats": size_class(sizes)}
     seconds, how = trials.cached_seconds(key, names)
     if not seconds:
-        seconds, is_quiet = trials.time_all(names)
+        seconds, is_steady = trials.time_all(names)
         how += f"timed in {time.perf_counter() - begin:.1f} s"
-        if not is_quiet:
-            how += ", and not cached: other processes compute"
+        if not is_steady:
+            how += ", and not cached: times vary, as if other processes compute"
         elif comm.rank == 0:
             compile_cache.write_json("auto", key, {"seconds": seconds, "floats": sum(sizes)})
     name, slots = fastest(seconds), max(comm.hosts.count(host) for host in set(comm.hosts))
@@ -172,54 +170,43 @@ class Trials:
             self.programs[name] = jax.jit(in_buckets(buckets, fuse, means, parts))
         return self.scale * slowest(self.control, lambda: jax.block_until_ready(self.programs[name](self.leaves)))
 
-    def warm(self, name: str) -> Iterator[float]:
-        """Compile and exchange until memory is warm or the budget is spent; seconds of each exchange."""
+    def warm(self, name: str) -> float:
+        """Compile, and exchange until memory is warm; the least seconds of an exchange."""
         self.seconds(name)
-        spent = 0.0
-        for count in range(1, WARM[1] + 1):
-            yield (s := self.seconds(name))
-            spent += s
-            if spent > BUDGET_S and count >= WARM[0]:
-                break
+        return min(self.seconds(name) for _ in range(WARM))
 
     def cached_seconds(self, key: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, float], str]:
-        """The cached seconds by strategy, if the fastest still takes as long; and what to say of them.
-
-        Only rank 0's cache counts: hosts may have homes of their own.
-        """
+        """The cached seconds by strategy, if the fastest still takes as long; and what to say of them."""
+        # Rank 0's cache counts: hosts may have homes of their own.
         stored = from_rank_0(self.control, lambda: compile_cache.read_json("auto", key, read))
         if not stored or (name := fastest(stored["seconds"])) not in names:
             return {}, ""
         cached_s, growth = stored["seconds"][name], self.floats / stored["floats"]  # trees of a class differ in size
-        took_s = 0.0
         try:
-            for took_s in self.warm(name):
-                if cached_s * min(1, growth) / CHANGED <= took_s <= cached_s * max(1, growth) * CHANGED:
-                    return stored["seconds"], "cached"
+            now_s = self.warm(name)
         except UsageError:  # on all ranks alike: no room for shared memory, as in a small container
             return {}, f"{name} cannot be used now; "
-        return {}, f"{name} took {cached_s:.2g} s when it was cached and takes {took_s:.2g} s; "
+        if cached_s * min(1, growth) / CHANGED <= now_s <= cached_s * max(1, growth) * CHANGED:
+            return stored["seconds"], "cached"
+        return {}, f"{name} took {cached_s:.2g} s when it was cached and takes {now_s:.2g} s; "
 
     def time_all(self, names: Sequence[str]) -> tuple[dict[str, float], bool]:
-        """Seconds of each strategy by turns; whether other processes left these cores alone.
+        """Seconds of each strategy by turns; whether those of the fastest are steady. What cannot be used is left out.
 
-        What cannot be used here is left out.
+        Other processes lengthen most exchanges while they compute, some sixfold. By medians the fastest sum has then
+        been passed over for one that takes twice as long, so the lower quartile counts.
         """
-        warm: dict[str, float] = {}
-        began, busy = time.perf_counter(), busy_seconds()
+        seconds: dict[str, float] = {}
         for name in names:
             with suppress(UsageError):  # as in `cached_seconds`
-                warm[name] = min(self.warm(name))
-        hopeful = [name for name in warm if warm[name] <= HOPELESS * min(warm.values())]
-        count = min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / (sum(warm[name] for name in hopeful) or 1))))
+                seconds[name] = self.warm(name)
+        hopeful = [name for name in seconds if seconds[name] <= HOPELESS * min(seconds.values())]
+        count = min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / (sum(seconds[name] for name in hopeful) or 1))))
         rounds = [{name: self.seconds(name) for name in hopeful} for _ in range(count if len(hopeful) > 1 else 1)]
-        is_quiet = not others_compute(self.comm, busy, time.perf_counter() - began)
         for name in hopeful:
-            timed = [each[name] for each in rounds]
-            # Others' turns on the cores lengthen most exchanges, some sixfold. By medians the fastest sum has then been
-            # passed over for one that takes twice as long; the least time is that of an exchange left almost alone.
-            warm[name] = statistics.median(timed) if is_quiet else min(warm[name], *timed)
-        return warm, is_quiet
+            seconds[name] = sorted(each[name] for each in rounds)[len(rounds) // 4]
+        best = fastest(seconds)
+        return seconds, statistics.median(each[best] for each in rounds) <= STEADY * seconds[best]
 
 
 def read(value: Any) -> dict[str, Any]:
@@ -228,32 +215,3 @@ def read(value: Any) -> dict[str, Any]:
     if not min(seconds.values()) > 0:
         raise ValueError
     return {"seconds": seconds, "floats": max(1, int(value["floats"]))}
-
-
-def busy_seconds() -> tuple[dict[str, float], float]:
-    """Seconds of computing so far, as the kernel counts them.
-
-    Those of each core that this process may use, by whomever, none if the kernel does not say; and those of this
-    process, and of a C compiler that it has waited for.
-    """
-    tick, mine, cores = os.sysconf("SC_CLK_TCK"), set(process.core_mask()), {}
-    with suppress(OSError):
-        for words in map(str.split, Path("/proc/stat").read_text().splitlines()):
-            if words and words[0][:3] == "cpu" and words[0][3:].isdigit() and int(words[0][3:]) in mine:
-                user, nice, system, _idle, _iowait, *interrupts = map(int, words[1:9])
-                cores[words[0]] = (user + nice + system + sum(interrupts)) / tick
-    return cores, sum(os.times()[:4])
-
-
-def others_compute(comm: MpiComm, before: tuple[dict[str, float], float], took_s: float) -> bool:
-    """Return True if other processes than the ranks have used their cores since, on any host; equal on all ranks."""
-    cores, process_s = busy_seconds()
-    used = {core: busy - before[0][core] for core, busy in cores.items() if core in before[0]}
-    rows = comm.processes.allgather_object([used, process_s - before[1], took_s])
-    for host in set(comm.hosts):
-        ranks = [row for row, at in zip(rows, comm.hosts, strict=True) if at == host]
-        of_all = {core: busy for row in ranks for core, busy in row[0].items()}
-        others = sum(of_all.values()) - sum(row[1] for row in ranks)
-        if others > OTHERS_COMPUTE * max(row[2] for row in ranks) + 0.05:  # the kernel counts in steps of 0.01
-            return True
-    return False

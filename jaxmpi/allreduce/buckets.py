@@ -31,7 +31,7 @@ class Order:
         self._places: tuple[int, ...] = ()  # number of the program's equation that gives each leaf
         self._is_shared = False
 
-    def of(
+    def record(
         self, function: Callable[..., tuple], traced_as: Callable[[jax.extend.core.Jaxpr], None] = lambda jaxpr: None
     ) -> Callable[..., tuple]:
         """The same function; tracing notes the order of its first result's leaves.
@@ -50,7 +50,7 @@ class Order:
 
         return noted
 
-    def shared(self, function: Callable, host: HostProcesses) -> Callable:
+    def share(self, function: Callable, host: HostProcesses) -> Callable:
         """The same function; its first call shares the order inside the host.
 
         Communicates: the order that the host's first rank found, once; all ranks of the host make that call together.

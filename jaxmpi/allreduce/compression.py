@@ -1,8 +1,8 @@
 """Compressors, which send less than the gradients and keep the rest.
 
-Less than 8 bits an entry may travel. A compressor has state: the error that each worker still owes the others, which it
-adds to its next gradients. So what has been sent over many steps comes to what was meant. `exchange` has no state and
-refuses compressors; `exchange_gradients` keeps theirs. One function and one row of the table each.
+They may send less than 8 bits an entry. What a worker leaves out is its residual, which it adds to its next gradients
+(error feedback). So over many steps all is sent. `exchange` has no state and refuses compressors; `exchange_gradients`
+keeps theirs. One function and one row of the table each.
 """
 
 import functools
@@ -29,7 +29,7 @@ ROWS = 512
 PIECES = 8
 
 
-class Peers(NamedTuple):
+class Collectives(NamedTuple):
     """Collectives that a compressor may use."""
 
     mean: Callable[[PyTree], PyTree]  # mean of a tree, by the chosen strategy and wire, the same bits on all
@@ -41,14 +41,14 @@ class Peers(NamedTuple):
 class Compressor(NamedTuple):
     """Two pure functions.
 
-    `init(params) -> state`; `compress(grads, state, peers) -> (grads, state)`. `compress` takes this worker's
+    `init(params) -> state`; `compress(grads, state, collectives) -> (grads, state)`. `compress` takes this worker's
     gradients and gives what stands for their mean over workers. The result has the shapes and dtypes of grads, and is
     bitwise equal on all workers. Inside a program all of `compress` is part of that; else each of its parts is a
     program, and those that do not communicate are compiled once a host.
     """
 
     init: Callable[[PyTree], PyTree]
-    compress: Callable[[PyTree, PyTree, Peers], tuple[PyTree, PyTree]]
+    compress: Callable[[PyTree, PyTree, Collectives], tuple[PyTree, PyTree]]
 
 
 class LowRankState(NamedTuple):
@@ -92,20 +92,20 @@ def lowrank(rank: int) -> Compressor:
         return basis, jax.tree.map(transposed_dot, meant, basis)
 
     def rebuild(grads: Leaves, meant: Leaves, basis: Leaves, mine: Leaves, mean: Leaves) -> tuple[Leaves, Leaves]:
-        """P Q^T of all workers' mean Q, as gradients, and what this worker owes: M - P Q^T of its own Q."""
+        """P Q^T of all workers' mean Q, as gradients, and this worker's residual: M - P Q^T of its own Q."""
         sent = jax.tree.map(lambda b, q, g: dot(b, q.T).reshape(g.shape).astype(g.dtype), basis, mean, grads)
         return sent, jax.tree.map(lambda m, b, q: m - dot(b, q.T), meant, basis, mine)
 
-    def compress(grads: PyTree, state: LowRankState, peers: Peers) -> tuple[PyTree, LowRankState]:
+    def compress(grads: PyTree, state: LowRankState, collectives: Collectives) -> tuple[PyTree, LowRankState]:
         leaves, structure = jax.tree.flatten(grads)
         error, q = structure.flatten_up_to(state.error), structure.flatten_up_to(state.q)
-        thin, whole = apart(leaves, error)
-        meant, columns = peers.local(project)(thin, error, q)
-        p, whole = peers.mean((columns, whole))
-        basis, mine = peers.local(reproject)(meant, p)
-        mean = peers.mean(mine)
-        sent, error = peers.local(rebuild)(thin, meant, basis, mine, mean)
-        out, error, q = (jax.tree.unflatten(structure, x) for x in (together(sent, whole), error, mean))
+        thin, whole = split_leaves(leaves, error)
+        meant, columns = collectives.local(project)(thin, error, q)
+        p, whole = collectives.mean((columns, whole))
+        basis, mine = collectives.local(reproject)(meant, p)
+        mean = collectives.mean(mine)
+        sent, error = collectives.local(rebuild)(thin, meant, basis, mine, mean)
+        out, error, q = (jax.tree.unflatten(structure, x) for x in (merge_leaves(sent, whole), error, mean))
         return out, LowRankState(error, q)
 
     return Compressor(init, compress)
@@ -114,13 +114,13 @@ def lowrank(rank: int) -> Compressor:
 Leaves = list  # of a tree: None where the other kind of leaf is, those that are compressed or those that travel whole
 
 
-def apart(leaves: Leaves, error: Leaves) -> tuple[Leaves, Leaves]:
+def split_leaves(leaves: Leaves, error: Leaves) -> tuple[Leaves, Leaves]:
     """The leaves that are compressed, which have an error, and those that travel whole."""
     pairs = [*zip(leaves, error, strict=True)]
     return [None if e is None else x for x, e in pairs], [x if e is None else None for x, e in pairs]
 
 
-def together(thin: Leaves, whole: Leaves) -> Leaves:
+def merge_leaves(thin: Leaves, whole: Leaves) -> Leaves:
     """The inverse."""
     return [w if t is None else t for t, w in zip(thin, whole, strict=True)]
 
@@ -136,10 +136,8 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def transposed_dot(m: jax.Array, basis: jax.Array) -> jax.Array:
-    """f32[n, m]^T times f32[n, r], a block of rows at a time.
-
-    For the whole, XLA:CPU would first copy M into another order.
-    """
+    """f32[n, m]^T times f32[n, r]."""
+    # A block of rows at a time: of the whole, XLA:CPU makes a product that takes four to nine times as long.
     size = min(ROWS, len(m))
     blocks = len(m) // size
 
@@ -203,24 +201,25 @@ def topk(percent: float) -> Compressor:
                 residual[i] = m.at[places].add(-values, unique_indices=True)
         return total, residual
 
-    @functools.cache  # `peers.local` compiles a function once
+    @functools.cache  # `collectives.local` compiles a function once
     def for_block(block: int) -> tuple[Callable, Callable]:
         return functools.partial(select, block=block), functools.partial(add, block=block)
 
-    def compress(grads: PyTree, state: TopKState, peers: Peers) -> tuple[PyTree, TopKState]:
+    def compress(grads: PyTree, state: TopKState, collectives: Collectives) -> tuple[PyTree, TopKState]:
         leaves, structure = jax.tree.flatten(grads)
         error = structure.flatten_up_to(state.error)
-        thin, whole = apart(leaves, error)
-        whole = peers.mean(whole)
+        thin, whole = split_leaves(leaves, error)
+        whole = collectives.mean(whole)
         if not jax.tree.leaves(thin):
             return jax.tree.unflatten(structure, whole), state
-        selected, added = map(peers.local, for_block(peers.wire.block))
+        selected, added = map(collectives.local, for_block(collectives.wire.block))
         meant, places, values = selected(thin, error)
-        encode, decode = peers.local(peers.wire.encode), peers.local(peers.wire.decode)
+        encode, decode = collectives.local(collectives.wire.encode), collectives.local(collectives.wire.decode)
         sent = encode(values)
-        all_places, all_sent = peers.rows((places, sent))
+        all_places, all_sent = collectives.rows((places, sent))
         total, residual = added(thin, meant, (places, decode(sent)), (all_places, decode(all_sent)))
-        return jax.tree.unflatten(structure, together(total, whole)), TopKState(jax.tree.unflatten(structure, residual))
+        state = TopKState(jax.tree.unflatten(structure, residual))
+        return jax.tree.unflatten(structure, merge_leaves(total, whole)), state
 
     return Compressor(init, compress)
 

@@ -15,10 +15,10 @@ from jaxmpi.allreduce.api import (
     TRACED,
     Choice,
     Op,
+    block_transforms,
     check_leaves,
     check_op,
     check_strategy,
-    guarded,
     is_traced,
     resolve_auto,
 )
@@ -133,7 +133,7 @@ def exchange(
     if not portable:  # else ranks compare what they sum when they first run it
         with one_thread(workers):
             workers.assert_same(choice.fingerprint(tree, TRACED))
-            number = number_of(workers, f"beside its program: {choice.what(leaves)}, {caller()}")
+            number = number_of(workers, f"beside its program: {choice.describe(leaves)}, {caller()}")
     choice = choice._replace(beside=Beside(tuple(labels), portable, number))
-    given = [guarded(jnp.asarray(leaf), workers) for leaf in leaves]
+    given = [block_transforms(jnp.asarray(leaf), workers) for leaf in leaves]
     return jax.tree.unflatten(structure, choice.program(given)(given))

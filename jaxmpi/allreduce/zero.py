@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.spec import Halves, is_one
 from jaxmpi.allreduce.algorithms.table import with_halves
-from jaxmpi.allreduce.api import Choice, Op, agreed, check_op, guarded, is_traced
+from jaxmpi.allreduce.api import Choice, Op, agreed, block_transforms, check_op, is_traced
 from jaxmpi.allreduce.buckets import INSIDE, Jit, Order, Programs, assign_buckets, no_jit
 from jaxmpi.allreduce.building_blocks import spread
 from jaxmpi.allreduce.call_order import in_turn, one_thread
@@ -73,22 +73,18 @@ class Zero(NamedTuple):
 
     @property
     def comm(self) -> Comm:
-        """Of the processes."""
         return self.choice.comm
 
     @property
     def devices(self) -> int:
-        """Devices of each process."""
         return self.mesh.size if self.mesh else 1
 
     @property
     def size(self) -> int:
-        """Number of workers."""
         return self.comm.size * self.devices
 
     @property
     def halves(self) -> Halves:
-        """Those of the strategy."""
         halves = parse(self.choice.strategy).spec.halves
         assert halves
         return halves
@@ -188,7 +184,7 @@ class Zero(NamedTuple):
                 self.comm.assert_same(same)
                 return run(listed)
             run = self._half(half, shapes, INSIDE)
-            listed = jax.tree.map(lambda x: guarded(x, self.comm), listed)
+            listed = jax.tree.map(lambda x: block_transforms(x, self.comm), listed)
             if self.overlaps:  # ranks compare the plan when they run it
                 return run(listed)
             with agreed(self._named(half), given, is_part):

@@ -12,7 +12,8 @@ Rajbhandari et al. 2020, arXiv:1910.02054.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -172,48 +173,61 @@ class TensorShard(NamedTuple):
         return self.flats["float32"]
 
 
-class StateShard(TensorShard):
-    """An optimizer's state for a worker's tensors, and what belongs to no tensor, such as its count of steps."""
+class StateShard(NamedTuple):
+    """An optimizer's state for a worker's tensors."""
 
-    __slots__ = ()
+    flats: dict[str, Any]  # as of `TensorShard`
+    rest: PyTree  # the state, with None in place of tensors' leaves: counts, rates and what else all workers have
 
 
 class Layout(NamedTuple):
-    """Where the leaves of each worker's tree lie in its shard."""
+    """Where the leaves of each worker's tree lie in its flat arrays."""
 
     structures: tuple[Any, ...] = ()  # by worker
     leaves: tuple[tuple[jax.ShapeDtypeStruct, ...], ...] = ()  # by worker
-    widths: tuple[tuple[str, int], ...] = ()  # of the flat arrays, by dtype
+    is_shared: tuple[tuple[bool, ...], ...] = ()  # by worker and leaf: all workers have it, so it lies in none
+    widths: tuple[tuple[str, int], ...] = ()  # by dtype
     block: int = 1
-    kind: type = TensorShard
 
-    def flatten(self, tree: PyTree, index: int) -> Any:
-        """A worker's shard, of that kind."""
-        flats = {}
+    def flatten(self, tree: PyTree, index: int) -> dict[str, Any]:
+        """A worker's flat arrays."""
+        flats, leaves = {}, zip(jax.tree.leaves(tree), self.is_shared[index], strict=True)
+        mine = [x.reshape(-1) for x, is_shared in leaves if not is_shared]
         for dtype, width in self.widths:
-            leaves = [x.reshape(-1) for x in jax.tree.leaves(tree) if str(x.dtype) == dtype]
-            flats[dtype] = join(leaves or [jnp.zeros(width, dtype)], self.block, width)
-        return self.kind(flats)
+            parts = [x for x in mine if str(x.dtype) == dtype]
+            flats[dtype] = join(parts or [jnp.zeros(width, dtype)], self.block, width)
+        return flats
 
-    def unflatten(self, shard: TensorShard, index: int) -> PyTree:
-        """The inverse: a worker's tree."""
-        parts, likes = {}, self.leaves[index]
-        for dtype, flat in shard.flats.items():
-            parts[dtype] = iter(cut(flat, [like.size for like in likes if str(like.dtype) == dtype], self.block))
-        leaves = [next(parts[str(like.dtype)]).reshape(like.shape) for like in likes]
+    def unflatten(self, flats: dict[str, Any], index: int, shared: Sequence[Any] = ()) -> PyTree:
+        """The inverse, with the leaves that all workers have: a worker's tree."""
+        rows, parts = [*zip(self.leaves[index], self.is_shared[index], strict=True)], {}
+        for dtype, flat in flats.items():
+            sizes = [like.size for like, is_shared in rows if not is_shared and str(like.dtype) == dtype]
+            parts[dtype] = iter(cut(flat, sizes, self.block))
+        others = iter(shared)
+        leaves = [next(others) if is_shared else next(parts[str(x.dtype)]).reshape(x.shape) for x, is_shared in rows]
         return jax.tree.unflatten(self.structures[index], leaves)
 
 
-def layout_of(trees: Sequence[PyTree], block: int = 1, kind: type = TensorShard) -> Layout:
-    """The layout of these workers' trees."""
-    leaves, widths = [tuple(jax.tree.leaves(tree)) for tree in trees], {}
-    for dtype in sorted({str(leaf.dtype) for each in leaves for leaf in each}):
-        widths[dtype] = max(sum(round_up(x.size, block) for x in each if str(x.dtype) == dtype) for each in leaves)
-    return Layout(tuple(map(jax.tree.structure, trees)), tuple(leaves), tuple(widths.items()), block, kind)
+def layout_of(trees: Sequence[PyTree], shared: Collection[str] = (), block: int = 1) -> Layout:
+    """The layout of these workers' trees; all have leaves of the names `shared`."""
+    named, widths = [named_leaves(tree) for tree in trees], {}
+    for each in named:
+        sizes = Counter[str]()
+        for name, leaf in each:
+            sizes[str(leaf.dtype)] += 0 if name in shared else round_up(leaf.size, block)
+        widths |= {dtype: max(size, widths.get(dtype, 0)) for dtype, size in sizes.items() if size}
+    return Layout(
+        tuple(map(jax.tree.structure, trees)),
+        tuple(tuple(leaf for _, leaf in each) for each in named),
+        tuple(tuple(name in shared for name, _ in each) for each in named),
+        tuple(sorted(widths.items())),
+        block,
+    )
 
 
 class TensorSharding(NamedTuple):
-    """Each tensor is updated by one worker.
+    """Each tensor is updated by one worker; methods are those of `ElementSharding`.
 
     One program serves all workers, as with elements. So what a worker holds has one shape on all of them: its tensors
     one after another, padded with zeros to the longest. Which tensors these are is a branch of the program. Other
@@ -233,12 +247,10 @@ class TensorSharding(NamedTuple):
 
     @property
     def params(self) -> Layout:
-        """The layout of params."""
         return params_layout(self._replace(state=Layout()))
 
     @property
     def like(self) -> PyTree:
-        """Shapes of params."""
         return jax.tree.unflatten(self.structure, [jax.ShapeDtypeStruct(s, jnp.float32) for s in self.shapes])
 
     def select(self, tree: PyTree, index: int) -> PyTree:
@@ -247,18 +259,17 @@ class TensorSharding(NamedTuple):
         return jax.tree.unflatten(self.structure, [x if owner == index else optax.MaskedNode() for owner, x in leaves])
 
     def shard(self, tree: PyTree, index: Any) -> TensorShard:
-        """Shard number `index`, i32[], of a whole tree."""
-        branches = [lambda t, i=i: self.params.flatten(self.select(t, i), i) for i in range(self.workers)]
+        branches = [lambda t, i=i: TensorShard(self.params.flatten(self.select(t, i), i)) for i in range(self.workers)]
         return lax.switch(index, branches, tree)
 
     def shard_rows(self, leaves: Sequence[jax.Array]) -> jax.Array:
         """[w, width]: every worker's shard of a tree."""
         tree = jax.tree.unflatten(self.structure, leaves)
-        return jnp.stack([self.params.flatten(self.select(tree, i), i).flat for i in range(self.workers)])
+        return jnp.stack([self.params.flatten(self.select(tree, i), i)["float32"] for i in range(self.workers)])
 
     def unshard(self, rows: jax.Array) -> list[jax.Array]:
         """The tree's leaves from all shards, [w, width]."""
-        trees = [self.params.unflatten(TensorShard({"float32": row}), i) for i, row in enumerate(rows)]
+        trees = [self.params.unflatten({"float32": row}, i) for i, row in enumerate(rows)]
         tensors = [iter(jax.tree.leaves(tree)) for tree in trees]
         return [next(tensors[owner]) for owner in self.owners]
 
@@ -270,7 +281,7 @@ class TensorSharding(NamedTuple):
         """
         init = lambda params: packed(tx.init(params))  # noqa: E731
         states = [jax.eval_shape(init, self.select(self.like, index)) for index in range(self.workers)]
-        by_worker = [dict(named_leaves(state)) for state in states]
+        by_worker, shared = [dict(named_leaves(state)) for state in states], set()
         for name, leaf in named_leaves(jax.eval_shape(init, self.like)):
             found = [(each[name].shape, each[name].dtype) for each in by_worker if name in each]
             if set(found) != {(leaf.shape, leaf.dtype)} or len(found) not in (1, self.workers):
@@ -278,67 +289,77 @@ class TensorSharding(NamedTuple):
                     f"sharded by tensor: {name} of the optimizer's state is {list(leaf.shape)}, but not with some of "
                     "the tensors alone; expected a state of each tensor, or one that all share: leave it unsharded"
                 )
-        return self._replace(state=layout_of(states, kind=StateShard))
+            shared |= {name} if len(found) == self.workers else set()
+        return self._replace(state=layout_of(states, shared))
 
     def init(self, tx: Any, params: PyTree, index: Any) -> StateShard:
-        """The optimizer's state 0 for a shard of whole params."""
-
-        def one(i: int, params: PyTree) -> StateShard:
-            return self.state.flatten(packed(tx.init(self.select(params, i))), i)
-
-        return lax.switch(index, [functools.partial(one, i) for i in range(self.workers)], params)
+        branches = [lambda p, i=i: self._shard_state(tx.init(self.select(p, i)), i) for i in range(self.workers)]
+        return lax.switch(index, branches, params)
 
     def step(
         self, step: Callable, index: Any, grads: TensorShard, state: StateShard, params: TensorShard
     ) -> tuple[TensorShard, StateShard]:
-        """`step(grads, state, params) -> (tree like params, state)` on a shard's tensors."""
-
         def run(i: int, grads: TensorShard, state: StateShard, params: TensorShard) -> tuple[TensorShard, StateShard]:
-            state = unpacked(self.state.unflatten(state, i))
-            trees = self.params.unflatten(grads, i), state, self.params.unflatten(params, i)
+            trees = self._unflatten(grads, i), unpacked(self._unflatten(state, i)), self._unflatten(params, i)
             # The `cond` is a fence, since XLA fuses nothing across a branch. Otherwise the step would be fused with the
             # slicing, and add norms up in another order than in a program of whole tensors.
             made, after = lax.cond(index == i, lambda g, s, p: step(g, s, p), lambda g, s, p: (p, s), *trees)
-            return self.params.flatten(made, i), self.state.flatten(packed(after), i)
+            return TensorShard(self.params.flatten(made, i)), self._shard_state(after, i)
 
         return lax.switch(index, [functools.partial(run, i) for i in range(self.workers)], grads, state, params)
 
     def changes(self, params: PyTree, masters: TensorShard, index: Any) -> TensorShard:
-        """Masters less this worker's shard of params, which it sends."""
         return jax.tree.map(jnp.subtract, masters, self.shard(params, index))
 
     def write(self, whole: PyTree, shard: TensorShard, index: int) -> None:
-        """Copy a shard's tensors to their places in `whole`, in host memory."""
-        jax.tree.map(np.copyto, self.select(whole, index), self.params.unflatten(jax.device_get(shard), index))
+        jax.tree.map(np.copyto, self.select(whole, index), self._unflatten(jax.device_get(shard), index))
 
     def to_checkpoint(self, state: PyTree, index: int) -> PyTree:
-        """A rule's state as a worker writes it: its tensors by name."""
-        return self._map_shards(lambda layout, part: layout.unflatten(part, index), state)
+        return map_shards(lambda shard: self._unflatten(shard, index), state)
 
     def from_checkpoint(self, like: PyTree, index: int, read: Callable[[str], np.ndarray]) -> PyTree:
-        """A worker's shard of a rule's state; `read(name)` gives whole leaves."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), like)
         saved = jax.eval_shape(lambda state: self.to_checkpoint(state, index), shapes)
         filled = jax.tree.unflatten(jax.tree.structure(saved), [read(name) for name, _ in named_leaves(saved)])
-        made = self._map_shards(lambda layout, part, mine: layout.flatten(mine, index), shapes, filled)
+
+        def shard(like: Any, tree: PyTree) -> Any:
+            is_state = isinstance(like, StateShard)
+            return self._shard_state(tree, index) if is_state else TensorShard(self.params.flatten(tree, index))
+
+        made = map_shards(shard, shapes, filled)
         return jax.tree.unflatten(jax.tree.structure(like), map(np.asarray, jax.tree.leaves(made)))
 
-    def _map_shards(self, function: Callable, state: PyTree, *rest: PyTree) -> PyTree:
-        """`function(layout, shard, ...)` of the shards in a rule's state; other nodes are those of the last tree."""
+    def _shard_state(self, state: PyTree, index: int) -> StateShard:
+        state = packed(state)
+        leaves = zip(jax.tree.leaves(state), self.state.is_shared[index], strict=True)
+        rest = jax.tree.unflatten(self.state.structures[index], [x if is_shared else None for x, is_shared in leaves])
+        # One structure for all workers, which the program of all of them needs.
+        rest = jax.tree.map(lambda x: None if is_masked(x) else x, rest, is_leaf=is_masked)
+        return StateShard(self.state.flatten(state, index), rest)
 
-        def one(*parts: Any) -> Any:
-            if isinstance(parts[0], TensorShard):
-                return function(self.state if isinstance(parts[0], StateShard) else self.params, *parts)
-            return parts[-1]
+    def _unflatten(self, shard: TensorShard | StateShard, index: int) -> PyTree:
+        if isinstance(shard, StateShard):
+            return self.state.unflatten(shard.flats, index, jax.tree.leaves(shard.rest))
+        return self.params.unflatten(shard.flats, index)
 
-        return jax.tree.map(one, state, *rest, is_leaf=lambda part: isinstance(part, TensorShard))
+
+def is_masked(node: Any) -> bool:
+    """Return True for Optax's stand-in of a tensor that is left out."""
+    return isinstance(node, optax.MaskedNode)
+
+
+def map_shards(function: Callable, state: PyTree, *rest: PyTree) -> PyTree:
+    """`function` of the shards of whole tensors in a rule's state; other nodes are those of the last tree."""
+    is_shard = lambda node: isinstance(node, (TensorShard, StateShard))  # noqa: E731
+    one = lambda *nodes: function(*nodes) if is_shard(nodes[0]) else nodes[-1]  # noqa: E731
+    return jax.tree.map(one, state, *rest, is_leaf=is_shard)
 
 
 @functools.cache
 def params_layout(sharding: TensorSharding) -> Layout:
     """Where params lie in their shards."""
     trees = [sharding.select(sharding.like, index) for index in range(sharding.workers)]
-    layout = layout_of(trees, sharding.block)
+    layout = layout_of(trees, block=sharding.block)
     return layout._replace(widths=(("float32", max([1, *dict(layout.widths).values()])),))
 
 

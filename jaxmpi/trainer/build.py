@@ -75,7 +75,7 @@ def build_functions(plan: Plan) -> Functions:
     gradients = steps.local_gradients(forward, plan.micro_batch)
     if experiment.on_nonfinite == "skip":
         gradients = steps.poison_nonfinite(gradients)
-    gradients = order.of(gradients, flops.count)
+    gradients = order.record(gradients, flops.count)
     if form.is_split:
         rule, train_step, compile_step, programs = split_step(plan, form, gradients, exchanges, order, jit)
     else:
@@ -141,7 +141,7 @@ def split_step(
     jitted = jax.jit(gradients) if experiment.batch_statistics == "synchronised" else jit(gradients)
     step = partial(
         steps.train_step,
-        gradients=order.shared(jitted, workers.processes),
+        gradients=order.share(jitted, workers.processes),
         rule=rule,
         guard=jit(steps.revert_if_nonfinite) if skips else None,
     )

@@ -63,7 +63,7 @@ def test_the_order_of_gradients_is_found_and_results_stay():
     params = {name: jnp.full((3, 3), 0.1 * (i + 1)) for i, name in enumerate("amz")}  # leaves: a, m, z
     order, x = Order(), jnp.ones((2, 3))
     assert order.leaves(3) == [2, 1, 0]  # nothing is known: from the last
-    noted = jax.jit(order.of(backward))
+    noted = jax.jit(order.record(backward))
     got, expected = noted(params, x), jax.jit(backward)(params, x)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()

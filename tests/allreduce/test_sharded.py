@@ -34,7 +34,14 @@ from jaxmpi.core.sharding import ElementSharding, TensorSharding, assign_tensors
 from jaxmpi.core.sharding_trial import check_sharding
 from jaxmpi.core.train_state import create
 from jaxmpi.models.__main__ import tree
-from jaxmpi.optim.optimizers import OPTIMIZERS, muon_cost, optimizer, sharding_for
+from jaxmpi.optim.optimizers import (
+    OPTIMIZERS,
+    muon_cost,
+    optimizer,
+    scale_by_rate_factor,
+    scale_rate,
+    sharding_for,
+)
 from jaxmpi.rules import base
 from jaxmpi.rules.averaged import averaged
 from jaxmpi.rules.gradients import gradients
@@ -358,6 +365,16 @@ def test_a_flipped_bit_of_params_is_found_by_a_comparison_after_the_next_step_on
     assert not is_same(before, flipped)
     assert apart != is_same(*(jax.tree.map(lambda x, w=w: x[w], got) for w in range(2)))
     assert same == is_same(got["kernel"][0], want["kernel"][0])
+
+
+def test_a_rate_that_a_callback_lowers_reaches_tensors_that_are_updated_whole():
+    dealt, tx = assign_tensors(FEW, 2), optax.chain(optax.lars(1e-2), scale_by_rate_factor())
+    dealt = dealt.with_state_of(tx)
+    for index in range(2):
+        shard, state = dealt.shard(FEW, index), dealt.init(tx, FEW, index)
+        whole, half = (dealt.step(tx.update, index, shard, s, shard)[0] for s in (state, scale_rate(state, 0.5)))
+        assert is_same(half, jax.tree.map(lambda x: x / 2, whole))
+        assert np.abs(whole.flat).max() > 0
 
 
 def test_leaves_are_dealt_by_cost():

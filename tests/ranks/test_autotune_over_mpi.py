@@ -39,7 +39,7 @@ def workers(hosts: int = 1) -> MpiComm:
 def cache(monkeypatch):
     """A cache of this test's own, filled also while others compute. Ranks would clean up each other's tmp_path."""
     monkeypatch.setattr(autotune, "BUDGET_S", 1e-9)
-    monkeypatch.setattr(autotune, "OTHERS_COMPUTE", float("inf"))
+    monkeypatch.setattr(autotune, "STEADY", float("inf"))
     monkeypatch.setattr(autotune, "CHANGED", 1e6)
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("XDG_CACHE_HOME", folder)
@@ -118,7 +118,7 @@ def test_all_are_timed_again_if_the_cached_one_takes_another_time_now(cache, mon
 
 
 def test_what_was_timed_while_others_compute_is_not_cached(cache, monkeypatch):
-    monkeypatch.setattr(autotune, "OTHERS_COMPUTE", float("-inf"))
+    monkeypatch.setattr(autotune, "STEADY", 0.0)
     assert "other processes compute" in autotune.choose(workers(), SIZES).why
     assert not choices(cache)
 
@@ -131,7 +131,6 @@ def test_the_fastest_is_found_while_others_compute(cache, monkeypatch):
         "ring:32": [4.2, 3.3, 3.3, 3.2],
         "ar:32": [2.7, 0.5, 0.57, 0.65, 0.53, 0.65],
     }
-    monkeypatch.setattr(autotune, "OTHERS_COMPUTE", float("-inf"))
     monkeypatch.setattr(
         autotune.Trials, "seconds", lambda _, name: came[name].pop(0) if len(came[name]) > 1 else came[name][0]
     )

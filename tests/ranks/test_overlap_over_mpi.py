@@ -79,7 +79,7 @@ def test_a_tree_keeps_shapes_and_dtypes_and_a_mean_divides():
 def test_gradients_of_several_batches_travel_once_beside_the_last_backward_pass():
     order, batches = Order(), jnp.asarray(vectors(24).reshape(SIZE, 3, 4, 2))
     loss = lambda w, x: (jnp.mean(jnp.tanh(x @ w["a"]) @ w["b"]), x[0, 0])  # noqa: E731
-    gradient, last_gradient = jax.grad(loss, has_aux=True), order.of(jax.grad(loss, has_aux=True))
+    gradient, last_gradient = jax.grad(loss, has_aux=True), order.record(jax.grad(loss, has_aux=True))
     add = partial(jax.tree.map, jnp.add)
 
     @jax.jit

@@ -90,7 +90,7 @@ def test_slices_that_travel_beside_a_program_are_those_that_do_not(strategy):
     def there_and_back(beside: Order | None) -> Any:
         halves = make_zero(strategy, "sum", COMM, 16 << 10, clip_norm=1.0, gather_wire="16", order=beside)
         order = beside or Order()
-        computed = order.of(lambda x: (jax.tree.map(lambda leaf: leaf * 2, x),))
+        computed = order.record(lambda x: (jax.tree.map(lambda leaf: leaf * 2, x),))
         return jax.jit(lambda x: halves.gather(halves.scatter(computed(x)[0])[0], x, "16"))(tree(RANK))
 
     beside, alone = there_and_back(Order()), there_and_back(None)
