@@ -147,7 +147,7 @@ class _ShardedOptimizer:
         zero = make_zero(name, self.op, workers, size_bytes, sharding, self.clip_norm, gather_wire=wire)
         return zero._replace(sharding=zero.sharding.with_state_of(self.tx))
 
-    def init(self, params: PyTree) -> ShardedState:
+    def init(self, params: PyTree) -> PyTree:
         tx = self.tx
         check_floats(params)
         if schedule_free_states(jax.eval_shape(tx.init, params)):
