@@ -206,6 +206,8 @@ class Trials:
         for name in hopeful:
             seconds[name] = sorted(each[name] for each in rounds)[len(rounds) // 4]
         best = fastest(seconds)
+        if best not in hopeful:  # the others have become slower since
+            return seconds, False
         return seconds, statistics.median(each[best] for each in rounds) <= STEADY * seconds[best]
 
 
