@@ -59,6 +59,7 @@ class Experiment:
     monitor: str = "eval_loss"  # figure of the evaluation by which checkpoints are the best, such as eval_top1
     monitor_mode: Literal["auto", "min", "max"] = "auto"  # its best value; auto: as its metric says
     log_every: int | str = 10  # steps, or a duration, between lines of the record; the first step always has one
+    train_metrics: bool = True  # progress lines have the task's figures of training, such as train_top1
     quiet: bool = False  # nothing on the terminal but errors; the record is written all the same
     trace: str = ""  # first and last step, as 10:20: what all ranks do when, as trace.json in the run directory
     profile: str = ""  # first and last step, as 10:20: JAX's own profiler, into profile/ in the run directory

@@ -33,6 +33,7 @@ from jaxmpi.runtime.progress import Span
 
 COMPUTE = [*PARTS].index("compute")
 BEHIND = 1.1  # times the median: a rank that is reported as slow
+MOST_FIGURES = 3  # of the task's figures of training on the terminal; the record has all
 MOST_RANKS = 64  # values in a line; with more ranks, the slowest of each group of neighbours
 
 
@@ -159,7 +160,7 @@ class Recorder:
             worker_steps: steps of each worker under an asynchronous rule; shown on the terminal.
             work: of a step, if it is known.
             shuffles: of data in memory since the last line, seconds and bytes; shown on the terminal.
-            more: fields of the record that only some runs have.
+            more: fields of the record that only some runs have; `train_<name>` are figures of the task.
         """
         (begin, before), now = self._window, time.monotonic()
         self._window = now, examples
@@ -179,6 +180,7 @@ class Recorder:
             self._add_buckets(noted, anatomy.steps)
             fields |= self._anatomy_fields(anatomy, now)
         self.write("train", **fields)
+        figures = [format_figure(name.removeprefix("train_"), more[name]) for name in more if name.startswith("train_")]
         self._terminal.progress(
             ProgressLine(
                 step=step,
@@ -196,6 +198,7 @@ class Recorder:
                 flops_per_s=flops.get("model_flops_per_s"),
                 mfu=flops.get("mfu"),
                 peak_is_measured=bool(work and work.peak and work.peak.source == "measured"),
+                figures=tuple(map(" ".join, figures[:MOST_FIGURES])),
                 shuffles=tuple(shuffles),
             )
         )

@@ -55,14 +55,15 @@ def charts(records: Sequence[Record]) -> list[Chart]:
 
     is_measured = any(record.facts.get("peak") == "measured" for record in records)
     losses = [Series("train", "loss", "training"), Series("evaluations", "eval_loss", "held out")]
-    tops = [Series("evaluations", field, label) for field, label in TOPS.items()]
+    tops = [Series("evaluations", field, f"{label} held out") for field, label in TOPS.items()]
+    tops += [Series("train", f"train_{field[5:]}", f"{label} training") for field, label in TOPS.items()]
     workers = [Series("workers", f"{WORKER}{i}", f"worker {i}") for i in range(MOST_WORKERS)]
     workers = [series for series in workers if any(has_values(record, series) for record in records)]
     peak, goodput = "of a peak that was measured" * is_measured, "seconds of compute over seconds since the start"
     described = [
         Chart("learning", "Loss", losses, is_log=True),
         Chart("learning", "Accuracy", tops, "%", 100),
-        *(chart("learning", words_of(each), each, table="evaluations") for each in custom_figures(records)),
+        *(figure_chart(name) for name in custom_figures(records)),
         *(chart("speed", f"Speed, {speed_unit(each)}", each) for each in fields(records, "train") if is_speed(each)),
         chart("speed", "Model FLOP/s", "model_flops_per_s", "FLOP/s"),
         chart("speed", "Model FLOPs utilisation", "mfu", "%", factor=100, note=peak),
@@ -97,6 +98,12 @@ def speed_unit(field: str) -> str:
 def words_of(field: str) -> str:
     """`bits per byte` of `eval_bits_per_byte`."""
     return field.removeprefix("eval_").replace("_", " ")
+
+
+def figure_chart(field: str) -> Chart:
+    """A figure such as `eval_mae`, and the same of training."""
+    in_training = Series("train", f"train_{field.removeprefix('eval_')}", "training")
+    return Chart("learning", words_of(field), [in_training, Series("evaluations", field, "held out")])
 
 
 def fields(records: Sequence[Record], table: str) -> list[str]:

@@ -57,6 +57,7 @@ class ProgressLine:
     flops_per_s: float | None = None  # model FLOP/s, if they are known
     mfu: float | None = None
     peak_is_measured: bool = False  # that `mfu` is a share of
+    figures: tuple[str, ...] = ()  # of training since the last line, as `top-1 93.25 %`
     shuffles: tuple[tuple[float, int], ...] = ()  # seconds and bytes of each shuffle of data in memory
 
     @property
@@ -91,6 +92,7 @@ class ProgressLine:
         parts = " ".join(text for _, text in percents(self.shares))
         texts = [
             f"{self.place}  epoch {self.epoch:.2f}  loss {format_number(self.loss)}",
+            *self.figures,
             f"{self.speed}  {self.elapsed_s:.1f} s",
             f"skipped {self.skipped}" if self.skipped else "",
             parts,
@@ -225,6 +227,8 @@ class Panel(Terminal):
             bar({"done": now.step, "left": max(now.total_steps - now.step, 0)}, width, "━"),
             f"loss  {format_number(now.loss):<9} {sparkline(self.losses, max(4, width - 17))}",
         ]
+        if now.figures:
+            rows.append("  ".join(now.figures))
         if self.values:
             name, text = self.figure
             rows.append(f"{name} {text:<9} {sparkline(self.values, max(4, width - 12 - len(name)))}")

@@ -10,7 +10,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 
 Batch = dict[str, Any]
-Judged = tuple[jax.Array, PyTree, Any]  # losses, model state, outputs
+Judged = tuple[jax.Array, PyTree, Any] | tuple[jax.Array, PyTree, Any, dict[str, jax.Array]]  # see `Task.loss`
 Ratios = dict[str, tuple[jax.Array, jax.Array]]
 
 
@@ -32,10 +32,12 @@ class Task:
     Args:
         name: for messages.
         init: (key, batch) -> (params, model_state), of a batch of one example, all zeros.
-        loss: (params, model_state, batch, key, train) -> (l f32[batch], model_state, outputs). `key` is this step's and
-            worker's; in evaluation nothing may be random.
+        loss: (params, model_state, batch, key, train) -> (l f32[batch], model_state, outputs), and perhaps a fourth,
+            {name: f32[batch] or f32[]}: scalars to show, as means over examples. `key` is this step's and worker's; in
+            evaluation nothing may be random.
         metrics: (outputs, batch) -> {name: (sums, counts)}, f32[batch] or f32[batch, k] each. `eval_<name>` is
-            sum_j sums_j / sum_j counts_j, of k columns the mean over those with a count.
+            sum_j sums_j / sum_j counts_j, of k columns the mean over those with a count; `train_<name>` is the same
+            over the examples of the steps since the last progress line.
         maximize: names of the metrics whose highest value is the best, such as `("accuracy",)`; of all others, and of
             the loss, it is the lowest. The best checkpoint and `EarlyStop` follow.
         predict: (params, model_state, batch) -> outputs [batch, ...], any tree; None: the outputs of `loss`.

@@ -12,7 +12,9 @@ from jaxmpi.model.contract import format_value, with_article
 from jaxmpi.tasks.base import Batch, Task
 
 
-def check_task(task: Task, example: Batch, held_out: Batch, compute_dtype: Any = jnp.float32) -> None:
+def check_task(
+    task: Task, example: Batch, held_out: Batch, compute_dtype: Any = jnp.float32, *, train_metrics: bool = False
+) -> None:
     """Check on shapes that a task returns what the trainer takes.
 
     Args:
@@ -20,14 +22,18 @@ def check_task(task: Task, example: Batch, held_out: Batch, compute_dtype: Any =
         example: shapes of a batch of one example of training, without `weight`.
         held_out: the same of validation.
         compute_dtype: of params and inputs while the task runs.
+        train_metrics: metrics are made of training's outputs, too.
 
     Raises:
         UsageError: what a part gives, and what is expected.
     """
     params, model_state = init_shapes(f"task {task.name}", task.init, example)
     batch = _batch_like(example)
-    _check_outputs(task, params, model_state, batch, True, compute_dtype)
-    _check_outputs(task, params, model_state, _batch_like(held_out), False, compute_dtype)
+    figures = _check_outputs(task, params, model_state, _batch_like(held_out), False, compute_dtype)
+    trained = _check_outputs(task, params, model_state, batch, True, compute_dtype, train_metrics)
+    if unknown := [name for name in task.maximize if name not in figures | trained]:
+        known = ", ".join(figures) or "none"
+        raise UsageError(f"task {task.name}: maximize: got {unknown}; its metrics are {known}")
     if task.weight:
         got = jax.eval_shape(task.weight, batch)
         if getattr(got, "shape", None) != (EXAMPLES,):
@@ -46,7 +52,8 @@ def metric_names(task: Task, example: Batch) -> list[str]:
     batch = _batch_like(example)
 
     def judge(params: PyTree, model_state: PyTree, batch: Batch) -> Any:
-        return task.metrics(task.loss(params, model_state, batch, jax.random.key(0), False)[2], batch)
+        _, _, outputs, *scalars = task.loss(params, model_state, batch, jax.random.key(0), False)
+        return dict(*scalars) | task.metrics(outputs, batch)
 
     return sorted(jax.eval_shape(judge, params, model_state, batch))
 
@@ -58,35 +65,48 @@ def _batch_like(example: Batch) -> Batch:
 
 
 def _check_outputs(
-    task: Task, params: PyTree, model_state: PyTree, batch: Batch, train: bool, compute_dtype: Any
-) -> None:
-    """Refuse losses, model state, metrics or predictions of a wrong form."""
+    task: Task,
+    params: PyTree,
+    model_state: PyTree,
+    batch: Batch,
+    train: bool,
+    compute_dtype: Any,
+    with_metrics: bool = True,
+) -> dict[str, Any]:
+    """Refuse losses, model state, metrics or predictions of a wrong form; return the figures by name."""
     what, params = f"task {task.name} in {mode(train)}", as_float_shapes(params, compute_dtype)
 
     def judge(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
         result = task.loss(params, model_state, batch, key, train)
-        if not isinstance(result, tuple) or len(result) != 3:
+        if not isinstance(result, tuple) or len(result) not in (3, 4):
             raise UsageError(f"{what}: loss: got {format_value(result)}; expected (losses, model state, outputs)")
         return result
 
-    losses, updated, outputs = jax.eval_shape(judge, params, model_state, batch, jax.random.key(0))
+    losses, updated, outputs, *more = jax.eval_shape(judge, params, model_state, batch, jax.random.key(0))
     if getattr(losses, "shape", None) != (EXAMPLES,) or not jnp.issubdtype(losses.dtype, jnp.floating):
         raise UsageError(
             f"{what}: loss: got {format_value(losses)}; expected float32{[EXAMPLES]} for a batch of {EXAMPLES}, one "
             "loss an example: leave out the mean, which the trainer takes over all workers"
         )
     check_state(what, model_state, as_float_shapes(updated, jnp.float32))
-    if train:
-        return
+    scalars = more[0] if more else {}
+    if not isinstance(scalars, dict):
+        raise UsageError(f"{what}: loss: scalars: got {with_article(scalars)}; expected a dict of name: float32")
+    for name, value in scalars.items():
+        if getattr(value, "shape", None) not in ((), (EXAMPLES,)):
+            expected = f"float32{[EXAMPLES]}, one number an example, or float32[]"
+            raise UsageError(f"{what}: loss: {name}: got {format_value(value)}; expected {expected}")
+    if not with_metrics:
+        return scalars
     ratios = jax.eval_shape(task.metrics, outputs, batch)
     if not isinstance(ratios, dict):
         raise UsageError(f"{what}: metrics: got {with_article(ratios)}; expected a dict of name: (sums, counts)")
-    if unknown := [name for name in task.maximize if name not in ratios]:
-        known = ", ".join(ratios) or "none"
-        raise UsageError(f"task {task.name}: maximize: got {unknown}; its metrics are {known}")
     for name, ratio in ratios.items():
-        _check_ratio(f"task {task.name}: metrics: {name}", name, ratio)
-    if task.predict:
+        _check_ratio(f"task {task.name}: metrics: {name}", ratio)
+    for name in [*scalars, *ratios]:
+        if name in ("loss", "count") or (name in scalars and name in ratios):
+            raise UsageError(f"task {task.name}: metrics: {name}: there is a figure of this name; give it another")
+    if task.predict and not train:
         predicted = jax.eval_shape(task.predict, params, model_state, batch)
         for path, leaf in named_leaves(predicted):
             if getattr(leaf, "shape", ())[:1] != (EXAMPLES,):
@@ -94,9 +114,10 @@ def _check_outputs(
                     f"task {task.name}: predict: {path or 'outputs'}: got {format_value(leaf)}; expected "
                     f"[{EXAMPLES}, ...] for a batch of {EXAMPLES}, outputs of each example"
                 )
+    return scalars | ratios
 
 
-def _check_ratio(where: str, name: str, ratio: Any) -> None:
+def _check_ratio(where: str, ratio: Any) -> None:
     """Refuse a metric other than (sums, counts)."""
     if not isinstance(ratio, tuple) or len(ratio) != 2 or not all(hasattr(x, "shape") for x in ratio):
         raise UsageError(
@@ -109,5 +130,3 @@ def _check_ratio(where: str, name: str, ratio: Any) -> None:
             f"{where}: got sums {format_value(sums)} and counts {format_value(counts)}; expected float32{[EXAMPLES]} "
             f"each, one number an example, or float32[{EXAMPLES}, k] each"
         )
-    if name in ("loss", "count"):
-        raise UsageError(f"{where}: the trainer has a figure of this name; give it another")

@@ -52,7 +52,8 @@ class Supervised(NamedTuple):
             name=f"{name} by {self.model.name}",
             init=lambda key, batch: self.model.init(key, batch["image"]),
             loss=self.judged,
-            metrics=metrics,
+            # In training auxiliary classifiers may follow the main outputs, in a tuple.
+            metrics=lambda outputs, batch: metrics(outputs[0] if isinstance(outputs, tuple) else outputs, batch),
             maximize=maximize,
             predict=self.predicted,
             weight=weight,

@@ -48,7 +48,7 @@ from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.loop import Coordinator, Position, RunProgress, run_steps
 from jaxmpi.trainer.run import SUMS, Run, batch_metrics, conclude, eval_state, gather_figures, rate_factor, score
 from jaxmpi.trainer.state import note_saved, run_facts
-from jaxmpi.trainer.step import EvalMetrics, Metrics
+from jaxmpi.trainer.step import FigureSums, Metrics
 from jaxmpi.trainer.timetable import DueEvents
 
 LOOK_S = 0.02  # between reports of a worker that only waits for the others
@@ -168,7 +168,7 @@ class AsyncCoordinator(Coordinator):
         """Count the pending steps, checked as finite before they reach the center, and where their time went."""
         feed, before, sums = self.run.plan.feed, self._waited, np.zeros(SUMS)
         for pending in self._pending:
-            sums += self.run.sums(*pending)
+            sums = sums + self.run.sums(*pending)
             self.run.settle()
         self.timer.pause()
         window = self.timer.window()
@@ -278,7 +278,7 @@ class AsyncLeader(AsyncCoordinator):
         run = self.run
         subject = eval_state(run, state._replace(params=on_device(self.shared(state))))
 
-        def reporting() -> Iterator[EvalMetrics]:
+        def reporting() -> Iterator[FigureSums]:
             for metrics in batch_metrics(run, subject, step):
                 self.worker.report()  # else server 0 would take this worker for late
                 yield metrics

@@ -55,7 +55,7 @@ class Functions:
     train_step: Callable[[TrainState, Batch], tuple[TrainState, steps.Metrics]]
     compile_step: Callable[[TrainState, Batch], jax.stages.Compiled]  # its largest program, which it then runs
     is_fused: bool  # that program is the whole step; else it is the gradients
-    eval_step: Callable[[PyTree, PyTree, Batch], steps.EvalMetrics]
+    eval_step: Callable[[PyTree, PyTree, Batch], steps.FigureSums]
     mean_state: Callable[[PyTree], PyTree]  # model state, its floating-point leaves averaged over workers
     eval_params: Callable[[PyTree, PyTree], PyTree]  # (params, rule state) -> params to evaluate
     fingerprints: Callable[[PyTree], np.ndarray]  # u32[workers of this process, leaves]
@@ -72,7 +72,8 @@ def build_functions(plan: Plan) -> Functions:
     jit = partial(steps.over_devices, mesh=workers.mesh) if workers.mesh else workers.comm.jit
     exchanges = exchange_for(plan, order, form)
     forward = forward_of(plan)
-    gradients = steps.local_gradients(forward, plan.micro_batch)
+    with_figures = experiment.train_metrics and not workers.asynchronous
+    gradients = steps.local_gradients(forward, plan.micro_batch, with_figures=with_figures)
     if experiment.on_nonfinite == "skip":
         gradients = steps.poison_nonfinite(gradients)
     gradients = order.record(gradients, flops.count)

@@ -36,7 +36,7 @@ from jaxmpi.trainer import memory
 from jaxmpi.trainer.build import build_functions
 from jaxmpi.trainer.loop import Coordinator, Position, RunProgress, run_steps
 from jaxmpi.trainer.plan import Plan, make_plan
-from jaxmpi.trainer.run import SUMS, Run, evaluate, open_recorder, rate_factor, score
+from jaxmpi.trainer.run import Run, evaluate, open_recorder, rate_factor, score
 from jaxmpi.trainer.state import (
     States,
     note_saved,
@@ -55,7 +55,7 @@ class LockStep(Coordinator):
     def __init__(self, run: Run, sums: np.ndarray | None = None) -> None:
         self.run = run
         self.timer = StepTimer(run.workers.size, to_device(run.workers))
-        self.sums = np.zeros(SUMS) if sums is None else sums
+        self.sums = np.zeros(()) if sums is None else sums
         self.result: dict[str, float] = {}  # figures of the last evaluation
         self._pending: list[tuple[int, Metrics | None]] = []  # dispatched, not yet read
         self._evaluated = -1  # step of the last evaluation
@@ -121,7 +121,7 @@ class LockStep(Coordinator):
         if of_state := run.functions.rule.distance:  # of this process's workers from what they met last
             distance = local_rows(of_state(state.rule_state), run.workers).sum().item()
         run.log(step, self.sums, self.timer.window(), distance, rate_factor(run, state))
-        self.sums = np.zeros(SUMS)
+        self.sums = np.zeros(())
 
     def evaluate(self, step: int, state: TrainState) -> None:
         (self.result, why), self._evaluated = evaluate(self.run, state, step), step

@@ -226,7 +226,13 @@ def check_with_data(plan: Plan) -> None:
     """Raise `UsageError` unless the task fits the data and has `monitor`."""
     experiment, spec = plan.experiment, find_spec(plan.experiment)
     if spec is None or spec.labels == "numbers":
-        check_task(plan.task, plan.feed.example(), plan.validation.example(), experiment.compute_dtype)
+        check_task(
+            plan.task,
+            plan.feed.example(),
+            plan.validation.example(),
+            experiment.compute_dtype,
+            train_metrics=experiment.train_metrics,
+        )
     if experiment.monitor != "eval_loss":
         figures = ["eval_loss", *(f"eval_{name}" for name in metric_names(plan.task, plan.validation.source_example()))]
         if experiment.monitor not in figures:

@@ -48,10 +48,12 @@ from jaxmpi.trainer.build import Functions
 from jaxmpi.trainer.callbacks import Callback, Instruments, Moment, call_each
 from jaxmpi.trainer.memory import WorkerMemory
 from jaxmpi.trainer.plan import Plan
-from jaxmpi.trainer.step import EvalMetrics, Metrics
+from jaxmpi.trainer.step import FigureSums, Metrics
 from jaxmpi.trainer.timetable import Clock
 
-SUMS = 7  # over workers: loss, examples, |g_i|^2, steps; and if |g|^2 was measured |g_i|^2, |g|^2, steps
+# Over workers: loss, examples, |g_i|^2, steps; and if |g|^2 was measured |g_i|^2, |g|^2, steps. The sums and counts of
+# the task's figures follow, whose number the first step tells.
+SUMS = 7
 
 
 @dataclass(kw_only=True)
@@ -72,6 +74,7 @@ class Run:
     hosts: Sequence[str]  # names by rank
     peak: Peak | None  # most FLOP/s of all workers' devices, if known
     shuffles: int = 0  # number of shuffles of data in memory that have been recorded
+    figure_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of training, by name; from the first step
     # made of plan and functions, and so anew if ranks that died are left out
     saver: Saver = field(init=False)
     votes: decisions.StepConsensus = field(init=False)
@@ -135,14 +138,18 @@ class Run:
     # ------------------------------------------------------------ progress lines
 
     def sums(self, step: int, metrics: Metrics | None) -> np.ndarray:
-        """Vote on a step, even on one that was left out; f64[SUMS] of this process's workers, zeros if it was not made.
+        """Vote on a step, even on one that was left out; f64[SUMS + figures] of this process's workers.
 
-        The noise scale compares |g_i|^2 with |g|^2, so a step with a short batch is left out of it.
+        Zeros if the step was not made, f64[] if it was left out. The noise scale compares |g_i|^2 with |g|^2, so a step
+        with a short batch is left out of it.
         """
-        plan, workers, sums = self.plan, self.workers, np.zeros(SUMS)
+        plan, workers = self.plan, self.workers
         if metrics is None:
             self._react(self.votes.cast(step, None, 0, True))
-            return sums
+            return np.zeros(())
+        figures = rows_by_name(metrics.figures or {}, workers)
+        self.figure_shapes = {name: rows.shape for name, rows in figures.items()}
+        sums = np.concatenate([np.zeros(SUMS), *(rows.ravel() for rows in figures.values())])
         losses, counts, squares = (
             local_rows(value, workers).astype(np.float64) for value in (metrics.loss, metrics.count, metrics.squares)
         )
@@ -152,12 +159,12 @@ class Run:
         place, bad = found[0] if found else (0, None)
         self._react(self.votes.cast(step, bad, workers.mine[place], applied))
         if not (applied and np.isfinite(losses).all()):
-            return sums
+            return np.zeros_like(sums)
         sums[:4] = losses.sum(), counts.sum(), squares.sum(), squares.size
         is_whole = plan.examples(step) - plan.examples(step - 1) == plan.clock.effective_batch
         if metrics.mean_square is not None and is_whole:
             mean_squares = local_rows(metrics.mean_square, workers).sum(dtype=np.float64)
-            sums[4:] = squares.sum(), mean_squares, squares.size
+            sums[4:SUMS] = squares.sum(), mean_squares, squares.size
         return sums
 
     def log(
@@ -165,11 +172,16 @@ class Run:
     ) -> None:
         """Write mean loss and times of all workers since the last line; all ranks call it."""
         plan, feed, workers = self.plan, self.plan.feed, self.workers
-        mine = np.array([*sums, feed.skipped, feed.wait_s, distance or 0.0])
+        if sums.ndim == 0:  # all steps since the last line were left out, on all ranks
+            sums = np.zeros(SUMS)
+        mine = np.array([*sums[:SUMS], feed.skipped, feed.wait_s, distance or 0.0, *sums[SUMS:]])
         every = workers.processes.allgather_array(np.concatenate([mine, flat(window)]))
         totals = every[:, : len(mine)].sum(axis=0).tolist()
-        loss, count, squares, steps, local, mean, measured, skipped, wait_s, distances = totals
+        loss, count, squares, steps, local, mean, measured, skipped, wait_s, distances, *figures = totals
         more: dict[str, Any] = {}
+        if figures:
+            totals_by_name = split_by_name(np.array(figures), self.figure_shapes)
+            more |= {f"train_{name}": quotient(*total) for name, total in totals_by_name.items()}
         if self.noise and measured:
             more |= self.noise.fields(Means(local / measured, mean / measured))
         if distance is not None:
@@ -286,7 +298,7 @@ def eval_state(run: Run, state: TrainState) -> EvalState:
     return EvalState(functions.eval_params(state.params, state.rule_state), functions.mean_state(state.model_state))
 
 
-def batch_metrics(run: Run, subject: EvalState, step: int) -> Iterator[EvalMetrics]:
+def batch_metrics(run: Run, subject: EvalState, step: int) -> Iterator[FigureSums]:
     """Metrics of this process's validation batches."""
     with contextlib.closing(run.plan.validation.batches()) as batches:
         for batch in batches:
@@ -295,20 +307,32 @@ def batch_metrics(run: Run, subject: EvalState, step: int) -> Iterator[EvalMetri
             yield run.functions.eval_step(*subject, batch)
 
 
-def gather_figures(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, Any]:
+def gather_figures(metrics: Iterable[FigureSums], workers: Workers) -> dict[str, Any]:
     """Figures over all workers' batches, `eval_count` of examples first, then the loss; all ranks call it."""
     sums: dict[str, np.ndarray] = {}  # f64[2, ...]: sums and what divides them, over this process's batches
     for batch in metrics:
-        for name, ratio in batch.items():
-            rows = np.stack([local_rows(value, workers).sum(axis=0, dtype=np.float64) for value in ratio])
+        for name, rows in rows_by_name(batch, workers).items():
             sums[name] = sums.get(name, 0) + rows
     names = sorted(sums, key=lambda name: name != "loss")
     flat = np.concatenate([sums[name].ravel() for name in names] or [np.zeros(0)])
-    parts = np.split(workers.processes.allreduce_sum(flat), np.cumsum([sums[name].size for name in names])[:-1])
-    totals = {name: part.reshape(sums[name].shape) for name, part in zip(names, parts, strict=False)}
+    totals = split_by_name(workers.processes.allreduce_sum(flat), {name: sums[name].shape for name in names})
     count = totals.pop("count", np.zeros(2))[0]
     figures: dict[str, Any] = {"eval_count": int(count)}
     return figures | ({f"eval_{name}": quotient(*total) for name, total in totals.items()} if count else {})
+
+
+def rows_by_name(figures: FigureSums, workers: Workers) -> dict[str, np.ndarray]:
+    """f64[2, ...] by name: sums and what divides them, over this process's workers."""
+    return {
+        name: np.stack([local_rows(value, workers).sum(axis=0, dtype=np.float64) for value in ratio])
+        for name, ratio in figures.items()
+    }
+
+
+def split_by_name(flat: np.ndarray, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Arrays of these shapes, which lie one after another in a vector."""
+    parts = np.split(flat, np.cumsum([math.prod(shape) for shape in shapes.values()])[:-1])
+    return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=False)}
 
 
 def quotient(sums: np.ndarray, counts: np.ndarray) -> float:

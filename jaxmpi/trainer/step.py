@@ -27,6 +27,8 @@ from jaxmpi.rules.base import Rule
 from jaxmpi.tasks.base import Task
 from jaxmpi.tasks.supervised import cast_floats
 
+FigureSums = dict[str, tuple[jax.Array, jax.Array]]  # name: sums over the examples, and what divides them
+
 
 class Metrics(NamedTuple):
     """Sums over examples, divided once when they are shown."""
@@ -37,9 +39,7 @@ class Metrics(NamedTuple):
     applied: Any = None  # bool[], the same on all workers: whether the update was finite, and so was made
     squares: Any = None  # f32[]: |g_i|^2 of this worker's gradients
     mean_square: Any = None  # f32[]: |g|^2 of their mean over workers, if the rule measures it
-
-
-EvalMetrics = dict[str, tuple[jax.Array, jax.Array]]  # name: sums over the evaluated examples, and what divides them
+    figures: FigureSums | None = None  # of the task, by this step's params before the update
 
 
 def train_step(
@@ -77,8 +77,8 @@ class Forward(NamedTuple):
 
     def losses(
         self, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, train: bool
-    ) -> tuple[jax.Array, PyTree, Any]:
-        """Losses f32[batch], the new model state and outputs; passes run in `compute_dtype`, params stay f32.
+    ) -> tuple[jax.Array, PyTree, Any, dict[str, Any]]:
+        """Losses f32[batch], the new model state, outputs and scalars; passes run in `compute_dtype`, params stay f32.
 
         Examples that only fill the batch up are left out of batch statistics. That a model in training takes means of
         them over workers at all is checked, not that all layers do: other libraries' layers keep their own statistics.
@@ -90,13 +90,13 @@ class Forward(NamedTuple):
             return self.batch_mean(tree) if self.batch_mean else tree
 
         with statistics_over(counted_mean if self.batch_mean else None, batch["weight"] > 0 if train else None):
-            losses, new_state, outputs = self.task.loss(self.cast(params), model_state, batch, key, train)
+            losses, new_state, outputs, *scalars = self.task.loss(self.cast(params), model_state, batch, key, train)
         if train and self.batch_mean and not calls:
             raise UsageError(
                 f"batch_statistics: got synchronised, but {self.task.name} has no batch norm that takes its means by "
                 "jaxmpi.model.batch_mean, as jaxmpi.models.norm.BatchNorm does; use averaged"
             )
-        return losses.astype(jnp.float32), cast_floats(new_state, jnp.float32), outputs
+        return losses.astype(jnp.float32), cast_floats(new_state, jnp.float32), outputs, dict(*scalars)
 
     def cast(self, params: PyTree) -> PyTree:
         """Params in `compute_dtype`."""
@@ -107,25 +107,45 @@ class Forward(NamedTuple):
         weight = self.task.weight(batch) if self.task.weight else 1
         return jnp.where(batch["weight"] > 0, jnp.asarray(weight, jnp.float32), 0)
 
+    def figures(self, outputs: Any, scalars: dict[str, Any], batch: Batch) -> FigureSums:
+        """The task's metrics, and the scalars of its loss as means over examples, of those of weight > 0."""
+        real = batch["weight"] > 0
+
+        def total(values: jax.Array) -> jax.Array:
+            shape = (-1,) + (1,) * (values.ndim - 1)
+            return jnp.where(real.reshape(shape), values.astype(jnp.float32), 0).sum(0)
+
+        # A scalar of the whole batch counts once for each of its examples, so that short batches weigh less.
+        ratios = {name: (jnp.broadcast_to(value, real.shape), real) for name, value in scalars.items()}
+        ratios |= self.task.metrics(outputs, batch)
+        return {name: (total(sums), total(counts)) for name, (sums, counts) in ratios.items()}
+
 
 # ---------------------------------------------------------------- gradients
 
 
 def local_gradients(
-    forward: Forward, micro_batch: int = 0
+    forward: Forward, micro_batch: int = 0, *, with_figures: bool = False
 ) -> Callable[[PyTree, PyTree, Batch, jax.Array, jax.Array], tuple[PyTree, PyTree, Metrics]]:
     """Gradients of one worker's share of the loss, accumulated over micro-batches.
 
     L_i = sum_j weight_j loss_j, with weight_j = workers w_j / (sum of w over all workers' examples in this step). So
     the mean of L_i over workers is the mean loss of the effective batch, exactly, however unequal the shares.
 
+    Args:
+        with_figures: the metrics have the task's figures, too.
+
     Returns: (params, model_state, batch, key u32[2], step i32[]) -> (gradients, model_state, metrics).
     """
 
     def loss_of(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple]:
-        losses, model_state, _ = forward.losses(params, model_state, batch, key, True)
+        losses, model_state, outputs, scalars = forward.losses(params, model_state, batch, key, True)
         weights, real = forward.weights(batch), batch["weight"] > 0
         metrics = Metrics(jnp.where(real, losses * weights, 0).sum(), weights.sum())
+        if with_figures:
+            # Metrics need no derivative, and some have none, such as callbacks.
+            outputs, scalars = jax.lax.stop_gradient((outputs, scalars))
+            metrics = metrics._replace(figures=forward.figures(outputs, scalars, batch))
         return jnp.where(real, losses * batch["weight"], 0).sum(), (model_state, metrics)
 
     differentiate = jax.grad(loss_of, has_aux=True)
@@ -140,19 +160,18 @@ def local_gradients(
             return grads, model_state, add_norms(grads, metrics)
         slices = jax.tree.map(lambda x: x.reshape(size // micro_batch, micro_batch, *x.shape[1:]), batch)
 
-        def accumulate(carry: tuple, item: tuple) -> tuple[tuple, None]:
-            total, model_state, metrics = carry
+        def accumulate(carry: tuple, item: tuple) -> tuple[tuple, Metrics]:
+            total, model_state = carry
             i, piece = item
-            grads, (model_state, more) = differentiate(params, model_state, piece, jax.random.fold_in(key, i))
-            total = jax.tree.map(jnp.add, total, in_32_bits(grads))
-            return (total, model_state, jax.tree.map(jnp.add, metrics, more)), None
+            grads, (model_state, metrics) = differentiate(params, model_state, piece, jax.random.fold_in(key, i))
+            return (jax.tree.map(jnp.add, total, in_32_bits(grads)), model_state), metrics
 
-        start = (jax.tree.map(jnp.zeros_like, in_32_bits(params)), model_state, Metrics(jnp.zeros(()), jnp.zeros(())))
-        (total, model_state, metrics), _ = jax.lax.scan(
+        start = (jax.tree.map(jnp.zeros_like, in_32_bits(params)), model_state)
+        (total, model_state), metrics = jax.lax.scan(
             accumulate, start, (jnp.arange(size // micro_batch, dtype=jnp.int32), slices)
         )
         grads = cast_like(total, params)
-        return grads, model_state, add_norms(grads, metrics)
+        return grads, model_state, add_norms(grads, jax.tree.map(lambda x: x.sum(0), metrics))
 
     return gradients
 
@@ -218,21 +237,14 @@ def revert_if_nonfinite(before: TrainState, after: TrainState) -> tuple[TrainSta
 # ---------------------------------------------------------------- evaluation
 
 
-def eval_step(forward: Forward, params: PyTree, model_state: PyTree, batch: Batch) -> EvalMetrics:
+def eval_step(forward: Forward, params: PyTree, model_state: PyTree, batch: Batch) -> FigureSums:
     """Sums of loss, count and metrics over examples of weight > 0."""
     unused = jax.random.key(0)  # nothing is random in evaluation
-    losses, _, outputs = forward.losses(params, model_state, batch, unused, False)
+    losses, _, outputs, scalars = forward.losses(params, model_state, batch, unused, False)
     weights, real = forward.weights(batch), batch["weight"] > 0
-
-    def total(values: jax.Array) -> jax.Array:
-        shape = (-1,) + (1,) * (values.ndim - 1)
-        return jnp.where(real.reshape(shape), values.astype(jnp.float32), 0).sum(0)
-
-    ratios = {
-        name: (total(sums), total(counts)) for name, (sums, counts) in forward.task.metrics(outputs, batch).items()
-    }
+    loss = jnp.where(real, losses * weights, 0).sum(), weights.sum()
     examples = real.sum(dtype=jnp.float32)
-    return {"loss": (total(losses * weights), weights.sum()), "count": (examples, examples), **ratios}
+    return {"loss": loss, "count": (examples, examples), **forward.figures(outputs, scalars, batch)}
 
 
 def predict(forward: Forward, params: PyTree, model_state: PyTree, batch: Batch) -> Any:

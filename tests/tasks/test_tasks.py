@@ -22,6 +22,7 @@ from jaxmpi.tasks.registry import TASKS
 from jaxmpi.trainer import main
 from launching import Ended, train, train_here
 from line_task import BY_TOKEN, LINE, STEPS, line, lines, loss
+from runs import record
 from tolerances import U
 
 EXAMPLES = sorted(Path("experiments/tasks").glob("*.py"))
@@ -176,6 +177,41 @@ def test_any_number_of_workers_makes_the_steps_of_one(devices, task, weigh, tmp_
     assert means["eval_far"] == pytest.approx(np.sqrt(losses).mean(), rel=2e4 * U)
 
 
+def loss_with_scalars(params, model_state, batch, key, train):
+    losses, model_state, far = loss(params, model_state, batch, key, train)
+    return losses, model_state, far, {"signed": far, "length": jnp.square(params["w"]).sum()}
+
+
+@pytest.mark.parametrize(("devices", "fields"), [(1, {}), (3, {}), (1, {"micro_batch": 4})], ids=str)
+def test_figures_of_training_are_those_of_all_examples_since_the_line_before(devices, fields, tmp_path):
+    task = dataclasses.replace(LINE, loss=loss_with_scalars)
+    run = lines(tmp_path, task, devices=devices, log_every=3, monitor="eval_signed", **fields)
+    figures = main.train(run, "lines")
+    data, w, sampler, seen = line(50), np.zeros(3), Sampler(50, 12, 0, 1, 0), []
+    for step in range(STEPS):  # the fifth has two examples
+        indices = np.asarray(sampler.indices(step).indices)
+        x = data["x"][indices].astype(np.float64)
+        far = x @ w - data["y"][indices]
+        seen.append((abs(far).sum(), far.sum(), len(far) * w @ w, len(far)))
+        w = w - 0.01 * 2 * far @ x / len(far)
+    # Lines come after steps 1, 3, 6 and 7.
+    for row, part in zip(record(run.run_dir, "train"), (seen[:1], seen[1:3], seen[3:6], seen[6:]), strict=True):
+        *sums, count = np.sum(part, axis=0)
+        got = [row[f"train_{name}"] for name in ("far", "signed", "length")]
+        np.testing.assert_allclose(got, np.divide(sums, count), rtol=2e4 * U, atol=2e4 * U)
+    assert figures["eval_length"] == pytest.approx(w @ w, rel=2e4 * U)
+
+
+def test_without_train_metrics_lines_have_the_loss_alone_and_metrics_see_evaluations_only(tmp_path):
+    def outputs_of_evaluation(params, model_state, batch, key, train):
+        losses, model_state, far = loss(params, model_state, batch, key, train)
+        return losses, model_state, None if train else far
+
+    run = lines(tmp_path, dataclasses.replace(LINE, loss=outputs_of_evaluation), train_metrics=False)
+    assert "eval_far" in main.train(run, "lines")
+    assert not any(name.startswith("train_") for row in record(run.run_dir, "train") for name in row)
+
+
 def pairwise(params, model_state, batch, key, train):
     """l_i: the mean over the worker's real examples j of (r_i - r_j)^2, r = x w - y."""
     far, real = batch["x"] @ params["w"] - batch["y"], batch["weight"] > 0
@@ -318,7 +354,12 @@ BAD = {
         dataclasses.replace(LINE, predict=lambda *args: jnp.zeros(())),
         r"predict: outputs: got float32\[\]",
     ),
-    "reserved": (dataclasses.replace(LINE, metrics=lambda o, b: {"loss": (o, o)}), "loss: the trainer has a figure of"),
+    "reserved": (
+        dataclasses.replace(LINE, metrics=lambda o, b: {"loss": (o, o)}),
+        "loss: there is a figure of this name",
+    ),
+    "scalars": (with_loss(lambda losses, s, o: (losses, s, o, {"kl": o[:, None]})), r"loss: kl: got float32\[2, 1\]"),
+    "a name twice": (with_loss(lambda losses, s, o: (losses, s, o, {"far": o})), "far: there is a figure of this name"),
     "weight": (dataclasses.replace(LINE, weight=lambda b: b["x"]), r"weight: got float32\[2, 3\]; expected \[2\]"),
     "maximize": (dataclasses.replace(LINE, maximize=("near",)), "maximize: got .*near.*its metrics are far"),
     "no params": (dataclasses.replace(LINE, init=lambda key, batch: ({}, {})), "init: expected params, got none"),
