@@ -28,7 +28,15 @@ MOST_SAMPLES = 50
 MOST_TEXT = 10_000  # characters of a sample
 MOST_PICTURE_BYTES = 1 << 22
 XS = ("step", "epoch", "elapsed_s")
-NO_FIGURES = {*XS, *PARTS, "kind", "examples", "own_ranks", "eval_count"}  # fields of a line that no curve shows
+NO_FIGURES = {
+    *XS,
+    *PARTS,
+    "compute_s",
+    "kind",
+    "examples",
+    "own_ranks",
+    "eval_count",
+}  # fields of a line that no curve shows
 
 Table = dict[str, np.ndarray]  # f64[lines] each, NaN if a line has none
 Row = Mapping[str, Any]

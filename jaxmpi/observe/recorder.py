@@ -70,10 +70,11 @@ class Recorder:
         self._file = open_record(run_dir / "record.jsonl") if run_dir else None
         self._terminal = (terminal or Plain(sys.stdout)) if run_dir else Terminal()
         self._sinks, self._hosts = list(sinks) if run_dir else [], hosts
-        self._begin = time.monotonic()
-        self._start = self._begin - elapsed_s
-        self._window = self._begin, 0
-        self._compute_s = 0.0  # in steps, since this start
+        now = time.monotonic()
+        self._start = now - elapsed_s
+        self._window = now, 0
+        # Goodput is of the whole run: earlier parts of a resumed one, and the time between them, count.
+        self.began_ms, self._compute_s = useful_time(run_dir) if run_dir else (0, 0.0)
         self._buckets: dict[str, np.ndarray] = {}  # seconds in flight and waited for since the last evaluation
         self._bucket_steps = 0.0
 
@@ -178,7 +179,7 @@ class Recorder:
         if anatomy:
             shares = {part: anatomy.means[part] / (anatomy.step_s or 1.0) for part in anatomy.table if part != "hidden"}
             self._add_buckets(noted, anatomy.steps)
-            fields |= self._anatomy_fields(anatomy, now)
+            fields |= self._anatomy_fields(anatomy)
         self.write("train", **fields)
         figures = [format_figure(name.removeprefix("train_"), more[name]) for name in more if name.startswith("train_")]
         self._terminal.progress(
@@ -203,14 +204,15 @@ class Recorder:
             )
         )
 
-    def _anatomy_fields(self, anatomy: Summary, now: float) -> dict[str, Any]:
+    def _anatomy_fields(self, anatomy: Summary) -> dict[str, Any]:
         """Fields of the record about the parts of a step."""
         self._compute_s += float(anatomy.spent[COMPUTE].mean())
         ranks = len(anatomy.own_s)
         per = -(-ranks // MOST_RANKS)
         return {
             "step_s": anatomy.step_s,
-            "goodput": self._compute_s / max(now - self._begin, 1e-9),
+            "compute_s": self._compute_s,
+            "goodput": self._compute_s / max(time.time() - self.began_ms / 1000, 1e-9),
             "exchange_time": anatomy.source,
             "anatomy": {part: [*map(as_json_number, row)] for part, row in anatomy.table.items()},
             "own_s": [as_json_number(max(anatomy.own_s[i : i + per])) for i in range(0, ranks, per)],
@@ -269,6 +271,7 @@ class Recorder:
             self._file.close()
             cut_record(Path(self._file.name), step)
             self._file = open_record(Path(self._file.name))
+            _, self._compute_s = useful_time(Path(self._file.name).parent)  # what is repeated was of no use
 
     def __enter__(self) -> "Recorder":
         """Be closed at the end of the block."""
@@ -326,6 +329,16 @@ def cut_record(path: Path, step: int) -> None:
         except (*MALFORMED, AttributeError, TypeError):  # no line of ours
             continue
     write_whole(path, b"".join(kept))
+
+
+def useful_time(run_dir: Path) -> tuple[int, float]:
+    """When a run was first started, in ms since 1970; and seconds of computation in the steps that its record has."""
+    began_ms, compute_s = int(1000 * time.time()), 0.0
+    for line in reversed((run_dir / "record.jsonl").read_bytes().splitlines()):
+        row = json.loads(line)
+        compute_s = compute_s or row.get("compute_s", 0.0)
+        began_ms = row.get("began_ms", began_ms)
+    return began_ms, compute_s
 
 
 def open_record(path: Path) -> FileIO:

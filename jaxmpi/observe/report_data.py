@@ -59,7 +59,7 @@ def charts(records: Sequence[Record]) -> list[Chart]:
     tops += [Series("train", f"train_{field[5:]}", f"{label} training") for field, label in TOPS.items()]
     workers = [Series("workers", f"{WORKER}{i}", f"worker {i}") for i in range(MOST_WORKERS)]
     workers = [series for series in workers if any(has_values(record, series) for record in records)]
-    peak, goodput = "of a peak that was measured" * is_measured, "seconds of compute over seconds since the start"
+    peak, goodput = "of a peak that was measured" * is_measured, "seconds of compute over seconds since the first start"
     described = [
         Chart("learning", "Loss", losses, is_log=True),
         Chart("learning", "Accuracy", tops, "%", 100),

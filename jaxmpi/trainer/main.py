@@ -309,6 +309,7 @@ def write_facts(run: Run, root: Path | None, digest: str) -> None:
         "scaled_for": plan.scaled_for,
         "format": FORMAT,
     }
+    facts["began_ms"] = run.recorder.began_ms
     if peak:
         facts |= {"peak_flops_per_s": peak.flops_per_s, "peak": peak.source}
     write_whole(run.folder / "config.json", (json.dumps(facts, indent=2) + "\n").encode())

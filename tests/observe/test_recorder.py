@@ -176,6 +176,24 @@ def test_model_flops_are_of_examples_that_were_seen_and_mfu_of_the_peak(tmp_path
 # ---------------------------------------------------------------- parts of a step
 
 
+def test_goodput_counts_the_time_of_a_restart_and_no_step_that_is_repeated(tmp_path, monkeypatch):
+    clock = iter([1000.0, 1010.0, 1020.0, 1100.0, 1110.0])
+    monkeypatch.setattr("jaxmpi.observe.recorder.time.time", clock.__next__)
+    record, _ = recorder(tmp_path)
+    record.write("run", began_ms=record.began_ms)
+    for step in (10, 20):  # 11.25 s of computation each
+        record.train(**{**TRAIN, "step": step}, anatomy=UNEQUAL)
+    record.close()
+    cut_record(tmp_path / "record.jsonl", 10)
+    again, _ = recorder(tmp_path)
+    again.train(**{**TRAIN, "step": 20}, anatomy=UNEQUAL)
+    again.close()
+    assert [row["goodput"] for row in rows(tmp_path, "train")] == [
+        1.125,
+        pytest.approx(22.5 / 110, rel=1e-5),
+    ]  # six digits are kept
+
+
 def test_a_window_names_its_worst_rank(tmp_path):
     record, out = recorder(tmp_path, hosts=["a", "a", "node07", "b"])
     noted = [Span("travel", "bucket 1 of 1 (w)", 0.0, 2.0), Span("wait", "bucket 1 of 1 (w)", 1.0, 2.0)]
