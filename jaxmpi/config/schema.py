@@ -42,6 +42,9 @@ class Experiment:
     loss: InPython[Callable[..., Any] | None] = (
         None  # (outputs, labels i32[batch, ...]) -> f32[batch, ...]; default: softmax cross-entropy
     )
+    whole_set: InPython[Callable[[Any, Any], dict[str, Any]] | None] = (
+        None  # (outputs, labels) of all validation examples, in order on rank 0 -> {name: number}, such as AUC
+    )
     fallback: InPython["Experiment | None"] = None  # experiment that runs when no data folder is given
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)

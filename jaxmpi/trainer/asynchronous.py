@@ -46,7 +46,18 @@ from jaxmpi.runtime import failures
 from jaxmpi.runtime.progress import drain, phase
 from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.loop import Coordinator, Position, RunProgress, run_steps
-from jaxmpi.trainer.run import SUMS, Run, batch_metrics, conclude, eval_state, gather_figures, rate_factor, score
+from jaxmpi.trainer.run import (
+    SUMS,
+    Run,
+    batch_metrics,
+    collect_whole_set,
+    conclude,
+    eval_state,
+    gather_figures,
+    rate_factor,
+    score,
+    show_tables,
+)
 from jaxmpi.trainer.state import note_saved, run_facts
 from jaxmpi.trainer.step import FigureSums, Metrics
 from jaxmpi.trainer.timetable import DueEvents
@@ -278,12 +289,15 @@ class AsyncLeader(AsyncCoordinator):
         run = self.run
         subject = eval_state(run, state._replace(params=on_device(self.shared(state))))
 
+        whole_set = collect_whole_set(run)
+
         def reporting() -> Iterator[FigureSums]:
-            for metrics in batch_metrics(run, subject, step):
+            for metrics in batch_metrics(run, subject, step, whole_set):
                 self.worker.report()  # else server 0 would take this worker for late
                 yield metrics
 
-        self.result, self.evaluated = gather_figures(reporting(), run.workers), step
+        self.result, self.evaluated = gather_figures(reporting(), run.workers, whole_set), step
+        show_tables(run, step, whole_set)
         conclude(run, subject, step, self.result)
 
     def shared(self, state: TrainState) -> PyTree:

@@ -54,6 +54,7 @@ from jaxmpi.trainer import step as steps
 from jaxmpi.trainer.options import PLATFORMS, PROGRAM, facts_file
 from jaxmpi.trainer.plan import init_model
 from jaxmpi.trainer.run import gather_figures
+from jaxmpi.trainer.whole_set import WholeSet, WholeSetFunction, gather_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,16 +67,22 @@ class Finished:
     params: PyTree
     model_state: PyTree
     step: int
+    whole_set: WholeSetFunction | None = None
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate every validation example once, over all workers; all ranks call it.
 
         `eval_count` and `eval_loss` are among the figures.
         """
-        evaluate_batch = self.workers.comm.jit(partial(steps.eval_step, self.forward))
+        eval_step = steps.eval_step_with_outputs if self.whole_set else steps.eval_step
+        whole_set = WholeSet(self.whole_set, self.workers) if self.whole_set else None
+        evaluate_batch = partial(self.workers.comm.jit(partial(eval_step, self.forward)), self.params, self.model_state)
+
+        def judge(batch: Batch) -> steps.FigureSums:
+            return whole_set.add(batch, *evaluate_batch(batch)) if whole_set else evaluate_batch(batch)
+
         with self.feed.pool:
-            metrics = map(partial(evaluate_batch, self.params, self.model_state), self.feed.batches())
-            return gather_figures(metrics, self.workers)
+            return gather_figures(map(judge, self.feed.batches()), self.workers, whole_set)
 
     @cached_property
     def predict(self) -> Callable[[Batch], Any]:
@@ -89,25 +96,15 @@ class Finished:
 
     def predict_all(self) -> dict[str, np.ndarray]:
         """Outputs by name for all validation examples, in order, on all ranks."""
-        names: list[str] = []
-        parts: list[list[np.ndarray]] = []
+        parts, found = list[dict[str, np.ndarray]](), 0
         with self.feed.pool:
             for batch in self.feed.batches():
-                named = by_name(self.predict(batch))
-                names = [*named]
-                parts.append(self._gather_rows([*map(np.asarray, named.values()), np.asarray(batch["weight"])]))
-        *whole, weights = map(np.concatenate, zip(*parts, strict=True)) if parts else [np.zeros(0)]
-        real = weights > 0
-        if missing := len(self.feed.source) - int(real.sum()):
+                named, weight = gather_rows((by_name(self.predict(batch)), batch["weight"]), self.workers)
+                parts.append({name: values[weight > 0] for name, values in named.items()})
+                found += int((weight > 0).sum())
+        if missing := len(self.feed.source) - found:
             raise UsageError(f"{self.feed.source.name}: {missing} examples are corrupt")
-        return {name: values[real] for name, values in zip(names, whole, strict=True)}
-
-    def _gather_rows(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """Every rank's rows in the sampler's order; float64 keeps 32 bits exactly."""
-        every = self.workers.processes.allgather_array(np.concatenate([x.ravel().astype(np.float64) for x in arrays]))
-        parts = np.split(every, np.cumsum([x.size for x in arrays])[:-1], axis=1)
-        rows = [part.reshape(len(every), *x.shape).swapaxes(0, 1) for x, part in zip(arrays, parts, strict=True)]
-        return [each.reshape(-1, *x.shape[1:]).astype(x.dtype) for x, each in zip(arrays, rows, strict=True)]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
 
 def by_name(outputs: Any) -> dict[str, Any]:
@@ -148,7 +145,15 @@ def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = N
 
     at = on_all_ranks(control, read)[0]
     params, model_state = control.bcast(arrays)
-    return Finished(workers=workers, feed=feed, forward=forward, params=params, model_state=model_state, step=at)
+    return Finished(
+        workers=workers,
+        feed=feed,
+        forward=forward,
+        params=params,
+        model_state=model_state,
+        step=at,
+        whole_set=experiment.whole_set,
+    )
 
 
 # ---------------------------------------------------------------- from the command line

@@ -235,7 +235,10 @@ def check_with_data(plan: Plan) -> None:
         )
     if experiment.monitor != "eval_loss":
         figures = ["eval_loss", *(f"eval_{name}" for name in metric_names(plan.task, plan.validation.source_example()))]
-        if experiment.monitor not in figures:
+        if experiment.monitor not in figures and experiment.whole_set:  # it may be one of its names
+            if experiment.monitor_mode == "auto":
+                raise UsageError(f"monitor_mode: got auto with monitor {experiment.monitor}; give max or min")
+        elif experiment.monitor not in figures:
             raise UsageError(f"monitor: got {experiment.monitor}; task {plan.task.name} gives {', '.join(figures)}")
 
 

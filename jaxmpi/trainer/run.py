@@ -50,6 +50,7 @@ from jaxmpi.trainer.memory import WorkerMemory
 from jaxmpi.trainer.plan import Plan
 from jaxmpi.trainer.step import FigureSums, Metrics
 from jaxmpi.trainer.timetable import Clock
+from jaxmpi.trainer.whole_set import WholeSet
 
 # Over workers: loss, examples, |g_i|^2, steps; and if |g|^2 was measured |g_i|^2, |g|^2, steps. The sums and counts of
 # the task's figures follow, whose number the first step tells.
@@ -288,7 +289,9 @@ def evaluate(run: Run, state: TrainState, step: int) -> tuple[dict[str, float], 
     """Figures of every validation example once, over all workers; and why a callback ends the run, or empty."""
     subject = eval_state(run, state)
     with progress.phase("evaluating"):
-        figures = gather_figures(batch_metrics(run, subject, step), run.workers)
+        whole_set = collect_whole_set(run)
+        figures = gather_figures(batch_metrics(run, subject, step, whole_set), run.workers, whole_set)
+    show_tables(run, step, whole_set)
     return figures, conclude(run, subject, step, figures)
 
 
@@ -298,16 +301,31 @@ def eval_state(run: Run, state: TrainState) -> EvalState:
     return EvalState(functions.eval_params(state.params, state.rule_state), functions.mean_state(state.model_state))
 
 
-def batch_metrics(run: Run, subject: EvalState, step: int) -> Iterator[FigureSums]:
+def collect_whole_set(run: Run) -> WholeSet | None:
+    """Where an evaluation gathers its outputs, if the experiment judges them as a whole."""
+    function = run.experiment.whole_set
+    return WholeSet(function, run.workers) if function else None
+
+
+def show_tables(run: Run, step: int, whole_set: WholeSet | None) -> None:
+    """Record arrays that `whole_set` returned, such as a confusion matrix, as samples."""
+    for name, text in whole_set.tables.items() if whole_set else ():
+        run.recorder.sample(step, name, text)
+
+
+def batch_metrics(run: Run, subject: EvalState, step: int, whole_set: WholeSet | None) -> Iterator[FigureSums]:
     """Metrics of this process's validation batches."""
     with contextlib.closing(run.plan.validation.batches()) as batches:
         for batch in batches:
             failures.set_phase(f"evaluation after step {step}", failures.LONG)  # for the watchdog: it makes progress
             fault_injection.inject_at("eval", step)
-            yield run.functions.eval_step(*subject, batch)
+            result = run.functions.eval_step(*subject, batch)
+            yield whole_set.add(batch, *result) if whole_set else result
 
 
-def gather_figures(metrics: Iterable[FigureSums], workers: Workers) -> dict[str, Any]:
+def gather_figures(
+    metrics: Iterable[FigureSums], workers: Workers, whole_set: WholeSet | None = None
+) -> dict[str, Any]:
     """Figures over all workers' batches, `eval_count` of examples first, then the loss; all ranks call it."""
     sums: dict[str, np.ndarray] = {}  # f64[2, ...]: sums and what divides them, over this process's batches
     for batch in metrics:
@@ -318,7 +336,8 @@ def gather_figures(metrics: Iterable[FigureSums], workers: Workers) -> dict[str,
     totals = split_by_name(workers.processes.allreduce_sum(flat), {name: sums[name].shape for name in names})
     count = totals.pop("count", np.zeros(2))[0]
     figures: dict[str, Any] = {"eval_count": int(count)}
-    return figures | ({f"eval_{name}": quotient(*total) for name, total in totals.items()} if count else {})
+    figures |= {f"eval_{name}": quotient(*total) for name, total in totals.items()} if count else {}
+    return figures | (whole_set.figures(figures) if whole_set else {})
 
 
 def rows_by_name(figures: FigureSums, workers: Workers) -> dict[str, np.ndarray]:
@@ -345,6 +364,8 @@ def quotient(sums: np.ndarray, counts: np.ndarray) -> float:
 
 def conclude(run: Run, subject: EvalState, step: int, figures: dict[str, Any]) -> str:
     """Record the figures, and call the user's callbacks; why one of any rank's ends the run, or empty."""
+    if figures["eval_count"] and run.experiment.monitor not in figures:
+        raise UsageError(f"monitor: got {run.experiment.monitor}; the figures are {', '.join(figures)}")
     place = {"epoch": run.plan.epoch(step), "examples": run.plan.examples(step)}
     run.recorder.evaluation(step=step, tokens_per_byte=run.plan.validation.tokens_per_byte, **place, **figures)
     if not run.experiment.callbacks:

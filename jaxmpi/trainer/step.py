@@ -247,6 +247,13 @@ def eval_step(forward: Forward, params: PyTree, model_state: PyTree, batch: Batc
     return {"loss": loss, "count": (examples, examples), **forward.figures(outputs, scalars, batch)}
 
 
+def eval_step_with_outputs(
+    forward: Forward, params: PyTree, model_state: PyTree, batch: Batch
+) -> tuple[FigureSums, Any]:
+    """`eval_step`, and what `predict` returns; XLA computes once what they have in common."""
+    return eval_step(forward, params, model_state, batch), predict(forward, params, model_state, batch)
+
+
 def predict(forward: Forward, params: PyTree, model_state: PyTree, batch: Batch) -> Any:
     """Outputs in evaluation, floats in 32 bits; without weights all examples count."""
     batch = {"weight": jnp.ones(jax.tree.leaves(batch)[0].shape[0]), **batch}

@@ -212,6 +212,43 @@ def test_without_train_metrics_lines_have_the_loss_alone_and_metrics_see_evaluat
     assert not any(name.startswith("train_") for row in record(run.run_dir, "train") for name in row)
 
 
+def judge_as_a_whole(outputs, labels):
+    """Numbers that depend on every example and on their order, and a table."""
+    nth = np.arange(1, len(outputs) + 1)
+    return {
+        "rank": np.corrcoef(outputs.argsort().argsort(), labels["y"].argsort().argsort())[0, 1],
+        "place": (nth * labels["y"]).sum(),
+        "by_sign": np.histogram2d(outputs > 0, labels["y"] > 0, bins=2)[0].astype(int),
+    }
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_function_of_the_whole_set_gets_all_examples_in_order(devices, tmp_path):
+    told = {"whole_set": judge_as_a_whole, "monitor": "eval_rank", "monitor_mode": "max", "eval_every": "3st"}
+    run = lines(tmp_path, devices=devices, **told)
+    figures = main.train(run, "lines")
+    data = line(13, 1)
+    expected = judge_as_a_whole(data["x"] @ by_hand(np.ones_like) - data["y"], data)
+    for name in ("rank", "place"):
+        assert figures[f"eval_{name}"] == pytest.approx(expected[name], rel=1e-5)
+    assert record(run.run_dir, "eval")[-1]["eval_rank"] == pytest.approx(expected["rank"], rel=1e-5)
+    assert record(run.run_dir, "sample")[-1]["text"] == str(expected["by_sign"])
+    assert jaxmpi.Trainer(run).evaluate()["eval_rank"] == pytest.approx(expected["rank"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "match"),
+    [
+        (lambda outputs, labels: 1.0, "expected a dict"),
+        (lambda outputs, labels: {"far": 1.0}, "far: got 1.0"),
+        (lambda outputs, labels: {"near": 1.0}, "monitor: got eval_rank"),
+    ],
+)
+def test_a_bad_function_of_the_whole_set_is_named(function, match, tmp_path):
+    with pytest.raises(UsageError, match=match):
+        main.train(lines(tmp_path, whole_set=function, monitor="eval_rank", monitor_mode="max"), "lines")
+
+
 def pairwise(params, model_state, batch, key, train):
     """l_i: the mean over the worker's real examples j of (r_i - r_j)^2, r = x w - y."""
     far, real = batch["x"] @ params["w"] - batch["y"], batch["weight"] > 0
