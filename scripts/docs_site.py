@@ -1,10 +1,11 @@
-"""Hooks of mkdocs.yml: README as first page, a page of options, links out of docs/, pages as Markdown.
+"""Hooks of mkdocs.yml: README as first page, pages of options and errors, links out of docs/, pages as Markdown.
 
 uv run --group docs mkdocs build
 
 Links out of docs/ become plain words. The Markdown of each page lies beside it, and llms.txt lists all pages.
 """
 
+import ast
 import dataclasses
 import html
 import posixpath
@@ -24,6 +25,7 @@ def on_files(files: Files, config: Any) -> Files:
     text = LINK.sub(lambda m: f"[{m[1]}]({from_docs(m[2])})", (ROOT / "README.md").read_text())
     files.append(File.generated(config, "index.md", content=text))
     files.append(File.generated(config, "options.md", content=options_page()))
+    files.append(File.generated(config, "errors.md", content=errors_page()))
     return files
 
 
@@ -48,6 +50,85 @@ def options_page() -> str:
         rows = (row(name, known[name]) for name in (names if title in GROUPS else sorted(names)))
         lines += [f"\n## {title}\n", "| flag | default | meaning |", "|---|---|---|", *rows]
     return "\n".join([*lines, "\n**Next:** [options that combine](combining.md); [API](api.md).\n"])
+
+
+# ---------------------------------------------------------------- errors
+
+ERRORS = ("UsageError", "TrainingError", "AgreedError", "NotFinite")
+ANY = "\u2026"  # stands for what a message fills in
+OF_FORMAT = re.compile(r"\{[^{}]*\}")
+MARKDOWN = re.compile(r"[&<>*`|\[\]\\{}]|__")
+
+
+def errors_page() -> str:
+    """All messages of the package's errors by file, from the calls that raise them."""
+    head = f"""# Errors
+
+*Look up: every message of an error, with the way out that it names, made from the source; {ANY} stands for a value.*
+
+Search this page, or the site, for some words of your message that are no values. Most errors are a
+`jaxmpi.UsageError`, which ranks mostly find before anything is lost. The others say so: a `TrainingError` ends the
+job, and an `AgreedError` is one that all ranks raise together and rank 0 prints. Limits of time are
+[environment variables](launching.md#what-a-process-sets); [failures](reliability.md) has what notices a dead or late
+rank.
+"""
+    lines, package = [head], ROOT / "jaxmpi"
+    rooms: dict[str, list[Path]] = {}
+    for path in sorted(package.rglob("*.py")):
+        rooms.setdefault(path.relative_to(package).parts[0].removesuffix(".py"), []).append(path)
+    for room, paths in rooms.items():
+        found = [(path, found) for path in paths if (found := messages(ast.parse(path.read_text())))]
+        lines += [f"## {room}\n"] * bool(found)
+        for path, rows in found:
+            lines += [f"### {MARKDOWN.sub(entity, str(path.relative_to(package)))}\n"]
+            for kind, text in rows:
+                name = "" if kind == "UsageError" else f"`{kind}`: "
+                lines.append(f"- {name}{MARKDOWN.sub(entity, text)}")
+            lines.append("")
+    return "\n".join([*lines, "**Next:** [options](options.md); [failures](reliability.md).\n"])
+
+
+def entity(match: re.Match[str]) -> str:
+    """What Markdown would read, as HTML."""
+    return "".join(f"&#{ord(character)};" for character in match[0])
+
+
+def messages(module: ast.Module) -> list[tuple[str, str]]:
+    """(error, message) of each call in a module that makes an error of ours, values replaced; no message twice."""
+    texts = {
+        target.id: statement.value
+        for statement in ast.walk(module)
+        if isinstance(statement, ast.Assign)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    }
+    found: dict[tuple[str, str], None] = {}
+    for call in ast.walk(module):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            continue
+        is_check = call.func.id == "check" and len(call.args) == 2
+        if (call.func.id in ERRORS and call.args) or is_check:
+            text = " ".join(template(call.args[-1 if is_check else 0], texts).split())
+            if len(re.findall(r"[a-z]{2,}", text)) > 1:  # else the message comes from elsewhere, whole
+                found["UsageError" if is_check else call.func.id, text] = None
+    return [*found]
+
+
+def template(node: ast.expr, texts: dict[str, ast.expr]) -> str:
+    """The text of an expression, with ANY for what it fills in."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(template(part, texts) for part in parts)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return template(left, texts) + template(right, texts)
+        case ast.Call(func=ast.Attribute(value=form, attr="format")):
+            return OF_FORMAT.sub(ANY, template(form, texts))
+        case ast.Name(id=name) if isinstance(texts.get(name), ast.Constant | ast.JoinedStr):
+            return template(texts[name], texts)
+        case _:
+            return ANY
 
 
 def from_docs(target: str) -> str:
@@ -77,6 +158,7 @@ def on_post_build(config: Any) -> None:
     site, lines = Path(config.site_dir), [f"# {config.site_name}", "", f"> {config.site_description}"]
     (site / "index.md").write_text((ROOT / "README.md").read_text())
     (site / "options.md").write_text(options_page())
+    (site / "errors.md").write_text(errors_page())
     for source in sorted(Path(config.docs_dir).rglob("*.md")):
         (site / source.relative_to(config.docs_dir)).write_text(source.read_text())
     for section in config.nav[1:]:

@@ -19,7 +19,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert built.returncode == 0, built.stderr
     assert not re.findall(r"^(?:WARNING|ERROR).*", built.stderr, re.M)
     docs = ROOT / "docs"
-    pages = {"options", *(page.stem for page in docs.glob("*.md"))}
+    pages = {"options", "errors", *(page.stem for page in docs.glob("*.md"))}
     assert all((tmp_path / "site" / page / "index.html").is_file() for page in pages)
     first, listed = ((tmp_path / "site" / name).read_text() for name in ("index.html", "llms.txt"))
     assert all(f'href="{page}/"' in first for page in pages), "a page is not in the menu"
@@ -27,6 +27,8 @@ def test_the_site_builds_without_warnings(tmp_path):
     api = (tmp_path / "site" / "api" / "index.html").read_text()
     assert "bitwise equal on all workers" in api  # of jaxmpi.exchange's docstring
     assert "--optim.lr" in (tmp_path / "site" / "options" / "index.html").read_text()
+    errors = (tmp_path / "site" / "errors" / "index.html").read_text()
+    assert "use exchange_gradients(" in errors  # of `allreduce/api.py`
 
 
 def test_every_public_name_is_in_the_api():
