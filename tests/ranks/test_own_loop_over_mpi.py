@@ -503,7 +503,7 @@ def test_a_step_is_a_whole_number_of_64_bits(folder):
 MOVES = (Path(__file__).parents[2] / "docs" / "porting.md").read_text().partition("## Functions over workers")[0]
 ELSEWHERE = (
     "--",
-    "mpirun",
+    "jaxmpi run",
     "jaxmpi.Trainer(",
     'jaxmpi.exchange(x, comm=jaxmpi.AxisComm("i", n))',
 )  # other tests have these
