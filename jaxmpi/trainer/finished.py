@@ -1,7 +1,7 @@
 """A finished run: evaluation and predictions by any number of workers, and its model as a program.
 
     jaxmpi evaluate RUN [--best | --step K] [--field value ...]              figures of the validation data, as JSON
-    jaxmpi predict RUN OUT.npz [--best | --step K] [--field value ...]       outputs for every validation example
+    jaxmpi predict RUN OUT.npz [--best | --step K] [--field value ...]       outputs, labels, files of these examples
     mpirun -n 4 jaxmpi evaluate RUN                                          the same by four workers
     jaxmpi export RUN model.jaxexport [--platforms cpu,cuda] [--batch N]     a program for JAX alone
 
@@ -74,6 +74,10 @@ class Finished:
 
         `eval_count` and `eval_loss` are among the figures.
         """
+        if not self.is_labelled:
+            raise UsageError(
+                f"{self.feed.source.name}: got images without folders of classes; jaxmpi predict takes them"
+            )
         eval_step = steps.eval_step_with_outputs if self.whole_set else steps.eval_step
         whole_set = WholeSet(self.whole_set, self.workers) if self.whole_set else None
         evaluate_batch = partial(self.workers.comm.jit(partial(eval_step, self.forward)), self.params, self.model_state)
@@ -94,12 +98,28 @@ class Finished:
         with self.feed.pool, contextlib.closing(self.feed.batches()) as batches:
             return {name: value for name, value in next(batches).items() if name != "weight"}
 
+    @property
+    def is_labelled(self) -> bool:
+        """Return False if the source does not know its examples' classes."""
+        return getattr(self.feed.source, "is_labelled", True)
+
+    def example_names(self) -> dict[str, np.ndarray]:
+        """`file` of each example, and `class_names`, where the source knows them."""
+        source, names = self.feed.source, dict[str, np.ndarray]()
+        if where := getattr(source, "where", None):
+            names["file"] = np.array([where(i) for i in range(len(source))], np.str_)
+        if self.is_labelled and len(classes := getattr(source, "names", ())):
+            names["class_names"] = np.array(classes, np.str_)
+        return names
+
     def predict_all(self) -> dict[str, np.ndarray]:
-        """Outputs by name for all validation examples, in order, on all ranks."""
+        """Outputs by name for all validation examples, and their `label`, in order, on all ranks."""
         parts, found = list[dict[str, np.ndarray]](), 0
         with self.feed.pool:
             for batch in self.feed.batches():
-                named, weight = gather_rows((by_name(self.predict(batch)), batch["weight"]), self.workers)
+                labels = {"label": batch["label"]} if self.is_labelled and "label" in batch else {}
+                rows = labels | by_name(self.predict(batch)), batch["weight"]
+                named, weight = gather_rows(rows, self.workers)
                 parts.append({name: values[weight > 0] for name, values in named.items()})
                 found += int((weight > 0).sum())
         if missing := len(self.feed.source) - found:
@@ -172,6 +192,7 @@ def predict(options: argparse.Namespace) -> None:
     run = open_named(options)
     outputs = run.predict_all()
     if run.workers.processes.rank == 0:
+        outputs = run.example_names() | outputs  # an output of the same name stays
         with made_whole(options.out) as aside, zipfile.ZipFile(aside, "w") as archive:
             for name, values in outputs.items():  # as `np.savez` does, under any name, even `file`
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:

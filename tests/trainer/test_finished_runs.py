@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 import jaxmpi
-from jaxmpi.config import Data, Experiment
+from jaxmpi.config import Data, Experiment, experiment_file
 from jaxmpi.core.errors import UsageError
 from jaxmpi.tools import cli
 from jaxmpi.trainer import finished, main
@@ -291,3 +292,55 @@ def test_a_run_that_python_started_is_evaluated_by_a_file_that_is_named(tmp_path
     assert got == {"step": 7, **{name: pytest.approx(value, rel=1e-6) for name, value in figures.items()}}
     with pytest.raises(UsageError, match=r"mine\.py is not the run's:\n  compute_dtype: got bfloat16"):
         cli.run(["evaluate", *named, "--compute-dtype", "bfloat16"])
+
+
+def write_images(folder: Path, names: list[str]) -> dict[str, np.ndarray]:
+    """Write grey 8 x 8 images; return them by name."""
+    rng = np.random.default_rng(0)
+    images = {name: rng.integers(0, 256, (8, 8), np.uint8) for name in names}
+    for name, pixels in images.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(folder / name)
+    return images
+
+
+IMAGES = """
+from jaxmpi.config import Data, Experiment
+from jaxmpi.models.cnn import digits_cnn_tiny
+
+experiment = Experiment(
+    model=digits_cnn_tiny(),
+    data=Data("imagefolder", channels=1, dir={root!r}, validation_split="val", loader="threads"),
+    effective_batch=4,
+    train_for="1st",
+)
+"""
+
+
+@pytest.mark.e2e
+def test_predictions_of_other_folders_have_labels_and_names_of_classes_and_files(tmp_path, capsys):
+    classes = [f"c{i}" for i in range(10)]
+    for split in ("train", "val"):
+        write_images(tmp_path / "data" / split, [f"{name}/{i}.png" for name in classes for i in range(2)])
+    file, run_dir = tmp_path / "images.py", tmp_path / "run"
+    file.write_text(IMAGES.format(root=str(tmp_path / "data")))
+    ended = train_here(str(file), "--run-dir", str(run_dir))
+    assert ended.code == 0, ended.out
+    command = [str(run_dir), "--experiment", str(file)]
+    cli.run(["predict", *command[:1], str(tmp_path / "out.npz"), *command[1:]])
+    with np.load(tmp_path / "out.npz") as out:
+        assert out["outputs"].shape == (20, 10)
+        assert out["label"].tolist() == [i for i in range(10) for _ in range(2)]
+        assert out["class_names"].tolist() == classes
+        assert out["file"][3] == str(tmp_path / "data" / "val" / "c1" / "1.png")
+    images = write_images(tmp_path / "photos" / "new", [f"{i}.png" for i in range(5)])
+    other = ["--data.dir", str(tmp_path / "photos"), "--data.validation-split", "new"]
+    cli.run(["predict", *command[:1], str(tmp_path / "new.npz"), *command[1:], *other])
+    with np.load(tmp_path / "new.npz") as out:
+        assert sorted(out) == ["file", "outputs"]
+        assert [Path(name).name for name in out["file"]] == list(images)
+        pixels = np.stack([*images.values()])[..., None]
+        experiment = experiment_file.parse([str(file), "--run-dir", str(run_dir)])[0]
+        np.testing.assert_allclose(jaxmpi.Trainer(experiment).predict({"image": pixels}), out["outputs"], atol=1e-5)
+    with pytest.raises(UsageError, match="without folders of classes"):
+        cli.run(["evaluate", *command, *other])

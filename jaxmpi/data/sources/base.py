@@ -162,6 +162,8 @@ class View:
     def __init__(self, name: str, parts: Sequence[Source]) -> None:
         self.name, self.parts = name, tuple(parts)
         self.classes = max(part.classes for part in parts)
+        names = {tuple(getattr(part, "names", ())) for part in parts}
+        self.names = names.pop() if len(names) == 1 else ()  # of the classes
         self.is_counted = all(getattr(part, "is_counted", False) for part in parts)
         self.in_process = any(getattr(part, "in_process", False) for part in parts)
         self.notes = tuple(note for part in parts for note in getattr(part, "notes", ()))

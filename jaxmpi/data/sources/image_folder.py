@@ -66,11 +66,22 @@ class FolderSource(TableSource):
         return blob, int(self.labels[index])
 
 
+class UnlabelledFolder(FolderSource):
+    """Images right in `root`, of unknown classes; their labels are 0."""
+
+    is_labelled = False
+
+    def __init__(self, config: Data, root: str) -> None:
+        super().__init__(config, root, [""])
+        self.classes = 0  # any number
+
+
 def imagefolder(config: Data, split: str) -> Source:
     """JPEG and PNG files in DIR/<split>/<class>/.
 
     Classes are the class folders of the training split, sorted by name; those of this split if there is no other. With
-    `data.holdout` folders of classes may lie right below DIR.
+    `data.holdout` folders of classes may lie right below DIR. A validation split without folders, and without a
+    training split beside it, has images without labels, to predict.
     """
     base = data_root(config, LAYOUT)
     root, train = os.path.join(base, split_name(config, split)), os.path.join(base, config.train_split)
@@ -82,7 +93,10 @@ def imagefolder(config: Data, split: str) -> Source:
             f"imagefolder: no folder {root}; expected {LAYOUT}. Folders in {base}: {there or 'none'}. If these are "
             f"classes, give --data.holdout 0.2; if one is the split, name it with --data.{split}-split"
         )
-    return FolderSource(config, root, _list_folders(train if os.path.isdir(train) else root))
+    classes = _list_folders(train if os.path.isdir(train) else root)
+    if classes or split == "train":
+        return FolderSource(config, root, classes)
+    return UnlabelledFolder(config, root)
 
 
 def _list_folders(root: str) -> list[str]:
