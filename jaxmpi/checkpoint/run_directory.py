@@ -321,6 +321,7 @@ NOT_THE_NUMBERS = (
     *("eval_every", "checkpoint_every", "keep_checkpoints", "keep_best", "monitor", "monitor_mode", "log_every"),
     *("quiet", "trace", "profile", "sinks", "stall_timeout_s", "on_stall", "on_nonfinite", "recover_limit"),
     *("rule.noise_scale", "replica_check_every", "on_rank_loss"),
+    *("train_metrics", "whole_set", "eval_for", "dry_run"),
     *NOT_THE_DATA,
 )
 NEW_RUN = "for a new run from its params: jaxmpi export RUN FOLDER, then --params FOLDER"

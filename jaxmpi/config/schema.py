@@ -56,6 +56,7 @@ class Experiment:
     micro_batch: int = 0  # examples per accumulation slice of the local batch; 0 = no accumulation
     train_for: str = "10ep"  # duration of the run: 10ep, 500st, 20000ex, or by the clock 2h, 30min, 45s
     eval_every: str = "1ep"  # duration between evaluations; 0st: only the last step, which is always evaluated
+    eval_for: str = ""  # evaluate on the first examples alone: 2000ex, 20st or 10%, in whole batches; empty: all
     checkpoint_every: str = "1ep"  # duration between checkpoints; 0st: only the last step, which is always saved
     keep_checkpoints: int = 2  # newest checkpoints kept
     keep_best: int = 1  # beside them, the best by `monitor`, of steps that were evaluated and saved
@@ -73,6 +74,7 @@ class Experiment:
     on_stall: Literal["abort", "warn"] = "abort"  # action once late ranks are named
     run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
     resume: bool = False  # go on from the newest checkpoint in run_dir
+    dry_run: bool = False  # try 2 steps, an evaluation and a checkpoint in a run directory that is removed again
     from_start: bool = False  # begin again at step 0 in run_dir; the record and checkpoints in it are set aside
     params: str = ""  # Orbax folder or .safetensors file of params and model state that the run begins with
     # at a loss or gradients that are not finite: stop; skip the step, which then changes nothing; or rollback to the
@@ -131,6 +133,8 @@ class Experiment:
             text = getattr(self, name)
             if isinstance(text, str) and duration_seconds(text) is None:
                 duration_steps(text, 1, 1, 1)
+        if self.eval_for:
+            duration_steps(self.eval_for, 1, 1, 1)
         if not ("%" not in self.train_for and float(re.sub(r"[^\d.]", "", self.train_for)) > 0):
             raise UsageError(f"train_for: got {self.train_for}; expected a duration > 0, as 10ep, 500st, 20000ex or 2h")
 

@@ -128,14 +128,25 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
         progress.stop_progress()
     else:
         progress.start_progress()
-    notice = signals.PreemptionNotice()
+    notice, is_first, folder = signals.PreemptionNotice(), processes().rank == 0, ""
     try:
-        return train_until(notice, experiment, name, root, digest)
+        if experiment.dry_run:
+            with run_directory.as_usage_errors():
+                folder = str(run_directory.make_new_folder(f"{name}-dry-run")) if is_first else ""
+            folder = processes().bcast_object(folder)
+            fresh = {"run_dir": folder, "resume": False, "from_start": False, "sinks": ()}
+            experiment = dataclasses.replace(experiment, **fresh)
+        figures = train_until(notice, experiment, name, root, digest)
+        if folder and is_first and not experiment.quiet:
+            print(f"dry run: steps, evaluation and checkpoint went well; {folder} is removed", flush=True)
+        return figures
     except decisions.Preempted as left:
         raise decisions.Interrupted if notice.is_interrupt else left from None
     finally:
         progress.stop_progress()
         notice.close()
+        if folder and is_first:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- before there is a state

@@ -28,6 +28,8 @@ from jaxmpi.tasks.base import Task
 from jaxmpi.tasks.registry import make_task
 from jaxmpi.trainer.timetable import Timetable
 
+DRY_RUN_STEPS = 2  # the first step may compile another program than those that follow
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -53,6 +55,15 @@ class Plan:
     @property
     def local_batch(self) -> int:  # examples of a worker and step
         return self.feed.samplers[0].local_batch
+
+    @property
+    def eval_steps(self) -> int | None:  # batches of an evaluation; None: all
+        sampler = self.validation.samplers[0]
+        text, steps = (
+            f"{DRY_RUN_STEPS}st" if self.experiment.dry_run else self.experiment.eval_for,
+            sampler.steps_per_epoch,
+        )
+        return min(steps, durations.duration_steps(text, steps, sampler.effective_batch, steps)) if text else None
 
     @property
     def param_shapes(self) -> PyTree:
@@ -132,6 +143,11 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, bef
     check_durations(experiment, feed)
     epoch_steps = feed.samplers[0].steps_per_epoch
     clock, timetable = schedule_events(experiment, epoch_steps, effective_batch)
+    run_clock = clock  # schedules are those of the whole run
+    if experiment.dry_run:
+        last = min(DRY_RUN_STEPS, clock.total_steps)
+        run_clock = clock._replace(total_steps=last)
+        timetable = timetable._replace(log_every=1, eval_every=last, save_every=last, total_steps=last, periods_s={})
     factor = rate_factor(experiment.optim, effective_batch)
     if is_other and registry.RULES[experiment.rule.name].sums_updates:
         factor *= scaled_for / workers.size  # fewer updates are summed, each of more examples
@@ -142,7 +158,7 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, bef
         feed=feed,
         validation=validation,
         shapes=before.shapes if before else jax.eval_shape(lambda key: init_model(task, feed, key), jax.random.key(0)),
-        clock=clock,
+        clock=run_clock,
         timetable=timetable,
         lr=schedules.schedule(experiment.schedule, clock, experiment.optim.lr * factor, scaled_for, factor),
         has_lr=not optimizers.has_own_rate(experiment.optim),

@@ -315,7 +315,7 @@ def show_tables(run: Run, step: int, whole_set: WholeSet | None) -> None:
 
 def batch_metrics(run: Run, subject: EvalState, step: int, whole_set: WholeSet | None) -> Iterator[FigureSums]:
     """Metrics of this process's validation batches."""
-    with contextlib.closing(run.plan.validation.batches()) as batches:
+    with contextlib.closing(run.plan.validation.batches(stop=run.plan.eval_steps)) as batches:
         for batch in batches:
             failures.set_phase(f"evaluation after step {step}", failures.LONG)  # for the watchdog: it makes progress
             fault_injection.inject_at("eval", step)
@@ -415,7 +415,7 @@ def sum_over_ranks(run: Run, values: np.ndarray) -> np.ndarray:
 def own_batches(run: Run) -> Iterator[Batch]:
     """This process's rows of the validation batches, in host memory."""
     axis = 1 + bool(run.workers.mesh)
-    for batch in run.plan.validation.batches():
+    for batch in run.plan.validation.batches(stop=run.plan.eval_steps):
         yield jax.tree.map(lambda x: local_rows(x, run.workers).reshape(-1, *x.shape[axis:]), batch)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import jaxmpi
 from jaxmpi import Task
-from jaxmpi.config import Data, Experiment
+from jaxmpi.config import Data, Experiment, Schedule
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Loader, Sampler
 from jaxmpi.data.example import nested
@@ -234,6 +234,32 @@ def test_a_function_of_the_whole_set_gets_all_examples_in_order(devices, tmp_pat
     assert record(run.run_dir, "eval")[-1]["eval_rank"] == pytest.approx(expected["rank"], rel=1e-5)
     assert record(run.run_dir, "sample")[-1]["text"] == str(expected["by_sign"])
     assert jaxmpi.Trainer(run).evaluate()["eval_rank"] == pytest.approx(expected["rank"], rel=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_an_evaluation_may_take_the_first_batches_alone(devices, tmp_path):
+    run = lines(tmp_path, devices=devices, eval_for="5ex", data=DATA_OF_TWO_BATCHES)
+    figures = main.train(run, "lines")
+    data = line(24, 1)
+    far = data["x"] @ by_hand(np.ones_like) - data["y"]
+    assert figures["eval_count"] == 12
+    assert figures["eval_far"] == pytest.approx(abs(far[:12]).mean(), rel=2e4 * U)
+    assert jaxmpi.Trainer(run).evaluate()["eval_count"] == 24
+
+
+DATA_OF_TWO_BATCHES = Data("array", train=line(50), validation=line(24, 1), loader="threads")
+
+
+def test_a_dry_run_makes_two_steps_with_the_run_s_rates_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = lines(tmp_path, dry_run=True, train_for="900ep", schedule=Schedule("cosine", warmup="5ep"), quiet=False)
+    figures = main.train(run, "lines")
+    out = capsys.readouterr().out
+    assert "step 2/2" in out
+    assert "dry run: steps" in out
+    assert figures["eval_count"] == 13
+    assert not list(tmp_path.rglob("*lines-dry-run*"))
+    assert not Path(run.run_dir).exists()
 
 
 @pytest.mark.parametrize(
