@@ -35,7 +35,7 @@ from jaxmpi.comm.mpi import MpiComm, workers_of
 from jaxmpi.config.exchange_config import check_bucket_bytes
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.core.host_arrays import check_unmasked
-from jaxmpi.core.pytrees import PyTree, signature
+from jaxmpi.core.pytrees import PyTree, is_complex, join_complex, signature, split_complex
 from jaxmpi.core.to_jax import check_not_float0, check_on_one_device, to_jax
 
 Op = Literal["mean", "sum"]
@@ -60,6 +60,8 @@ def exchange(
     dtypes and shapes. Numbers of Python and NumPy may be among them, as metrics are, and float64. Such a leaf may be no
     float of 16 or 32 bits for JAX. Then `exchange` sums it in its own type, whatever the strategy. Means of integers
     are floats, whose sums do not wrap; a whole number that may wrap in a sum is refused: `jaxmpi.metrics.sum` is exact.
+    A complex leaf is exchanged as two leaves, its real and its imaginary part, with their bits. Gradients of complex
+    params are those of `jax.grad`, dL/dx - i dL/dy: conjugate them, before or after, for a step of descent.
 
     Derivative and transpose: an exchange of tangents or cotangents, by the same strategy and wire; along an `AxisComm`
     in 32 bits, by `vjp` but not by `linear_transpose`.
@@ -87,9 +89,12 @@ def exchange(
     check_op(op)
     check_bucket_bytes(bucket_bytes)
     check_strategy(strategy)
-    structure, comm = jax.tree.structure(tree), workers_of(comm)
-    if not structure.num_leaves:
+    leaves, structure = jax.tree.flatten(tree)
+    comm = workers_of(comm)
+    if not leaves:
         return tree
+    if any(map(is_complex, leaves)):
+        return join_complex(exchange(split_complex(tree), strategy, op, comm, bucket_bytes, order))
     if not isinstance(comm, AxisComm):
         check_may_send("jaxmpi.exchange")
     with one_thread(comm) as is_part:
@@ -173,10 +178,7 @@ class Choice(NamedTuple):
         if self.comm.size == 1:
             return self.program(leaves)([jnp.asarray(leaf) for leaf in leaves])
         key = self, structure, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-        if isinstance(self.comm, MpiComm):  # programs are kept as long as their communicator
-            same, run = self.comm.cached(key, lambda: _outside_jit(*key))
-        else:
-            same, run = _outside_jit_elsewhere(*key)
+        same, run = make_once(self.comm, _outside_jit, *key)
         self.comm.assert_same(same)  # whenever called: two ranks may come with two trees that both have used before
         return run(leaves)
 
@@ -258,7 +260,16 @@ def _outside_jit(choice: Choice, structure: Any, like: tuple) -> tuple[Fingerpri
     return choice.fingerprint(jax.tree.unflatten(structure, like)), choice.program(like, programs)
 
 
-_outside_jit_elsewhere = functools.cache(_outside_jit)
+def make_once(comm: Comm, make: Callable[..., Any], *key: Any) -> Any:
+    """`make(*key)`, made once. What is kept for MPI ranks goes when their communicator is freed."""
+    if isinstance(comm, MpiComm):
+        return comm.cached((make, *key), lambda: make(*key))
+    return _make_once_elsewhere(make, *key)
+
+
+@functools.cache
+def _make_once_elsewhere(make: Callable[..., Any], *key: Any) -> Any:
+    return make(*key)
 
 
 @contextmanager

@@ -70,7 +70,6 @@ SOURCE = c_handlers.CSource(
 sums_p, beside_p = SOURCE.primitive(), SOURCE.primitive("jaxmpi_beside")
 _engines = dict[int, "HostEngine"]()  # by number, of communicators that were not freed
 _labels = dict[int, list[str]]()  # of the vectors of plans beside programs, by key
-_plans = dict[int, Any]()  # by key: the arrays that C reads whenever a program calls it
 _last = [-1]  # number of an engine; the next one's is the same on all its ranks
 
 
@@ -96,6 +95,7 @@ class HostEngine:
         self.mpi, self.group = self.control.clone(), Group(comm.rank, comm.order, comm.hosts)
         self.tags = min(comm.processes.tags, np.iinfo(np.int32).max)
         self._schedule = functools.cache(self._make_schedule)
+        self._plans = dict[int, Any]()  # by key: the arrays that C reads whenever a program calls it
         self.number = _last[0] = 1 + max(comm.processes.allgather_object(_last[0]))
         _engines[self.number] = self
 
@@ -125,7 +125,7 @@ class HostEngine:
         """Let programs find sums by this key."""
         from mpi4py import MPI
 
-        if key in _plans:
+        if key in self._plans:
             return
         schedules = [self._schedule(*each) for each in sums]
         records = np.array(  # `struct record` in C
@@ -135,7 +135,7 @@ class HostEngine:
             ],
             np.int64,
         )
-        _plans[key] = records, schedules
+        self._plans[key] = records, schedules
         comm = c_handlers.handle_type()(MPI._handleof(self.mpi))
         facts = c_int64(key), c_int32(self.number), comm, c_int64(self.tags), c_int64(len(sums))
         library().jaxmpi_sum_add_plan(*facts, c_void_p(records.ctypes.data))

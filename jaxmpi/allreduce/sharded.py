@@ -27,7 +27,8 @@ from jaxmpi.comm.agreement import without_messages
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import numbers_of, workers_of
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.pytrees import PyTree, RanksOwn, named_leaves
+from jaxmpi.core.host_arrays import check_unmasked
+from jaxmpi.core.pytrees import PyTree, RanksOwn, join_complex, named_leaves, split_complex
 from jaxmpi.core.random_keys import packed
 from jaxmpi.core.sharding import ElementSharding, TensorSharding, assign_tensors
 from jaxmpi.core.sharding_trial import check_sharding, schedule_free_states
@@ -97,6 +98,9 @@ def sharded(
         cost: of the update of a whole tensor, by its shape, >= 0, the same on all ranks. Workers get tensors of about
             equal cost and as many entries. Muon's is `jaxmpi.optim.optimizers.muon_cost`.
 
+    A complex tensor is two for tx, its real and its imaginary part, as by `optax.contrib.split_real_and_imaginary(tx)`;
+    conjugate gradients of `jax.grad` before, as for any optimizer of Optax.
+
     Outside jit an update of whole tensors is a program that is traced once. A Python variable that a schedule reads is
     fixed then. So keep a rate that changes in the state, by `optax.inject_hyperparams`.
 
@@ -149,6 +153,7 @@ class _ShardedOptimizer:
 
     def init(self, params: PyTree) -> PyTree:
         tx = self.tx
+        params = split_complex(params)
         check_floats(params)
         if schedule_free_states(jax.eval_shape(tx.init, params)):
             raise UsageError(
@@ -172,7 +177,10 @@ class _ShardedOptimizer:
     def update(self, updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         if params is None:
             raise UsageError("sharded: got no params; expected update(grads, state, params)")
+        updates, params = split_complex(updates), split_complex(params)
         check_floats(updates)
+        for leaf in jax.tree.leaves(params):
+            check_unmasked("sharded: params", leaf)
         zero = self.zero_of(updates)
         check_state(state, zero, has_masters=self.gather_wire != "32")
         mean, _ = zero.scatter(updates)
@@ -181,7 +189,7 @@ class _ShardedOptimizer:
             step = self._compiled_step  # JAX would compile its branches, one for each worker, anew at every call
         sent, shard = step(zero.sharding, zero.shard_index(), mean, state.shard, params)
         wire = self.gather_wire if zero.size > 1 else "32"
-        return zero.gather(sent, updates, wire), replace(state, shard=shard)
+        return join_complex(zero.gather(sent, updates, wire)), replace(state, shard=shard)
 
     def _step(
         self, sharding: ElementSharding | TensorSharding, index: Any, mean: PyTree, state: PyTree, params: PyTree
@@ -201,6 +209,7 @@ class _ShardedOptimizer:
 def check_floats(params: PyTree) -> None:
     """Refuse params that are not float32: moments of shards would be rounded."""
     for name, leaf in named_leaves(params):
+        check_unmasked(f"sharded: {name or '(the tree itself)'}", leaf)
         if getattr(leaf, "dtype", None) != jnp.float32:
             raise UsageError(
                 f"sharded: {name or '(the tree itself)'} is {getattr(leaf, 'dtype', type(leaf).__name__)}; expected "

@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.spec import Halves, is_one
 from jaxmpi.allreduce.algorithms.table import with_halves
-from jaxmpi.allreduce.api import Choice, Op, agreed, block_transforms, check_op, is_traced
+from jaxmpi.allreduce.api import Choice, Op, agreed, block_transforms, check_op, is_traced, make_once
 from jaxmpi.allreduce.buckets import INSIDE, Jit, Order, Programs, assign_buckets, no_jit
 from jaxmpi.allreduce.building_blocks import spread
 from jaxmpi.allreduce.call_order import in_turn, one_thread
@@ -180,7 +180,8 @@ class Zero(NamedTuple):
             if not is_traced(leaves):
                 given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
                 lasting = self._replace(shared_params=None)  # programs outlive a run, whose params go with it
-                same, run = outside_jit(lasting, half, jax.tree.structure(given), tuple(jax.tree.leaves(given)), shapes)
+                key = lasting, half, jax.tree.structure(given), tuple(jax.tree.leaves(given)), shapes
+                same, run = make_once(self.comm, outside_jit, *key)
                 self.comm.assert_same(same)
                 return run(listed)
             run = self._half(half, shapes, INSIDE)
@@ -272,7 +273,6 @@ class Zero(NamedTuple):
         return by_index.reshape(-1)[jnp.asarray(self.shard_indices)]
 
 
-@functools.cache
 def outside_jit(zero: Zero, half: str, structure: Any, given: tuple, like: tuple) -> tuple[Fingerprint, Callable]:
     """What ranks compare before a half outside jit, and its programs, for leaves of these shapes."""
     same = zero._named(half).fingerprint(jax.tree.unflatten(structure, given))

@@ -3,7 +3,7 @@
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +107,29 @@ def in_32_bits(tree: PyTree) -> PyTree:
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     """Leaves in the dtypes of another tree."""
     return jax.tree.map(lambda x, other: x.astype(other.dtype), tree, like)
+
+
+class ComplexParts(NamedTuple):
+    """A complex leaf as two real ones."""
+
+    real: Any
+    imag: Any
+
+
+def is_complex(leaf: Any) -> bool:
+    """Return True for a complex number or an array of such."""
+    return isinstance(leaf, complex) or getattr(getattr(leaf, "dtype", None), "kind", "") == "c"
+
+
+def split_complex(tree: PyTree) -> PyTree:
+    """The tree with a `ComplexParts` in the place of each complex leaf."""
+    return jax.tree.map(lambda leaf: ComplexParts(leaf.real, leaf.imag) if is_complex(leaf) else leaf, tree)
+
+
+def join_complex(tree: PyTree) -> PyTree:
+    """The inverse of `split_complex`, for JAX's arrays."""
+    is_parts = lambda x: isinstance(x, ComplexParts)  # noqa: E731
+    return jax.tree.map(lambda x: jax.lax.complex(*x) if is_parts(x) else x, tree, is_leaf=is_parts)
 
 
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:

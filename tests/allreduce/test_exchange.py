@@ -209,7 +209,6 @@ REFUSED = [
     ({"a": {"b": np.ones(2, np.int32)}}, {}, "leaf 'a/b' is int32; expected floats"),
     (np.ones(2, bool), {}, r"leaf '\(the tree itself\)' is bool"),
     ({"key": jax.random.key(0)}, {}, "leaf 'key' is key<fry>; expected"),
-    ({"z": np.ones(1, np.complex64)}, {}, "leaf 'z' is complex64"),
     (jnp.ones(2), {"strategy": "asa23"}, r"unknown strategy 'asa23'; did you mean 'asa32'\? there are: ar, asa, asa16"),
     (jnp.ones(2), {"strategy": "asa:9"}, "unknown wire '9'; .*there are: 16, 32, 8, bf16"),
     (jnp.ones(2), {"op": "max"}, "unknown op 'max'; .*there are: mean, sum"),
@@ -240,6 +239,40 @@ def test_numbers_that_would_wrap_or_become_infinite_are_refused(number, op):
         jax.vmap(lambda x: both(x, number), axis_name="w")(jnp.ones(4))
     fits = jax.vmap(lambda x: both(x, 2**29 - 1), axis_name="w")(jnp.ones(4))["tokens"]
     assert fits.tolist() == ([2**31 - 4] * 4 if op == "sum" else [float(np.float32(2**29 - 1))] * 4)
+
+
+@pytest.mark.parametrize("strategy", ["ar", "asa16", "ring32", "tree:8"])
+def test_a_complex_leaf_has_the_bits_of_its_two_parts(strategy):
+    z = (noise(1, (33, 2)) + 1j * noise(2, (33, 2))).astype(np.complex64)
+    tree = {"a": noise(3, (7,)), "z": z}
+    got = over_workers(exchange, strategy=strategy)(tree)
+    parts = over_workers(exchange, strategy=strategy)({"a": tree["a"], "z": [z.real, z.imag]})
+    assert got["z"].dtype == np.complex64
+    np.testing.assert_array_equal(got["a"], parts["a"])
+    np.testing.assert_array_equal(got["z"], np.asarray(parts["z"][0]) + 1j * np.asarray(parts["z"][1]))
+    assert_mean_of_workers([got["z"].real, got["z"].imag], [z.real, z.imag], strategy)
+
+
+def test_the_mean_of_complex_gradients_is_the_gradient_of_the_mean_loss():
+    """In JAX's convention, dL/dx - i dL/dy."""
+    comm, x = AxisComm("w", WORKERS), (noise(1, (4,)) + 1j * noise(2, (4,))).astype(np.complex64)
+    z = jnp.asarray([1 + 2j, -1j, 3, 0.5], jnp.complex64)
+    loss = lambda z, x: jnp.sum(jnp.abs(z - x) ** 2 + (z * x).real)  # noqa: E731
+    mean = jax.vmap(lambda x: exchange(jax.grad(loss)(z, x), comm=comm), axis_name="w")(x)
+    whole = jax.grad(lambda z: sum(loss(z, each) for each in x) / np.float32(WORKERS))(z)
+    np.testing.assert_allclose(mean, np.tile(whole, (WORKERS, 1)), rtol=1e-5, atol=1e-5)
+    one, cotangents = (lambda x: exchange(x, comm=comm)), x[::-1]
+    _, back = jax.vjp(jax.vmap(one, axis_name="w"), x)
+    np.testing.assert_allclose(back(cotangents)[0], np.tile(x.mean(0), (WORKERS, 1)), rtol=1e-5, atol=1e-5)
+
+
+def test_one_worker_keeps_complex_numbers():
+    tree = {"z": np.array([1 + 2j, -0.0 - 1j], np.complex64), "n": 1 + 2j}
+    for got in (exchange(tree, "asa16"), jax.jit(exchange)(tree)):
+        assert got["z"].dtype == np.complex64
+        assert (got["z"].tolist(), complex(got["n"])) == (tree["z"].tolist(), 1 + 2j)
+    with pytest.raises(UsageError, match=r"leaf 'z/real'.*cannot hold"):
+        exchange({"z": np.array([1e300 + 0j])})
 
 
 @pytest.mark.parametrize(("op", "factor"), [("mean", 1), ("sum", WORKERS)])

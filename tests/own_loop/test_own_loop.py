@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jaxmpi
+from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import UsageError
 from launching import mpirun
@@ -113,3 +114,68 @@ def test_the_gradient_of_an_integer_is_refused_by_path(no_launcher):
     grads = {"count": np.zeros((), jax.dtypes.float0), "w": jnp.float32(1)}
     with pytest.raises(UsageError, match="count"):
         tx.update(grads, tx.init(params), params)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_weighted_batches_of_several_workers_give_the_gradient_of_one_process_with_all_tokens(
+    dtype, standard_promotion, no_launcher
+):
+    """A worker has batches of other lengths than the others, and one of no token, whose gradient is NaN."""
+    counts, comm, rng = (
+        np.array([[3, 0, 7, 1], [2, 5, 1, 64], [1, 1, 0, 1]]),
+        AxisComm("w", 3),
+        np.random.default_rng(0),
+    )
+    x = rng.standard_normal((3, 4, 64, 5)).astype(np.float32)
+    y = rng.standard_normal((3, 4, 64)).astype(np.float32)
+    given = np.arange(64) < counts[..., None]
+    chain = optax.chain(jaxmpi.exchange_gradients("ring32", comm=comm), optax.sgd(1.0))
+    tx = jaxmpi.accumulate_gradients(chain, 4, weighted=True, comm=comm)
+    params = jnp.asarray(rng.standard_normal(5), dtype)
+
+    def loss(w, x, y, given):
+        return jnp.sum(jnp.where(given, (x @ w.astype(jnp.float32) - y) ** 2, 0)) / jnp.sum(given)
+
+    def worker(x, y, given, counts):
+        state = tx.init(params)
+        for batch in zip(x, y, given, counts, strict=True):
+            updates, state = tx.update(jax.grad(loss)(params, *batch[:3]), state, params, weight=batch[3])
+        return updates, state
+
+    updates, state = jax.jit(jax.vmap(worker, axis_name="w"))(x, y, given, counts)
+    rows, wanted = x[given].astype(np.float64), y[given].astype(np.float64)
+    w = np.asarray(params, np.float64)
+    gradient = 2 * rows.T @ (rows @ w - wanted) / counts.sum()
+    tolerance = 2.0**-7 if dtype == jnp.bfloat16 else 2.0**-20
+    np.testing.assert_allclose(-np.asarray(updates, np.float64), np.tile(gradient, (3, 1)), rtol=tolerance, atol=1e-6)
+    assert state.total.dtype == jnp.float32
+    assert not np.any(state.weight)
+
+
+def test_weights_are_required_if_they_are_promised_and_may_all_be_0(standard_promotion, no_launcher):
+    tx = jaxmpi.accumulate_gradients(optax.sgd(1.0), 1, weighted=True)
+    w = jnp.ones(2)
+    updates, _ = tx.update(w * jnp.nan, tx.init(w), w, weight=0)
+    assert updates.tolist() == [0, 0]
+    for wrong in ({}, {"weight": -1}, {"weight": np.nan}, {"weight": np.ones(2)}):
+        with pytest.raises(UsageError, match="weight: got"):
+            tx.update(w, tx.init(w), w, **wrong)
+
+
+def test_masked_arrays_are_refused_by_name_wherever_gradients_come_in(standard_promotion, no_launcher):
+    masked, w = np.ma.masked_array([1.0, 2.0], [False, True], np.float32), np.ones(2, np.float32)
+    accumulated = jaxmpi.accumulate_gradients(optax.sgd(1.0), 1)
+    sharded = jaxmpi.sharded(optax.sgd(1.0), "element")
+    compressed = jaxmpi.exchange_gradients("topk5")
+    calls = {
+        "exchange: leaf 'w'": lambda: jaxmpi.exchange({"w": masked}),
+        "exchange: leaf 'w/real'": lambda: jaxmpi.exchange({"w": masked.astype(np.complex64)}),
+        "leaf 'w'": lambda: compressed.update({"w": masked}, compressed.init({"w": w})),
+        "accumulate_gradients: w": lambda: accumulated.update({"w": masked}, accumulated.init({"w": w})),
+        "sharded: w": lambda: sharded.init({"w": masked}),
+        "sharded: w: ": lambda: sharded.update({"w": masked}, sharded.init({"w": w}), {"w": w}),
+        "sharded: params": lambda: sharded.update({"w": w}, sharded.init({"w": w}), {"w": masked}),
+    }
+    for name, call in calls.items():
+        with pytest.raises(UsageError, match=f"{name}.*masked array"):
+            call()

@@ -1,14 +1,19 @@
 """The collective operations against NumPy, for any number of ranks. Every rank knows what every rank holds."""
 
+import gc
+import time
+import weakref
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxmpi
 from jaxmpi import collectives as mpi
+from jaxmpi.allreduce import host_engine
 from jaxmpi.collectives import messages
 from jaxmpi.comm.call_comparison import SLOT_BYTES
 from jaxmpi.comm.diagnosis import watch
@@ -190,6 +195,8 @@ def used(comm) -> None:
     assert jaxmpi.exchange(x, "asa32", "sum", comm=comm).tolist() == [total] * 3
     assert mpi.allreduce(x, comm=comm).tolist() == [total] * 3
     assert jax.jit(lambda x: mpi.wait(mpi.start(mpi.allreduce, x, comm=comm)))(x).tolist() == [total] * 3
+    tx = jaxmpi.sharded(optax.sgd(1.0), "element", comm=comm)
+    assert tx.update(x, tx.init(x), x)[0].tolist() == [-total / comm.size] * 3
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
@@ -223,6 +230,26 @@ def test_a_freed_communicator_leaves_nothing_and_is_refused():
     assert len(set(before[2:])) == 1, before
     with pytest.raises(jaxmpi.UsageError, match="world"):
         COMM.free()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
+def test_nothing_keeps_a_freed_communicator():
+    """Not even a cache of programs, which would have its compiled ones for good."""
+    x, freed = jnp.ones(3), []
+    for _ in range(3):
+        part = COMM.split(0)
+        tx = jaxmpi.sharded(optax.sgd(1.0), "element", comm=part)
+        jaxmpi.exchange(x, "asa16", comm=part)
+        tx.update(x, tx.init(x), x)
+        part.free()
+        freed.append(weakref.ref(part))
+        del part, tx
+    assert not any(engine.comm.is_freed for engine in host_engine._engines.values())
+    deadline_s = time.monotonic() + 20
+    while any(each() for each in freed) and time.monotonic() < deadline_s:  # the monitor may look at one now
+        gc.collect()
+        time.sleep(0.1)
+    assert [each() for each in freed] == [None] * 3
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nothing is sent")

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import nnx
 
@@ -227,6 +228,50 @@ def test_accumulated_gradients_are_exchanged_once_and_then_clipped(standard_prom
     jax.effects_barrier()
     assert len(exchanged) == 1
     assert np.allclose(params["w"], -mean / np.linalg.norm(mean), rtol=1e-6)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda function: function], ids=["in jit", "outside"])
+def test_accumulation_by_tokens_is_that_of_one_process_with_all_of_them(jit, standard_promotion):
+    counts = np.random.default_rng(1).integers(0, 50, (SIZE, 3))
+    rows = np.random.default_rng(0).standard_normal((SIZE, 3, 4), np.float32)  # mean gradients of the batches
+    tx = jaxmpi.accumulate_gradients(optax.chain(jaxmpi.exchange_gradients(), optax.sgd(1.0)), every=3, weighted=True)
+    params, update = jnp.zeros(4), jit(tx.update)
+    state = tx.init(params)
+    for row, count in zip(rows[RANK], counts[RANK], strict=True):
+        updates, state = update(jnp.asarray(row), state, params, weight=count)
+    oracle = np.average(rows.reshape(-1, 4).astype(np.float64), 0, counts.reshape(-1))
+    np.testing.assert_allclose(-np.asarray(updates), oracle, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda function: function], ids=["in jit", "outside"])
+def test_complex_numbers_have_the_bits_of_their_two_parts(jit, standard_promotion):
+    def complexes(rank: int) -> np.ndarray:
+        return np.random.default_rng(rank).standard_normal((5, 7, 2), np.float32).view(np.complex64)[..., 0]
+
+    z = complexes(RANK)
+    for strategy in ("asa32", "ring16", "shm"):
+        got = jit(lambda z: jaxmpi.exchange({"z": z}, strategy))(z)["z"]  # noqa: B023
+        re, im = jit(lambda z: jaxmpi.exchange([z.real, z.imag], strategy))(z)  # noqa: B023
+        assert got.dtype == np.complex64
+        assert np.asarray(got).tobytes() == (np.asarray(re) + 1j * np.asarray(im)).astype(np.complex64).tobytes()
+    everyones = [complexes(rank).astype(np.complex128) for rank in range(SIZE)]
+    mean = jaxmpi.metrics.mean({"z": z, "n": complex(RANK, 1)}, RANK + 1)
+    weights = np.arange(1, SIZE + 1)
+    np.testing.assert_allclose(mean["z"], np.average(everyones, 0, weights), rtol=1e-12, atol=1e-15)
+    assert mean["n"] == complex(sum(n * rank for rank, n in enumerate(weights)) / sum(weights), 1)
+
+    adam = optax.contrib.split_real_and_imaginary(optax.adam(1e-2))
+    pair = optax.chain(jaxmpi.exchange_gradients(), adam), jaxmpi.sharded(optax.adam(1e-2), "element")
+    both = []
+    for tx in pair:
+        params: Any = {"z": jnp.ones((5, 7), jnp.complex64), "b": jnp.zeros(3)}
+        state, update = tx.init(params), jit(tx.update)
+        for _ in range(3):
+            updates, state = update({"z": jnp.asarray(z), "b": jnp.full(3, RANK, jnp.float32)}, state, params)
+            params = optax.apply_updates(params, updates)
+        both.append(params["z"])
+    assert both[1].dtype == np.complex64
+    np.testing.assert_allclose(both[1], both[0], rtol=0, atol=1e-7)
 
 
 @pytest.fixture
