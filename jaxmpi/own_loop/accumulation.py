@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.comm.base import Comm
@@ -22,7 +23,7 @@ class Accumulated(NamedTuple):
     count: jax.Array  # i32[]: batches since the last step
     total: PyTree  # sum of their gradients, times weights, in 32 bits at least: in 16, 1 + 256 is 256
     inner: PyTree
-    weight: jax.Array | None  # f32[]: the sum of their weights; None without weights
+    weight: Any  # f32[]: the sum of their weights; None without weights
 
 
 def accumulate_gradients(
@@ -102,9 +103,8 @@ def accumulate_gradients(
 
 def _as_weight(weight: Any) -> jax.Array:
     """The weight of a batch as f32[]."""
-    is_known = not isinstance(weight, jax.core.Tracer)
-    is_one = weight is not None and np.shape(weight) == ()
-    if not is_one or (is_known and not 0 <= weight < np.inf):
+    is_traced = isinstance(weight, Tracer)
+    if weight is None or np.shape(weight) != () or not (is_traced or 0 <= weight < np.inf):
         raise UsageError(
             f"accumulate_gradients: weight: got {weight}; expected the number of tokens or examples of this batch: "
             "update(grads, state, params, weight=n)"

@@ -3,6 +3,7 @@
 import re
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,8 +157,9 @@ def test_weights_are_required_if_they_are_promised_and_may_all_be_0(standard_pro
     tx = jaxmpi.accumulate_gradients(optax.sgd(1.0), 1, weighted=True)
     w = jnp.ones(2)
     updates, _ = tx.update(w * jnp.nan, tx.init(w), w, weight=0)
-    assert updates.tolist() == [0, 0]
-    for wrong in ({}, {"weight": -1}, {"weight": np.nan}, {"weight": np.ones(2)}):
+    assert np.asarray(updates).tolist() == [0, 0]
+    wrongs: list[dict[str, Any]] = [{}, {"weight": -1}, {"weight": np.nan}, {"weight": np.ones(2)}]
+    for wrong in wrongs:
         with pytest.raises(UsageError, match="weight: got"):
             tx.update(w, tx.init(w), w, **wrong)
 
