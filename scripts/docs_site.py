@@ -56,6 +56,7 @@ def options_page() -> str:
 
 ERRORS = ("UsageError", "TrainingError", "AgreedError", "NotFinite")
 ANY = "\u2026"  # stands for what a message fills in
+FRAME = {"and", "expected", "got", "has", "in", "is", "one", "of", "to", "with"}  # words around what a message fills in
 OF_FORMAT = re.compile(r"\{[^{}]*\}")
 MARKDOWN = re.compile(r"[&<>*`|\[\]\\{}]|__")
 
@@ -70,7 +71,7 @@ Search this page, or the site, for some words of your message that are no values
 `jaxmpi.UsageError`, which ranks mostly find before anything is lost. The others say so: a `TrainingError` ends the
 job, and an `AgreedError` is one that all ranks raise together and rank 0 prints. Limits of time are
 [environment variables](launching.md#what-a-process-sets); [failures](reliability.md) has what notices a dead or late
-rank.
+rank, and [combining](combining.md) the messages of options that exclude each other.
 """
     lines, package = [head], ROOT / "jaxmpi"
     rooms: dict[str, list[Path]] = {}
@@ -109,7 +110,7 @@ def messages(module: ast.Module) -> list[tuple[str, str]]:
         is_check = call.func.id == "check" and len(call.args) == 2
         if (call.func.id in ERRORS and call.args) or is_check:
             text = " ".join(template(call.args[-1 if is_check else 0], texts).split())
-            if len(re.findall(r"[a-z]{2,}", text)) > 1:  # else the message comes from elsewhere, whole
+            if len({*re.findall(r"[a-z]{2,}", text)} - FRAME) > 1:  # else the message's words come from elsewhere
                 found["UsageError" if is_check else call.func.id, text] = None
     return [*found]
 
