@@ -21,7 +21,7 @@ STREAM = 4  # number of the stream of random bits for `data.augment`; no other p
 TRIES = 10  # windows of random area and aspect before the largest one is taken
 MEAN = Expected(
     "numbers[height, width, channels], for data.mean_image",
-    lambda found: found.dtype.kind in "biuf" and 0 not in found.shape,
+    lambda array: array.dtype.kind in "biuf" and 0 not in array.shape,
 )
 
 

@@ -59,11 +59,11 @@ def pack_main(argv: list[str]) -> None:
         try:
             source = open_source(data, split)
             with _progress_bar(split, len(source)) as progress:
-                done = pack(source, folder, packing, options.threads, progress)
+                packed = pack(source, folder, packing, options.threads, progress)
         except (CorruptExample, UsageError) as error:  # which name the trainer's flags
-            said = str(error).replace("data.on_error=skip", "--on-error skip, given with the same line,")
-            raise UsageError(said.replace("--data.", "--")) from error
-        print(f"{folder}: {done.records} records, {done.size_bytes / 1e6:,.1f} MB, skipped {done.skipped}")
+            message = str(error).replace("data.on_error=skip", "--on-error skip, given with the same line,")
+            raise UsageError(message.replace("--data.", "--")) from error
+        print(f"{folder}: {packed.records} records, {packed.size_bytes / 1e6:,.1f} MB, skipped {packed.skipped}")
 
 
 def check_main(argv: list[str]) -> None:
@@ -87,15 +87,15 @@ def check_main(argv: list[str]) -> None:
 
 def words_main(argv: list[str]) -> None:
     """`jaxmpi data words SRC FILE`."""
-    what = "Write the most frequent words of a training text to FILE, for --data.tokenizer FILE."
-    parser = _parser("words", what, "stdlib words.json --words 8000")
+    description = "Write the most frequent words of a training text to FILE, for --data.tokenizer FILE."
+    parser = _parser("words", description, "stdlib words.json --words 8000")
     parser.add_argument("src", metavar="SRC", help="folder with train/ and validation/, or stdlib, which needs none")
     parser.add_argument("file", metavar="FILE", type=Path, help="JSON of the library tokenizers")
     parser.add_argument("--words", type=int, default=72_000, help="the most that it has (default: 72000)")
     options = parser.parse_args(argv)
     data = Data("stdlib") if options.src == "stdlib" else Data("text", dir=options.src)
-    done = write_words(data, options.file, options.words)
-    print(f"{options.file}: {done.words:,} words; {100 * done.known:.1f} % of the held-out ones are among them")
+    vocab = write_words(data, options.file, options.words)
+    print(f"{options.file}: {vocab.words:,} words; {100 * vocab.known:.1f} % of the held-out ones are among them")
 
 
 def _parser(name: str, description: str, example: str) -> argparse.ArgumentParser:

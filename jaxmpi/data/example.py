@@ -81,11 +81,11 @@ class ExampleReader:
         if self.labels == "numbers":
             return to_32_bits(label, f"{name}: label")
         is_whole, top = label.dtype.kind in "iu", self.source.classes or self.classes or MOST_CLASSES
-        least = -1 if self.labels == "classes or none" else 0
+        bottom = -1 if self.labels == "classes or none" else 0
         if not is_whole:
             raise UsageError(f"{name}: got label {label} of {label.dtype}; expected a whole number")
-        if label.size and (label.min() < least or label.max() >= top):
-            raise UsageError(f"{name}: got label {label}; expected {least} <= label < {top}")
+        if label.size and (label.min() < bottom or label.max() >= top):
+            raise UsageError(f"{name}: got label {label}; expected {bottom} <= label < {top}")
         return label.astype(np.int32)
 
 
@@ -97,9 +97,9 @@ def flatten(example: dict[str, Any], name: str) -> Example:
             raise UsageError(
                 f"{name}: got a field {key!r}; expected a name without /, and not weight, which the trainer adds"
             )
-        inner = {f"[{i}]": each for i, each in enumerate(value)} if isinstance(value, tuple) else value
+        inner = {f"[{i}]": element for i, element in enumerate(value)} if isinstance(value, tuple) else value
         if isinstance(inner, dict):
-            fields |= {f"{key}/{field}": each for field, each in flatten(inner, name).items()}
+            fields |= {f"{key}/{field}": element for field, element in flatten(inner, name).items()}
         else:
             fields[key] = to_array(value, f"{name}: {key}")
     if not fields:

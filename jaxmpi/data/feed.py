@@ -185,10 +185,10 @@ class DeviceFeed:
 
     def _scale(self, batch: train_state.Batch, weights: list[np.ndarray]) -> train_state.Batch:
         """Return the batch with weights N w_j / sum w, over the examples of all N workers; all ranks call it."""
-        local = np.array([sum(each.sum() for each in weights), len(weights)])
+        local = np.array([sum(array.sum() for array in weights), len(weights)])
         total, workers = self.control.allreduce_sum(local) if self.control else local
         scale = workers / total if total else 0.0
-        scaled = [(each * scale).astype(np.float32) for each in weights]
+        scaled = [(array * scale).astype(np.float32) for array in weights]
         return {**batch, "weight": _put_on_devices(scaled, self.mesh)}
 
 
@@ -325,7 +325,7 @@ def _open_streams(source: StreamSource, is_train: bool, effective_batch: int, da
         return
     counts = source.count(data.stall_timeout_s)
     if source.is_own:
-        counts = [n for each in workers.processes.allgather_object(counts) for n in each]
+        counts = [n for rank_counts in workers.processes.allgather_object(counts) for n in rank_counts]
         source.lengths = tuple(counts)
     for worker, n in enumerate(counts):
         if not n:
@@ -339,13 +339,13 @@ def _fit_classes(model: Model, source: Source, is_train: bool) -> Model:
     may_have_more = bool(model.label_shape) or getattr(source, "is_counted", False)
     if source.classes in (None, 0, model.classes) or (may_have_more and source.classes < model.classes):
         return model
-    made = model.with_classes(source.classes) if is_train and model.with_classes else model
-    if made.classes != source.classes:
+    fitted = model.with_classes(source.classes) if is_train and model.with_classes else model
+    if fitted.classes != source.classes:
         raise UsageError(
-            f"{source.name} has {source.classes} classes, model {model.name} has {made.classes}; "
+            f"{source.name} has {source.classes} classes, model {model.name} has {fitted.classes}; "
             f"build the model with classes={source.classes}"
         )
-    return made
+    return fitted
 
 
 def reshard_feed(feed: DeviceFeed, workers: Workers, micro_batch: int = 0) -> DeviceFeed:

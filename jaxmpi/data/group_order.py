@@ -155,8 +155,10 @@ def plan_moves(
     for number in range(int(segments[-1]) + 1 if len(order) else 0):
         places = slice(*np.searchsorted(segments, [number, number + 1]))
         records, sources, targets = order[places], before[order[places]], after[places]
-        sent = [records[(sources == me) & (targets == member)] for member in range(parts)]
+        sent_records = [records[(sources == me) & (targets == member)] for member in range(parts)]
         received = [records[(sources == member) & (targets == me)] for member in range(parts)]
-        sent_bytes, received_bytes = (np.array([lengths[r].sum() for r in by_member]) for by_member in (sent, received))
-        moves.append(Move(sent, sent_bytes, received, received_bytes))
+        sent_bytes, received_bytes = (
+            np.array([lengths[r].sum() for r in by_member]) for by_member in (sent_records, received)
+        )
+        moves.append(Move(sent_records, sent_bytes, received, received_bytes))
     return moves

@@ -44,13 +44,13 @@ class LoopSampler(GroupSampler):
 
     def indices(self, step: int) -> Share:
         shuffles, batch = divmod(step, MOST_BATCHES)
-        again, batch = divmod(batch, self.steps_per_epoch)
-        epoch = shuffles + again * MOST_BATCHES  # so that crops are others, too
+        cycle, batch = divmod(batch, self.steps_per_epoch)
+        epoch = shuffles + cycle * MOST_BATCHES  # so that crops are others, too
         places = slice(batch * self.effective_batch, min((batch + 1) * self.effective_batch, self.examples))
         order = self._order(shuffles, places.start, places.stop)
-        if again:
-            about = self.examples, self.effective_batch, self.seed, epoch, self.parts
-            order = permute_within_parts(*about, first=shuffles)[places]
+        if cycle:
+            permutation = self.examples, self.effective_batch, self.seed, epoch, self.parts
+            order = permute_within_parts(*permutation, first=shuffles)[places]
         return Share(epoch, self._part(order), len(order))
 
 

@@ -225,10 +225,10 @@ class ThreadLoader:
 
     def __init__(self, number: int, board: np.ndarray) -> None:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.done: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         name = f"jaxmpi-loader-{number}"
         # The thread does not have this object, so that a pool that nobody has ends.
-        arguments = board[number : number + 1], self.inbox, self.done
+        arguments = board[number : number + 1], self.inbox, self.answers
         self.thread = threading.Thread(target=_work, args=arguments, daemon=True, name=name)
         self.thread.start()
 
@@ -239,7 +239,7 @@ class ThreadLoader:
         answers: list[Answer] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                answers.append(self.done.get(block=timeout_s > 0 and not answers, timeout=timeout_s))
+                answers.append(self.answers.get(block=timeout_s > 0 and not answers, timeout=timeout_s))
         return answers
 
     def ended(self) -> str:
@@ -252,12 +252,12 @@ class ThreadLoader:
         self.thread.join(timeout_s)
 
 
-def _work(board: np.ndarray, inbox: "queue.SimpleQueue[Any]", done: "queue.SimpleQueue[Answer]") -> None:
+def _work(board: np.ndarray, inbox: "queue.SimpleQueue[Any]", answers: "queue.SimpleQueue[Answer]") -> None:
     loader = LoaderWorker(board)
     while (message := inbox.get()) is not None:
         answer = loader.handle(message)
         if answer is not None:
-            done.put(answer)
+            answers.put(answer)
         del message, answer  # else an idle thread keeps its last batch alive
 
 

@@ -175,14 +175,14 @@ class MemorySource(TableSource):
         self.take(Arena(records, self.lengths, pages))
 
     def _read_all(self, records: list[int]) -> Iterator[Any]:
-        done, stall_timeout_s = 0, self.data.stall_timeout_s
+        count, stall_timeout_s = 0, self.data.stall_timeout_s
         try:
             for blob in in_order(self._load_one, records, READERS, stall_timeout_s):
-                done += 1
+                count += 1
                 yield blob
         except TimeoutError as error:
             raise TrainingError(
-                f"{self.where(records[done])} (example {records[done]}) has not been read for {stall_timeout_s:g} s; "
+                f"{self.where(records[count])} (example {records[count]}) has not been read for {stall_timeout_s:g} s; "
                 "data.stall_timeout_s sets how long it may take"
             ) from error
 
@@ -230,9 +230,9 @@ class MemorySource(TableSource):
     def forget(self, stays: Arena | None = None) -> mmap.mmap | None:
         """Drop all arenas but the newest and this one; return the pages of one that nobody reads any more."""
         with self._changed:
-            kept = [arena for arena in self._arenas if arena is self._arenas[0] or arena is stays]
-            dropped = [(weakref.ref(arena.bytes), arena.pages) for arena in self._arenas if arena not in kept]
-            self._arenas = tuple(kept)
+            remaining = [arena for arena in self._arenas if arena is self._arenas[0] or arena is stays]
+            dropped = [(weakref.ref(arena.bytes), arena.pages) for arena in self._arenas if arena not in remaining]
+            self._arenas = tuple(remaining)
         return next((pages for view, pages in dropped if view() is None), None)
 
 
@@ -272,11 +272,11 @@ def check_room(rows: np.ndarray, hosts: Sequence[int]) -> None:
         hosts: of the ranks.
     """
     for ranks in _by_host(hosts):
-        need, left = rows[ranks, 0].sum(), rows[ranks, 1].min()
-        if need > left:
+        need, available = rows[ranks, 0].sum(), rows[ranks, 1].min()
+        if need > available:
             raise NoRoom(
                 f"data.memory: {need / 1e9:,.1f} GB more are needed by {len(ranks)} rank{'s' * (len(ranks) > 1)} "
-                f"on rank {ranks[0]}'s machine, which has {left / 1e9:,.1f} GB left; take more workers on other "
+                f"on rank {ranks[0]}'s machine, which has {available / 1e9:,.1f} GB left; take more workers on other "
                 "hosts, a larger data.group_size, smaller images, or data.memory none"
             )
 
@@ -290,7 +290,9 @@ def _by_host(hosts: Sequence[int]) -> list[list[int]]:
     return [[rank for rank, other in enumerate(hosts) if other == host] for host in sorted(set(hosts))]
 
 
-def smallest_group(total_bytes: float, copies: float, left: np.ndarray, hosts: Sequence[int], each: int = 1) -> int:
+def smallest_group(
+    total_bytes: float, copies: float, available: np.ndarray, hosts: Sequence[int], per_process: int = 1
+) -> int:
     """The smallest group whose parts fit into FREE_SHARE of each host's free memory; all workers if none does.
 
     The smaller a group, the fewer records move.
@@ -298,28 +300,28 @@ def smallest_group(total_bytes: float, copies: float, left: np.ndarray, hosts: S
     Args:
         total_bytes: of all records.
         copies: of its part that a worker has at once if records move.
-        left: f64[ranks], bytes that the host of each has left.
+        available: f64[ranks], bytes that the host of each has left.
         hosts: of the ranks.
-        each: workers of a rank.
+        per_process: workers of a rank.
     """
-    sizes = _group_sizes(len(hosts) * each, each)
+    sizes = _group_sizes(len(hosts) * per_process, per_process)
     for size in sizes:
-        parts = max(size // each, 1)
+        parts = max(size // per_process, 1)
         need = need_and_left(total_bytes / parts, copies=copies if parts > 1 else 1)[0]
-        if all(len(ranks) * need <= FREE_SHARE * left[ranks].min() for ranks in _by_host(hosts)):
+        if all(len(ranks) * need <= FREE_SHARE * available[ranks].min() for ranks in _by_host(hosts)):
             return size
     return sizes[-1]
 
 
-def check_group(group: int, workers: int, each: int = 1) -> int:
+def check_group(group: int, workers: int, per_process: int = 1) -> int:
     """Check and return a group's size; 0 stands for all workers."""
-    size, fits = group or workers, _group_sizes(workers, each)
+    size, fits = group or workers, _group_sizes(workers, per_process)
     if size not in fits:
-        what = f"{workers} workers" + f", {each} a process" * (each > 1)
-        raise UsageError(f"data.group_size: got {size} with {what}; expected one of {', '.join(map(str, fits))}")
+        scope = f"{workers} workers" + f", {per_process} a process" * (per_process > 1)
+        raise UsageError(f"data.group_size: got {size} with {scope}; expected one of {', '.join(map(str, fits))}")
     return size
 
 
-def _group_sizes(workers: int, each: int) -> list[int]:
-    """Sizes of groups that split `workers`, but no process of `each`; ascending."""
-    return [d for d in range(1, workers + 1) if workers % d == 0 and (d % each == 0 or each % d == 0)]
+def _group_sizes(workers: int, per_process: int) -> list[int]:
+    """Sizes of groups that split `workers`, but no process of `per_process`; ascending."""
+    return [d for d in range(1, workers + 1) if workers % d == 0 and (d % per_process == 0 or per_process % d == 0)]

@@ -38,14 +38,14 @@ class SpawnedLoader:
         self.number, self.mpi, self.comm = number, mpi, comm
         self.stopped = stopped  # numbers of those of the communicator that have ended
         self.death = ""  # how it has ended
-        self.sent: list[tuple[Any, bytes]] = []  # requests with what they send
+        self.requests: list[tuple[Any, bytes]] = []  # requests with what they send
 
     def send(self, message: Any) -> None:
         self._send(pickle.dumps(message))
 
     def _send(self, message: bytes) -> None:
-        self.sent = [(request, data) for request, data in self.sent if not request.Test()]
-        self.sent.append((self.comm.Isend([message, self.mpi.BYTE], self.number, TO_LOADER), message))
+        self.requests = [(request, data) for request, data in self.requests if not request.Test()]
+        self.requests.append((self.comm.Isend([message, self.mpi.BYTE], self.number, TO_LOADER), message))
 
     def receive(self, timeout_s: float) -> list[Answer]:
         answers: list[Answer] = []

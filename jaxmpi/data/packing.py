@@ -124,8 +124,11 @@ def pack(
             begin = _count_done(shards)
             progress(begin)
             work, examples = functools.partial(_pack_one, source, options=options), range(begin, len(source))
-            with (folder / INDEX).open("ab", 0) as index, contextlib.closing(in_order(work, examples, threads)) as done:
-                numbered = enumerate(done, begin)
+            with (
+                (folder / INDEX).open("ab", 0) as index,
+                contextlib.closing(in_order(work, examples, threads)) as packed,
+            ):
+                numbered = enumerate(packed, begin)
                 while _count_done(shards) < len(source):
                     shard = _write_shard(folder, shards, numbered, index, options.shard_bytes, progress)
                     write_all(notes, json.dumps(shard).encode() + b"\n")
@@ -331,7 +334,7 @@ def find_damage(
 def splits_in(folder: Path) -> list[Path]:
     """The folder, and those in it, that are packed, or partly."""
     inner = sorted(path for path in folder.iterdir() if not path.is_symlink()) if folder.is_dir() else []
-    found = [path for path in (folder, *inner) if any((path / name).exists() for name in (MANIFEST, INDEX, JOB))]
-    if not found:
+    folders = [path for path in (folder, *inner) if any((path / name).exists() for name in (MANIFEST, INDEX, JOB))]
+    if not folders:
         raise UsageError(f"{folder}: neither it nor a folder in it has a {MANIFEST}; make one with: jaxmpi data pack")
-    return found
+    return folders

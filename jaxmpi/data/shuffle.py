@@ -192,10 +192,12 @@ class MemoryShuffle:
             # MPI's offsets are C ints: they count from a segment's begin, since an arena may have more than 2 GiB.
             begin, end = end, end + int(move.received_bytes.sum())
             received, offsets = arena.bytes[begin:end], np.cumsum(move.received_bytes) - move.received_bytes
-            sent = np.empty(int(move.sent_bytes[others].sum()), np.uint8)
-            old.copy_to(sent, np.concatenate([*move.sent[:me], *move.sent[me + 1 :]]))
+            payload = np.empty(int(move.sent_bytes[others].sum()), np.uint8)
+            old.copy_to(payload, np.concatenate([*move.sent[:me], *move.sent[me + 1 :]]))
             target = alltoallv_buffer(received, move.received_bytes * others, offsets)
-            pending.append((self.group.Ialltoallv(alltoallv_buffer(sent, move.sent_bytes * others), target), sent))
+            pending.append(
+                (self.group.Ialltoallv(alltoallv_buffer(payload, move.sent_bytes * others), target), payload)
+            )
             old.copy_to(received[offsets[me] :], move.received[me])
             if len(pending) == AHEAD:
                 self._wait(pending.popleft()[0])
@@ -203,7 +205,9 @@ class MemoryShuffle:
             self._wait(pending.popleft()[0])
 
     def _wait(
-        self, request: Any, what: str = "workers of its group; all must read as many epochs, or call shuffle() as often"
+        self,
+        request: Any,
+        peers: str = "workers of its group; all must read as many epochs, or call shuffle() as often",
     ) -> None:
         # Not `polling.wait`: MPI moves records on in a look only, so looks come five times as often; and this thread
         # runs concurrently with the steps, whose cores it leaves them without a first spin.
@@ -211,7 +215,7 @@ class MemoryShuffle:
         while not request.Test():
             if waited.look() > TIMEOUT_S:
                 raise TrainingError(
-                    f"the data set in memory has waited {TIMEOUT_S:.0f} s for the other {what} "
+                    f"the data set in memory has waited {TIMEOUT_S:.0f} s for the other {peers} "
                     "(JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
                 )
             time.sleep(POLL_S)
@@ -257,25 +261,25 @@ def keep_in_memory(
     Raises:
         UsageError: the workers cannot be split into groups of that size.
     """
-    n, size, each, control = len(source), workers.size, len(workers.mine), workers.processes
+    n, size, per_process, control = len(source), workers.size, len(workers.mine), workers.processes
     inside = MemorySource(source, data)
     options: dict[str, Any] = {"shuffle": train, "multiple": multiple}
-    alone = sampler(n, effective_batch, 0, size, seed, **options)
-    rhythm = shuffle_schedule(data.shuffle_period, max(alone.steps_per_epoch, 1), effective_batch)
+    whole_sampler = sampler(n, effective_batch, 0, size, seed, **options)
+    rhythm = shuffle_schedule(data.shuffle_period, max(whole_sampler.steps_per_epoch, 1), effective_batch)
     options |= {"period": rhythm.epochs, "piece_steps": rhythm.piece_steps}
     parts = 1
     if train and data.group_size == "auto":
         mean_bytes = float(control.bcast_object(inside.mean_bytes() if control.rank == 0 else 0.0))
-        left = control.allgather_array(np.array([available_bytes()]))[:, 0]
-        copies = dataclasses.replace(alone, **options).copies
-        parts = memory_source.smallest_group(n * mean_bytes, copies, left, control.hosts, each)
+        available = control.allgather_array(np.array([available_bytes()]))[:, 0]
+        copies = dataclasses.replace(whole_sampler, **options).copies
+        parts = memory_source.smallest_group(n * mean_bytes, copies, available, control.hosts, per_process)
     elif train:
-        parts = memory_source.check_group(int(data.group_size), size, each)
+        parts = memory_source.check_group(int(data.group_size), size, per_process)
     samplers = tuple(sampler(n, effective_batch, rank, size, seed, **options, parts=parts) for rank in workers.mine)
     if not train:
         fixed = np.flatnonzero(np.isin(group_order.place_owners(n, effective_batch, size), workers.mine))
         return MemoryShuffle(inside, control, fixed, None, samplers[0]), samplers
-    if not isinstance(control, MpiProcesses) or parts <= each:
+    if not isinstance(control, MpiProcesses) or parts <= per_process:
         return MemoryShuffle(inside, control, np.arange(n), None, samplers[0]), samplers
-    group = control.world.Split(control.rank // (parts // each), control.rank)
-    return MemoryShuffle(inside, control, None, group, samplers[0], each, control.may_overlap), samplers
+    group = control.world.Split(control.rank // (parts // per_process), control.rank)
+    return MemoryShuffle(inside, control, None, group, samplers[0], per_process, control.may_overlap), samplers

@@ -108,7 +108,7 @@ class TestAvailable:
 class TestGroups:
     def test_sizes_divide_the_workers_and_cut_no_process_of_several(self):
         assert [memory_source.check_group(group, 8) for group in (0, 1, 4)] == [8, 1, 4]
-        assert [memory_source.check_group(group, 8, each=4) for group in (0, 1, 2, 4, 8)] == [8, 1, 2, 4, 8]
+        assert [memory_source.check_group(group, 8, per_process=4) for group in (0, 1, 2, 4, 8)] == [8, 1, 2, 4, 8]
         for group, workers, each, fits in (
             (6, 12, 4, "1, 2, 4, 12"),
             (3, 8, 1, "1, 2, 4, 8"),

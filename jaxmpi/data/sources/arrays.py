@@ -206,10 +206,10 @@ def animals(config: Data, split: str) -> Source:
     """
     images, labels = (_read_animals(name) for name in FILES)
     firsts = {image.tobytes(): i for i, image in reversed([*enumerate(images)])}
-    kept = np.sort([*firsts.values()])
-    kept = kept[np.argsort(labels[kept], kind="stable")]
-    place_in_class = np.concatenate([np.arange(n) for n in np.bincount(labels[kept], minlength=10)])
-    rows = kept[(place_in_class % 5 == 0) == (split == "validation")]
+    chosen = np.sort([*firsts.values()])
+    chosen = chosen[np.argsort(labels[chosen], kind="stable")]
+    place_in_class = np.concatenate([np.arange(n) for n in np.bincount(labels[chosen], minlength=10)])
+    rows = chosen[(place_in_class % 5 == 0) == (split == "validation")]
     return _enlarged_source(images[rows][..., None], labels[rows], config, "animals")
 
 

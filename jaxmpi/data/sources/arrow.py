@@ -85,9 +85,9 @@ class ParquetSource(ArrowSource):
         self.set_parts([f"{path}, row group {number}" for path, number in self.groups], rows)
         is_small = sum(size_bytes) <= KEPT_BYTES
         self.file_ends = None if is_small else tuple(self.ends.tolist())
-        most = len(self.groups) if is_small else max(2, KEPT_BYTES // max(size_bytes))
+        limit = len(self.groups) if is_small else max(2, KEPT_BYTES // max(size_bytes))
         # The loaders of a batch need the same row group: one reads it.
-        self.tables = LastUsed(partial(_read_row_group, self.groups, self.columns), most)
+        self.tables = LastUsed(partial(_read_row_group, self.groups, self.columns), limit)
 
 
 def parquet(config: Data, split: str) -> base.Source:

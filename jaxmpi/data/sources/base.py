@@ -199,21 +199,24 @@ def open_table(config: Data, split: str, open_split: Callable[[str], Any]) -> An
     if source.classes or source.labels is None or not source.is_pair:
         return source
     labels, name = [source.labels], config.train_split
-    there = os.listdir(data_dir(config)) if split != "train" else []
-    if any(file == name or file.startswith((f"{name}-", f"{name}.")) for file in there):
+    files = os.listdir(data_dir(config)) if split != "train" else []
+    if any(file == name or file.startswith((f"{name}-", f"{name}.")) for file in files):
         labels.append(open_split("train").labels)
-    source.classes, source.is_counted = max(int(each.max(initial=-1)) + 1 for each in labels if each is not None), True
+    source.classes, source.is_counted = (
+        max(int(column.max(initial=-1)) + 1 for column in labels if column is not None),
+        True,
+    )
     return source
 
 
-def choose_columns(config: Data, there: Iterable[str], path: str) -> tuple[str, ...]:
+def choose_columns(config: Data, fields: Iterable[str], path: str) -> tuple[str, ...]:
     """`data.columns`, or image and label; raise `UsageError` if one of them is not there exactly once."""
-    wanted, there = config.columns or DEFAULT, sorted(there)
-    odd = [name for name in wanted if there.count(name) != 1]
+    wanted, fields = config.columns or DEFAULT, sorted(fields)
+    odd = [name for name in wanted if fields.count(name) != 1]
     if odd:
         raise UsageError(
-            f"{path}: got column {', '.join(odd)} not once; there are {', '.join(there) or 'none'}: choose input and "
-            f"label with data.columns, such as --data.columns {' '.join((there * 2)[:2])}"
+            f"{path}: got column {', '.join(odd)} not once; there are {', '.join(fields) or 'none'}: choose input and "
+            f"label with data.columns, such as --data.columns {' '.join((fields * 2)[:2])}"
         )
     return wanted
 
@@ -221,13 +224,13 @@ def choose_columns(config: Data, there: Iterable[str], path: str) -> tuple[str, 
 # ---------------------------------------------------------------- packages, and files of a split
 
 
-def import_package(what: str, extra: str, *modules: str) -> Any:
-    """The package of these modules, which are imported; `what` needs it, and `jaxmpi[extra]` installs it."""
+def import_package(purpose: str, extra: str, *modules: str) -> Any:
+    """The package of these modules, which are imported; `purpose` needs it, and `jaxmpi[extra]` installs it."""
     try:
         package, *_ = [importlib.import_module(module) for module in modules]
         return package
     except ImportError as error:
-        raise UsageError(f"{what}: {error}; install it with {installing(f'jaxmpi[{extra}]')}") from error
+        raise UsageError(f"{purpose}: {error}; install it with {installing(f'jaxmpi[{extra}]')}") from error
 
 
 @contextlib.contextmanager

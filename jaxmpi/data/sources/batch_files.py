@@ -37,11 +37,11 @@ SPAN_BYTES = 64 << 20  # bytes of a file that are read in one go at most, or one
 KEPT_BYTES = 4 * SPAN_BYTES  # bytes of spans kept by a loader process or all threads of a worker; two spans at least
 IMAGES = Expected(
     "u8[n, height, width, channels] in C order, as numpy.ascontiguousarray gives it",
-    lambda found: (
-        found.dtype == np.uint8 and len(found.shape) == 4 and 0 not in found.shape[1:] and not found.is_fortran
+    lambda array: (
+        array.dtype == np.uint8 and len(array.shape) == 4 and 0 not in array.shape[1:] and not array.is_fortran
     ),
 )
-LABELS = Expected("whole numbers, one an image", lambda found: found.dtype.kind in "iu" and len(found.shape) == 1)
+LABELS = Expected("whole numbers, one an image", lambda array: array.dtype.kind in "iu" and len(array.shape) == 1)
 
 
 class BatchFileSource(StoredRows):
@@ -165,8 +165,8 @@ def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128
             _, labels[place] = check_record(b"", label, 0, f"{name}[{i}]")
             first = total if begin else images[0] if images else image
             if image.dtype != np.uint8 or image.ndim != 3 or image.shape != first.shape:
-                what = f"{image.dtype}{list(image.shape)}"
-                raise UsageError(f"{name}[{i}]: got {what}; expected u8[height, width, channels] as before it")
+                form = f"{image.dtype}{list(image.shape)}"
+                raise UsageError(f"{name}[{i}]: got {form}; expected u8[height, width, channels] as before it")
             images.append(image)
         batch, file = np.stack(images), folder / f"{begin // rows:0{digits}}.npy"
         with _writing(folder):
@@ -176,9 +176,9 @@ def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128
         _save(file, batch)
         files.add(file)
     with _writing(folder):  # numbered files that an earlier, longer set has left
-        for left in set(folder.glob("*.npy")) - files:
-            if left.stem.isdecimal():
-                left.unlink()
+        for stale in set(folder.glob("*.npy")) - files:
+            if stale.stem.isdecimal():
+                stale.unlink()
     _save(Path(root) / f"{split}_mean.npy", (total / n).astype(np.float32))
     _save(labels_path, labels)
 

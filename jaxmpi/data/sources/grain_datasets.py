@@ -159,9 +159,9 @@ class StreamSource(PythonSource):
 
     def with_new_readers(self) -> "StreamSource":
         """A copy with new readers, to read both in turns."""
-        made = copy.copy(self)
-        made.readers = tuple(StreamReader(each.dataset, each.name, each.per_step) for each in self.readers)
-        return made
+        duplicate = copy.copy(self)
+        duplicate.readers = tuple(StreamReader(reader.dataset, reader.name, reader.per_step) for reader in self.readers)
+        return duplicate
 
     def __len__(self) -> int:
         return self.examples_in_all

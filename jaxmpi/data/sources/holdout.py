@@ -47,8 +47,8 @@ def hold_out(source: Source, share: float, split: str) -> Source:
     if labels is not None and np.ndim(labels) == 1 and np.asarray(labels).dtype.kind in "iu":
         order = order[np.argsort(np.asarray(labels)[order], kind="stable")]
     counts = np.floor(np.arange(n + 1) * share)
-    held = np.zeros(n, bool)
-    held[order] = counts[1:] > counts[:-1]
-    if not 0 < held.sum() < n:
+    is_validation = np.zeros(n, bool)
+    is_validation[order] = counts[1:] > counts[:-1]
+    if not 0 < is_validation.sum() < n:
         raise UsageError(f"data.holdout: got {share} of {n} examples, which leaves one part empty")
-    return Subset(source, np.flatnonzero(held if split == "validation" else ~held))
+    return Subset(source, np.flatnonzero(is_validation if split == "validation" else ~is_validation))

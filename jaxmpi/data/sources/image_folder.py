@@ -36,8 +36,8 @@ class FolderSource(TableSource):
             images, others = _list_images(os.path.join(root, name))
             files.append(images)
             left_out += others
-        what = f"{len(left_out)} entries that are no {', '.join(SUFFIXES)} file, such as {min(left_out, default='')}"
-        self.notes = (f"{root}: left out {what}",) if left_out else ()
+        summary = f"{len(left_out)} entries that are no {', '.join(SUFFIXES)} file, such as {min(left_out, default='')}"
+        self.notes = (f"{root}: left out {summary}",) if left_out else ()
         self.set_parts(classes, [len(images) for images in files])
         self.labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(images) for images in files])
         # A million Python strings take 100 MB a worker; one blob of names and offsets, a fifth.
@@ -88,9 +88,9 @@ def imagefolder(config: Data, split: str) -> Source:
     if config.holdout and not os.path.isdir(train) and os.path.isdir(base):
         root = train = base  # classes right below it
     if not os.path.isdir(root):
-        there = ", ".join(_list_folders(base)[:8]) if os.path.isdir(base) else "it does not exist"
+        folders = ", ".join(_list_folders(base)[:8]) if os.path.isdir(base) else "it does not exist"
         raise UsageError(
-            f"imagefolder: no folder {root}; expected {LAYOUT}. Folders in {base}: {there or 'none'}. If these are "
+            f"imagefolder: no folder {root}; expected {LAYOUT}. Folders in {base}: {folders or 'none'}. If these are "
             f"classes, give --data.holdout 0.2; if one is the split, name it with --data.{split}-split"
         )
     classes = _list_folders(train if os.path.isdir(train) else root)

@@ -32,15 +32,15 @@ class Mixture(View):
     endless = True  # an epoch's examples are not those of the next
 
     def __init__(self, parts: Sequence[Source], weights: Sequence[float]) -> None:
-        what = f"mixture of {', '.join(part.name for part in parts)}"
+        title = f"mixture of {', '.join(part.name for part in parts)}"
         if not parts or not all(math.isfinite(weight) and weight > 0 for weight in weights):
-            raise UsageError(f"{what}: got the weights {list(weights)}; expected a number > 0 a part")
+            raise UsageError(f"{title}: got the weights {list(weights)}; expected a number > 0 a part")
         super().__init__("mixture", parts)
         self.lengths = [len(part) for part in parts]
         self.counts = split_by_weight(sum(self.lengths), weights)
         if min(*self.lengths, *self.counts) < 1:
             raise UsageError(
-                f"{what}: got parts of {self.lengths} examples and the weights {list(weights)}, which give "
+                f"{title}: got parts of {self.lengths} examples and the weights {list(weights)}, which give "
                 f"{self.counts} examples of an epoch; expected >= 1 of each part: raise the smallest"
             )
         self.ends = np.cumsum(self.counts)
@@ -50,7 +50,7 @@ class Mixture(View):
         classes = [part.classes for part in parts]
         if not self.is_counted and len(set(classes)) > 1:
             raise UsageError(
-                f"{what}: got {classes} classes; expected one number: a label must mean the same in all parts"
+                f"{title}: got {classes} classes; expected one number: a label must mean the same in all parts"
             )
         self.bytes_each, self.tokens_each = self._mean("bytes_each"), self._mean("tokens_each")
 

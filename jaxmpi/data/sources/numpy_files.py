@@ -144,8 +144,8 @@ class StoredRows(base.TableSource):
             return array[row : row + rows[0]] if rows else array[row]
         row_bytes = array.dtype.itemsize * math.prod(array.shape[1:])
         into = np.empty((*rows, *array.shape[1:]), array.dtype)
-        found = self.opened.read(array.file, into, array.offset + row * row_bytes)
-        return found.astype(array.dtype.newbyteorder("="), copy=False)
+        values = self.opened.read(array.file, into, array.offset + row * row_bytes)
+        return values.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 class NumpySource(StoredRows):

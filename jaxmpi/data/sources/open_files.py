@@ -19,29 +19,29 @@ MOST_OPEN = 64  # files at once, of a source: several loaders, each in a file or
 
 
 class LastUsed(Generic[T]):
-    """Values by number, loaded by one thread when first asked for; the last `most` are kept. A pickle begins empty."""
+    """Values by number, loaded by one thread when first asked for; the last `limit` are kept. A pickle begins empty."""
 
-    def __init__(self, load: Callable[[int], T], most: int) -> None:
-        self._load, self._most = load, most
-        self._kept: collections.OrderedDict[int, Future[T]] = collections.OrderedDict()  # last used last
+    def __init__(self, load: Callable[[int], T], limit: int) -> None:
+        self._load, self._limit = load, limit
+        self._values: collections.OrderedDict[int, Future[T]] = collections.OrderedDict()  # last used last
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LastUsed, (self._load, self._most)
+        return LastUsed, (self._load, self._limit)
 
     def __getitem__(self, number: int) -> T:
         with self._lock:
-            is_new = number not in self._kept
-            value = self._kept.setdefault(number, Future())
-            self._kept.move_to_end(number)
-            if len(self._kept) > self._most:
-                self._kept.popitem(last=False)
+            is_new = number not in self._values
+            value = self._values.setdefault(number, Future())
+            self._values.move_to_end(number)
+            if len(self._values) > self._limit:
+                self._values.popitem(last=False)
         if is_new:
             try:
                 value.set_result(self._load(number))
             except BaseException as error:
                 with self._lock:
-                    self._kept.pop(number, None)
+                    self._values.pop(number, None)
                 value.set_exception(error)
         return value.result()
 
@@ -63,11 +63,11 @@ class OpenFiles:
 
     def read(self, file: int, into: np.ndarray, offset: int) -> np.ndarray:
         """Fill C-ordered `into` from byte `offset` and return it; raise `OSError`, also if the file is too short."""
-        descriptor, left = self._open[file], into.reshape(-1).view(np.uint8).data
-        while left and (got := os.preadv(descriptor.number, [left], offset + into.nbytes - len(left))):
-            left = left[got:]
-        if left:
-            raise OSError(f"{self.paths[file]} ends {len(left)} bytes before byte {offset + into.nbytes}")
+        descriptor, remaining = self._open[file], into.reshape(-1).view(np.uint8).data
+        while remaining and (got := os.preadv(descriptor.number, [remaining], offset + into.nbytes - len(remaining))):
+            remaining = remaining[got:]
+        if remaining:
+            raise OSError(f"{self.paths[file]} ends {len(remaining)} bytes before byte {offset + into.nbytes}")
         return into
 
 

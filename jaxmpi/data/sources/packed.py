@@ -144,8 +144,8 @@ def check_manifest(manifest: Manifest, path: Path) -> Manifest:
     return manifest._replace(names=tuple(manifest.names), shard_bytes=tuple(manifest.shard_bytes))
 
 
-def _is_whole(value: Any, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+def _is_whole(value: Any, limit: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= limit
 
 
 FIELDS = {

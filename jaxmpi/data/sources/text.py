@@ -172,51 +172,53 @@ class Tokenizer(NamedTuple):
         except Exception as error:  # whatever a function of the user's raises, or a library
             raise UsageError(f"{where}: data.tokenizer: {type(error).__name__}: {error}; expected tokens") from error
         is_row = tokens.ndim == 1 and (tokens.dtype.kind in "iu" or tokens.size == 0)
-        least, most = (int(tokens.min()), int(tokens.max())) if is_row and tokens.size else (0, 0)
-        if not is_row or least < 0 or most >= self.classes:
+        lowest, highest = (int(tokens.min()), int(tokens.max())) if is_row and tokens.size else (0, 0)
+        if not is_row or lowest < 0 or highest >= self.classes:
             raise UsageError(
-                f"{where}: data.tokenizer: got {tokens.dtype}{list(tokens.shape)} from {least} to {most}; expected "
+                f"{where}: data.tokenizer: got {tokens.dtype}{list(tokens.shape)} from {lowest} to {highest}; expected "
                 f"whole numbers [tokens], 0 <= token < {self.classes}, its vocab_size"
             )
         return tokens.astype(np.uint16 if self.classes <= 1 << 16 else np.uint32)
 
 
-def open_tokenizer(given: Any) -> Tokenizer | None:
+def open_tokenizer(tokenizer: Any) -> Tokenizer | None:
     """The tokenizer that `data.tokenizer` names or is; None if it is empty."""
-    if not given:
+    if not tokenizer:
         return None
-    if isinstance(given, str) or hasattr(given, "to_str"):
-        return _open_json(given)
-    size: Any = getattr(given, "vocab_size", getattr(given, "n_vocab", 0))
+    if isinstance(tokenizer, str) or hasattr(tokenizer, "to_str"):
+        return _open_json(tokenizer)
+    size: Any = getattr(tokenizer, "vocab_size", getattr(tokenizer, "n_vocab", 0))
     classes: Any = size() if callable(size) else size  # SentencePiece's is a method
     is_number = isinstance(classes, (int, np.integer))
-    encode = getattr(given, "encode", given)
-    if is_number and hasattr(given, "__len__"):  # `vocab_size` of Transformers leaves out added tokens
-        classes = max(classes, len(given))
+    encode = getattr(tokenizer, "encode", tokenizer)
+    if is_number and hasattr(tokenizer, "__len__"):  # `vocab_size` of Transformers leaves out added tokens
+        classes = max(classes, len(tokenizer))
     if not callable(encode) or not is_number or classes <= 0:
-        raise UsageError(f"data.tokenizer: got {type(given).__name__} of vocab_size {classes!r}; expected {FORM}")
+        raise UsageError(f"data.tokenizer: got {type(tokenizer).__name__} of vocab_size {classes!r}; expected {FORM}")
     return Tokenizer(encode, int(classes))
 
 
-def _open_json(given: Any) -> Tokenizer:
+def _open_json(tokenizer: Any) -> Tokenizer:
     """The tokenizer of a JSON file, or of an object of `tokenizers`, which is copied by its JSON."""
-    tokenizers, is_file = _import_tokenizers("data.tokenizer"), isinstance(given, str)
+    tokenizers, is_file = _import_tokenizers("data.tokenizer"), isinstance(tokenizer, str)
     if is_file:
-        check_plain_files([given], f"data.tokenizer: {FORM}")
+        check_plain_files([tokenizer], f"data.tokenizer: {FORM}")
     try:
-        made = tokenizers.Tokenizer.from_str(Path(given).read_text(encoding="utf-8") if is_file else given.to_str())
+        parsed = tokenizers.Tokenizer.from_str(
+            Path(tokenizer).read_text(encoding="utf-8") if is_file else tokenizer.to_str()
+        )
     except Exception as error:  # all that the library raises
-        name = given if is_file else type(given).__name__
+        name = tokenizer if is_file else type(tokenizer).__name__
         raise UsageError(f"data.tokenizer: {name} cannot be read: {error}; expected {FORM}") from error
-    made.no_truncation()  # many are saved with it: it would cut each file off
-    made.no_padding()
-    classes = max([made.get_vocab_size(), *(number + 1 for number in made.get_vocab().values())])
-    return Tokenizer(lambda text: made.encode(text).ids, classes)
+    parsed.no_truncation()  # many are saved with it: it would cut each file off
+    parsed.no_padding()
+    classes = max([parsed.get_vocab_size(), *(number + 1 for number in parsed.get_vocab().values())])
+    return Tokenizer(lambda text: parsed.encode(text).ids, classes)
 
 
-def _import_tokenizers(what: str) -> Any:
+def _import_tokenizers(purpose: str) -> Any:
     parts = "models", "pre_tokenizers", "trainers"
-    return import_package(what, "tokenizers", "tokenizers", *(f"tokenizers.{part}" for part in parts))
+    return import_package(purpose, "tokenizers", "tokenizers", *(f"tokenizers.{part}" for part in parts))
 
 
 class Vocabulary(NamedTuple):
@@ -238,16 +240,16 @@ def write_words(config: Data, path: str | Path, words: int = 72_000) -> Vocabula
             f"words: got {words} words of source {config.source}; expected 2 to {MOST_WORDS:,} of stdlib or text"
         )
     tokenizers = _import_tokenizers("words")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token=UNKNOWN))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORD), "isolated")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORD), "isolated")
     trainer = tokenizers.trainers.WordLevelTrainer(vocab_size=words, special_tokens=[UNKNOWN], show_progress=False)
-    made.train_from_iterator(_decode_files(config, "train"), trainer)
+    tokenizer.train_from_iterator(_decode_files(config, "train"), trainer)
     try:
-        made.save(str(path))
+        tokenizer.save(str(path))
     except Exception as error:  # all that the library raises
         raise UsageError(f"words: {path} cannot be written: {error}") from error
-    tokens = [token for file in made.encode_batch(_decode_files(config, "validation")) for token in file.ids]
-    return Vocabulary(made.get_vocab_size(), 1 - tokens.count(0) / max(len(tokens), 1))
+    tokens = [token for file in tokenizer.encode_batch(_decode_files(config, "validation")) for token in file.ids]
+    return Vocabulary(tokenizer.get_vocab_size(), 1 - tokens.count(0) / max(len(tokens), 1))
 
 
 def _decode_files(config: Data, split: str) -> list[str]:

@@ -133,9 +133,9 @@ def load_or_build_index(shards: Sequence[str], columns: Sequence[str]) -> Index:
             lock = stack.enter_context(file.with_suffix(".lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         with contextlib.suppress(Exception):  # errors of files, zip, NumPy; a damaged index is built again
-            with file.open("rb") as saved, np.load(saved, allow_pickle=False) as found:
-                if np.array_equal(found["signature"], signature):
-                    return Index(*(found[field] for field in Index._fields))
+            with file.open("rb") as saved, np.load(saved, allow_pickle=False) as fields:
+                if np.array_equal(fields["signature"], signature):
+                    return Index(*(fields[field] for field in Index._fields))
         index = build_index(shards, [name.split(";") for name in columns])
         # A write in the same tick of the clock as this one would leave the signature as it is.
         if time.time() - max(changed_ns for *_, changed_ns in states) / 1e9 > SETTLED_S:
@@ -194,7 +194,7 @@ def _find_member(members: dict[str, tarfile.TarInfo], names: Sequence[str], wher
 def _group_examples(tar: tarfile.TarFile, path: str) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
     """Yield each example's key, and its members by column."""
     named = ((*_split_name(member.name), member) for member in _list_members(tar, path) if not member.isdir())
-    for key, group in itertools.groupby((each for each in named if each[0]), key=lambda each: each[0]):
+    for key, group in itertools.groupby((each for each in named if each[0]), key=lambda member: member[0]):
         members: dict[str, tarfile.TarInfo] = {}
         for _, column, member in group:
             if not member.isreg() or member.issparse():
