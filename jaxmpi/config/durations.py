@@ -32,7 +32,7 @@ def duration_steps(duration: str, steps_per_epoch: int, effective_batch: int, to
     if match is None:
         raise UsageError(
             f"got duration {duration!r}; expected a number and a unit: 90ep (epochs), 125st (steps), "
-            "20000ex (examples), 10% (of the run), or in some places 2h, 30min, 45s"
+            "20000ex (examples), 10% (of the run), or, of train_for and what is done every so often, 2h, 30min, 45s"
         )
     assert match is not None
     number, unit = float(match[1]), match[2]

@@ -57,7 +57,9 @@ def check_sharding(tx: Any, params: PyTree, by: str, workers: int, option: str =
         cause, found = error, f"a shard alone fails ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     if found:
         what = f"{option}: got {by!r}, but {found} with this optimizer"
-        raise UsageError(f"{what}; expected {WORDS}, else leave it unsharded") from cause
+        raise UsageError(
+            f"{what}; expected {WORDS}; clipping by the global norm is an argument, clip_norm=; else leave it unsharded"
+        ) from cause
 
 
 def _trial(tx: Any, like: PyTree, by: str) -> str:

@@ -31,8 +31,8 @@ class Clock(NamedTuple):
         """
         if "%" in duration and self.total_steps == UNLIMITED:
             raise UsageError(
-                f"got {duration} of a run that ends by the clock, whose steps are not known: give the schedule's span "
-                "and warm-up in epochs or steps, as --schedule.span 30ep, or train_for"
+                f"schedule: got {duration} of a run that ends by the clock, whose steps are not known: give its span "
+                "and warm-up in epochs or steps, as --schedule.span 30ep; or --schedule.decay constant"
             )
         return duration_steps(duration, self.steps_per_epoch, self.effective_batch, self.total_steps)
 

@@ -45,7 +45,7 @@ def test_a_file_a_column(tmp_path, array):
 @pytest.mark.parametrize(
     ("arrays", "said"),
     [
-        ({"x": IMAGES, "label": LABELS}, "got column image not once; there are label, x"),
+        ({"x": IMAGES, "label": LABELS}, "expected column image once; there are label, x.*--data.columns x label"),
         ({"image": IMAGES, "label": LABELS[:9]}, "'image': 10, 'label': 9"),
         ({"image": IMAGES, "label": np.array([*"abcdefghij"])}, "label: got <U1"),
         ({"image": IMAGES.astype(object), "label": LABELS}, "image: got object"),
@@ -65,7 +65,7 @@ def test_two_arrays_of_one_name_are_refused(tmp_path, again):
     np.savez(tmp_path / "train.npz", image=IMAGES, label=LABELS)
     with zipfile.ZipFile(tmp_path / "train.npz", "a") as file:
         file.writestr(again, file.read("label.npy"))
-    with pytest.raises(UsageError, match=r"train.npz: got column label not once"):
+    with pytest.raises(UsageError, match=r"train.npz: expected column label once"):
         opened(tmp_path)
 
 

@@ -214,9 +214,10 @@ def choose_columns(config: Data, fields: Iterable[str], path: str) -> tuple[str,
     wanted, fields = config.columns or DEFAULT, sorted(fields)
     odd = [name for name in wanted if fields.count(name) != 1]
     if odd:
+        likely = sorted(fields, key=lambda name: name in ("label", "labels", "target", "y"))  # the label comes last
         raise UsageError(
-            f"{path}: got column {', '.join(odd)} not once; there are {', '.join(fields) or 'none'}: choose input and "
-            f"label with data.columns, such as --data.columns {' '.join((fields * 2)[:2])}"
+            f"{path}: expected column {', '.join(odd)} once; there are {', '.join(fields) or 'none'}: choose input and "
+            f"label, in this order, with data.columns, such as --data.columns {' '.join((likely * 2)[:2])}"
         )
     return wanted
 
