@@ -97,7 +97,7 @@ import os, pathlib, time
 from jaxmpi.recover import signals
 notice = signals.PreemptionNotice()
 print("ready", flush=True)
-while not notice.given:
+while not notice.is_given:
     time.sleep(0.01)
 notice.say_saved(print if os.environ["OMPI_COMM_WORLD_RANK"] == "0" else str, 7, pathlib.Path("run"))
 """

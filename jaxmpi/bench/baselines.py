@@ -31,11 +31,11 @@ def nothing_to_connect(control: MpiProcesses) -> None:
 
 def mpi4py_allreduce(inputs: Inputs) -> Run:
     """One flat NumPy array into another, without jit or division."""
-    sent, received = np.asarray(inputs.flat), inputs.work
+    send_buffer, received = np.asarray(inputs.flat), inputs.work
     control = mpi_control(inputs)
 
     def run() -> Arrays:
-        control.world.Allreduce(sent, received)
+        control.world.Allreduce(send_buffer, received)
         return [received]
 
     return run

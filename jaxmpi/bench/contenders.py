@@ -175,14 +175,14 @@ def time_link(inputs: Inputs) -> Run:
     """Send LINK_BYTES from each host's first rank to the next host's."""
     control = mpi_control(inputs)
     firsts = [control.hosts.index(host) for host in sorted(set(control.hosts))]
-    sent = np.ones(LINK_BYTES, np.uint8)
-    received = np.empty_like(sent)
+    send_buffer = np.ones(LINK_BYTES, np.uint8)
+    received = np.empty_like(send_buffer)
     place = firsts.index(control.rank) if control.rank in firsts else None
 
     def run() -> Arrays:
         if place is not None:
             to, source = firsts[(place + 1) % len(firsts)], firsts[place - 1]
-            control.world.Sendrecv(sent, to, recvbuf=received, source=source)
+            control.world.Sendrecv(send_buffer, to, recvbuf=received, source=source)
         return []
 
     return run

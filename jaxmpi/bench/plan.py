@@ -118,8 +118,8 @@ def make_plan(options: argparse.Namespace, ranks: int) -> BenchPlan:
         rate_mbit=options.rate_mbit,
         experiment=experiment,
     )
-    here = process.launched()
-    local, free = here.local_size if here else ranks, free_bytes()
+    placement = process.launched()
+    local, free = placement.local_size if placement else ranks, free_bytes()
     for case in cases:
         if (needed := needed_bytes(case, local)) > free:
             print(f"{case.name}: left out: {local} ranks need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")

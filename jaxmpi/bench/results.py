@@ -93,8 +93,8 @@ def table(case: Json) -> Table:
     """A row per contender of a case, below the bound's basis."""
     has_bound, is_far = case["bound_bytes_per_s"] is not None, case["hosts"] > 1
     speed = (case["bound_bytes_per_s"] or 0.0) / 1e9
-    far, near = "2 (H-1)/H K a host over a link", "3 K a rank through memory, read and written"
-    basis = f"bound: {far if is_far else near} at {speed:.3g} GB/s" * has_bound
+    link_bound, memory_bound = "2 (H-1)/H K a host over a link", "3 K a rank through memory, read and written"
+    basis = f"bound: {link_bound if is_far else memory_bound} at {speed:.3g} GB/s" * has_bound
     out = Table(title=describe(case), caption=basis, title_justify="left", caption_justify="left")
     out.add_column("by")
     has_peer = any(row["to_fastest_peer"] for row in case["rows"])
@@ -103,14 +103,14 @@ def table(case: Json) -> Table:
         out.add_column(heading, justify="right")
     for row in case["rows"]:
         low, high = row["quartiles_s"]
-        ratio, sent = row["to_fastest_peer"], row["sent_bytes"]
+        ratio, sent_bytes = row["to_fastest_peer"], row["sent_bytes"]
         out.add_row(
             label(row),
             f"{1e3 * row['median_s']:.4g} ({1e3 * low:.4g}-{1e3 * high:.4g})",
             f"{row['algorithm_bytes_per_s'] / 1e9:.3g}",
             f"{row['bus_bytes_per_s'] / 1e9:.3g}",
             "" if row["of_bound"] is None else f"{100 * row['of_bound']:.3g} %",
-            *(["" if sent is None else f"{sent / 1e6:.4g}"] * is_far),
+            *(["" if sent_bytes is None else f"{sent_bytes / 1e6:.4g}"] * is_far),
             *(["{:.2f} ({:.2f}-{:.2f})".format(*ratio["ratio"]) if ratio else ""] * has_peer),
         )
     return out
@@ -131,6 +131,6 @@ def label(row: Json) -> str:
 def median_interval(values: np.ndarray) -> tuple[float, float, float]:
     """The median and its 95 % confidence interval, from order statistics."""
     ordered, n = np.sort(values), len(values)
-    away = 0.98 * math.sqrt(n)
-    low, high = max(0, math.floor(n / 2 - away)), min(n - 1, math.ceil(n / 2 + away))
+    half_width = 0.98 * math.sqrt(n)
+    low, high = max(0, math.floor(n / 2 - half_width)), min(n - 1, math.ceil(n / 2 + half_width))
     return float(np.median(values)), float(ordered[low]), float(ordered[high])

@@ -45,12 +45,12 @@ def measure(plan: BenchPlan, control: Processes, keep: Callable[[list[Json]], No
     field = [*map(contenders.find_contender, plan.strategies), *map(peer, peers), *yardsticks]
     if not field:
         raise UsageError("one rank and no strategies: nothing to time")
-    done: list[Json] = []
+    results: list[Json] = []
     for case in plan.cases:
-        done.append(measure_case(case, field, plan, control))
+        results.append(measure_case(case, field, plan, control))
         if control.rank == 0:
-            keep(done)
-    return done
+            keep(results)
+    return results
 
 
 def measure_case(case: Case, field: Sequence[Contender], plan: BenchPlan, control: Processes) -> Json:
@@ -70,11 +70,11 @@ def measure_case(case: Case, field: Sequence[Contender], plan: BenchPlan, contro
             failures.set_phase(f"{case.name}: {name}, round {i + 1 - plan.warm_up} of {plan.rounds}")
             samples[name] = sample(runs[name], repeats[name], control)
         every = control.allgather_object({name: [*one] for name, one in samples.items()})
-        of_ranks = {name: [Sample(*each[name]) for each in every] for name in names}
+        of_ranks = {name: [Sample(*samples[name]) for samples in every] for name in names}
         if i >= plan.warm_up:
             rounds.append(of_ranks)
         elif i == plan.warm_up - 1:
-            slowest = {name: max(each.seconds for each in of_ranks[name]) for name in names}
+            slowest = {name: max(sample.seconds for sample in of_ranks[name]) for name in names}
             repeats = {name: min(MOST_REPEATS, max(1, math.ceil(SAMPLE_S / slowest[name]))) for name in names}
     return {
         "case": case.name,
@@ -84,7 +84,7 @@ def measure_case(case: Case, field: Sequence[Contender], plan: BenchPlan, contro
         "ranks": control.size,
         "hosts": len(set(control.hosts)) if isinstance(control, MpiProcesses) else 1,
         "picked": inputs.picked,
-        "seconds": {name: [max(each.seconds for each in of_ranks[name]) for of_ranks in rounds] for name in names},
+        "seconds": {name: [max(sample.seconds for sample in of_ranks[name]) for of_ranks in rounds] for name in names},
         "sent": {name: sent_by_hosts([of_ranks[name] for of_ranks in rounds], control) for name in names},
     }
 
@@ -93,7 +93,7 @@ class Sample(NamedTuple):
     """Measurement of one contender in one round, on one rank."""
 
     seconds: float
-    sent: float  # bytes that this host's cards sent, an exchange
+    sent_bytes: float  # bytes that this host's cards sent, an exchange
 
 
 def sample(run: Run, repeats: int, control: Processes) -> Sample:
@@ -115,10 +115,10 @@ def sent_by_hosts(rounds: Sequence[Sequence[Sample]], control: Processes) -> Jso
     if not isinstance(control, MpiProcesses) or len(set(control.hosts)) == 1:
         return {"sent_bytes": None, "sent_bytes_by_host": None}
     ranks = range(control.size)
-    medians = [statistics.median_high(samples[r].sent for samples in rounds) for r in ranks]
+    medians = [statistics.median_high(samples[r].sent_bytes for samples in rounds) for r in ranks]
     # One of a host's ranks may have read the counter late.
-    each = [max(medians[r] for r in ranks if control.hosts[r] == host) for host in sorted(set(control.hosts))]
-    return {"sent_bytes": max(each), "sent_bytes_by_host": each}
+    host_bytes = [max(medians[r] for r in ranks if control.hosts[r] == host) for host in sorted(set(control.hosts))]
+    return {"sent_bytes": max(host_bytes), "sent_bytes_by_host": host_bytes}
 
 
 def card_bytes() -> int:

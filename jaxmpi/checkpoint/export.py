@@ -128,20 +128,20 @@ def choose_checkpoint(run_dir: Path, step: int | None = None, best: bool = False
     Raises:
         UsageError: there is none, it is damaged, or both are asked for.
     """
-    kept = {manifests.step_of(path): path for path in manifests.checkpoint_folders(run_dir / "checkpoints")}
-    check(bool(kept), f"{run_dir}: no checkpoint; name a run directory")
+    dirs = {manifests.step_of(path): path for path in manifests.checkpoint_folders(run_dir / "checkpoints")}
+    check(bool(dirs), f"{run_dir}: no checkpoint; name a run directory")
     check(step is None or not best, f"{run_dir}: got step {step} and best; give one of them")
     if best:
-        for path in kept.values():  # of a damaged one nobody knows whether it is the best
+        for path in dirs.values():  # of a damaged one nobody knows whether it is the best
             manifests.read_manifest(path)
-        best_path = next(iter(manifests.best_first(kept.values())), None)
+        best_path = next(iter(manifests.best_first(dirs.values())), None)
         if best_path is None:
             raise UsageError(f"{run_dir}: none of its checkpoints was evaluated; leave best out")
         return best_path
-    step = max(kept) if step is None else step
-    check(step in kept, f"{run_dir}: step: got {step}; there are {', '.join(map(str, sorted(kept)))}: name one of them")
-    manifests.read_manifest(kept[step])  # else a damaged one would be taken for an Orbax folder, or an older one for it
-    return kept[step]
+    step = max(dirs) if step is None else step
+    check(step in dirs, f"{run_dir}: step: got {step}; there are {', '.join(map(str, sorted(dirs)))}: name one of them")
+    manifests.read_manifest(dirs[step])  # else a damaged one would be taken for an Orbax folder, or an older one for it
+    return dirs[step]
 
 
 def export(run_dir: Path, out: Path, step: int | None = None, best: bool = False) -> int:
@@ -221,14 +221,14 @@ def _mean_params(path: Path, files: dict[str, Rows]) -> Leaves:
 
 def _mean_over_files(path: Path, files: dict[str, Rows], where: str) -> Leaves:
     """Mean of floating-point leaves below `where` over files; others are the first's."""
-    each = [_read_leaves_under(path, name, rows, where) for name, rows in files.items() if _rows_below(rows, where)]
-    if len(each) < 2:
-        return each[0] if each else {}
-    mean = dict(each[0])
+    subtrees = [_read_leaves_under(path, name, rows, where) for name, rows in files.items() if _rows_below(rows, where)]
+    if len(subtrees) < 2:
+        return subtrees[0] if subtrees else {}
+    mean = dict(subtrees[0])
     for name, leaf in mean.items():
         if is_float(leaf):
-            total = sum((other[name] for other in each), np.zeros(leaf.shape))  # float64
-            mean[name] = (total / len(each)).astype(leaf.dtype)
+            total = sum((other[name] for other in subtrees), np.zeros(leaf.shape))  # float64
+            mean[name] = (total / len(subtrees)).astype(leaf.dtype)
     return mean
 
 

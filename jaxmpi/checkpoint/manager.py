@@ -54,9 +54,9 @@ def files_of(states: Mapping[int, TrainState], replicated: bool, same_params: bo
     """
     files = {}
     for worker, state in states.items():
-        common, own = halves(state, replicated, same_params)
+        common, local = halves(state, replicated, same_params)
         files |= {"common.bin": common} if worker == 0 else {}
-        files[worker_file(worker)] = own
+        files[worker_file(worker)] = local
     return files
 
 
@@ -138,7 +138,7 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
-    def taken(self) -> int | None:
+    def take_newest_step(self) -> int | None:
         """Step of the checkpoint completed since the last call; else None."""
         step, self._saved = self._saved, None
         return step
@@ -170,8 +170,8 @@ def written(step: int, home: HeldFolder) -> Iterator[None]:
         yield
     except OSError as error:
         fate = f" (run directory {str(home.path)!r} {home.fate()})" if home.fate() else ""
-        kept = last_good(home.path / "checkpoints")
-        raise TrainingError(f"the checkpoint of step {step} cannot be written: {error}{fate}; {kept}") from error
+        fallback = last_good(home.path / "checkpoints")
+        raise TrainingError(f"the checkpoint of step {step} cannot be written: {error}{fate}; {fallback}") from error
 
 
 def check_finite(files: Files, step: int, folder: Path, way_out: str = "") -> None:
@@ -187,17 +187,17 @@ def check_finite(files: Files, step: int, folder: Path, way_out: str = "") -> No
 
 def last_good(folder: Path) -> str:
     """Name of the newest checkpoint, for errors."""
-    kept = manifests.complete_checkpoints(folder)
-    return f"last good checkpoint: {kept[-1] if kept else 'none yet'}"
+    checkpoints = manifests.complete_checkpoints(folder)
+    return f"last good checkpoint: {checkpoints[-1] if checkpoints else 'none yet'}"
 
 
 def total_bytes(states: Mapping[int, TrainState], replicated: bool, workers: int, same_params: bool = True) -> int:
     """Bytes of a checkpoint of all workers."""
-    common, own = (
+    common, local = (
         sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(half))
         for half in halves(next(iter(states.values())), replicated, same_params)
     )
-    return common + workers * own
+    return common + workers * local
 
 
 def check_disk(folder: Path, needed_bytes: int, free_bytes: int) -> None:
@@ -257,8 +257,8 @@ def save(
         return on_all_ranks(processes, write) if agrees else processes.allgather_object(act())
 
     together(lambda: _make_aside(aside) if is_first else None)
-    for each in together(lambda: {name: write_leaves(aside / name, tree, step) for name, tree in files.items()}):
-        index |= each
+    for file_index in together(lambda: {name: write_leaves(aside / name, tree, step) for name, tree in files.items()}):
+        index |= file_index
     facts = {"workers": workers, "score": score, "files": index, "extra": dict(extra)}
     together(lambda: _commit(folder, step, facts, keep) if is_first else None)
     fault_injection.inject_at("saved", step, aside.with_suffix(""))
@@ -360,7 +360,7 @@ class UncoordinatedCheckpoint(NamedTuple):
         for name in map(worker_file, range(self.workers)):
             index = aside / f"{name}.json"
             files[name] = json.loads(index.read_text()) if index.exists() else write_leaves(aside / name, {}, step)
-        for left in aside.glob("worker_*.json*"):
-            left.unlink()
+        for leftover in aside.glob("worker_*.json*"):
+            leftover.unlink()
         facts = {"workers": self.workers, "score": score, "files": files, "extra": dict(extra)}
         _commit(self.folder, step, facts, self.keep)

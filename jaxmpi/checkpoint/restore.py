@@ -45,7 +45,7 @@ class Slicing(NamedTuple):
     whole: dict[str, Any]  # its leaves or their shapes, by name
     chunks: tuple[int, ...] = ()  # by worker: the number of its shard; none: it is whole
     # (state of the same form, number of the shard, name -> leaf of the whole state) -> the state of that shard
-    held: Callable[[PyTree, int, Callable[[str], np.ndarray]], PyTree] | None = None
+    read_shard: Callable[[PyTree, int, Callable[[str], np.ndarray]], PyTree] | None = None
 
 
 class Saved(NamedTuple):
@@ -87,16 +87,16 @@ def restore(
 
     def read_state(path: Path, manifest: dict, worker: int, state: TrainState) -> TrainState:
         if slicing and _is_held_otherwise(manifest, next(iter(like.values())), slicing):
-            common, own = halves(state._replace(rule_state=()), False)
-            rest = _read_worker(path, _without(manifest, RULE_STATE), worker, workers, common, own)
+            common, local = halves(state._replace(rule_state=()), False)
+            rest = _read_worker(path, _without(manifest, RULE_STATE), worker, workers, common, local)
             return _with_rule_state(rest, state.rule_state, slicing, worker, WholeLeaves(path, manifest))
         return _read_worker(path, manifest, worker, workers, *halves(state, replicated, same_params))
 
     def read(path: Path) -> Saved:
         manifest = read_manifest(path)
         admits(manifest["extra"], manifest["workers"])
-        here = [f"{RULE_STATE}/{name}" for name in slicing.whole] if slicing else []
-        states, is_read = {}, reads_params or _masters_in(here) or _masters_in(_names(manifest))
+        whole_paths = [f"{RULE_STATE}/{name}" for name in slicing.whole] if slicing else []
+        states, is_read = {}, reads_params or _masters_in(whole_paths) or _masters_in(_names(manifest))
         for worker, state in like.items():
             if is_read:
                 states[worker] = read_state(path, manifest, worker, state)
@@ -176,22 +176,22 @@ def _without(manifest: dict, field: str) -> dict:
 # ---------------------------------------------------------------- files
 
 
-def _read_worker(path: Path, manifest: dict, worker: int, workers: int, common: PyTree, own: PyTree) -> TrainState:
+def _read_worker(path: Path, manifest: dict, worker: int, workers: int, common: PyTree, local: PyTree) -> TrainState:
     """Read a worker's `halves` from common.bin and its own file.
 
     For another number of workers its own half is the mean of all files: so batch statistics, moments and the residuals
-    of error feedback keep their means. Leaves that are not floats are worker 0's; its random stream is that of `own`.
+    of error feedback keep their means. Leaves that are not floats are worker 0's; its random stream is that of `local`.
     """
     fields, count = read_file(path, manifest, "common.bin", common), manifest["workers"]
     if count == workers:
-        return TrainState(**fields | read_file(path, manifest, worker_file(worker), own))
-    first = read_file(path, manifest, worker_file(0), own)
+        return TrainState(**fields | read_file(path, manifest, worker_file(worker), local))
+    first = read_file(path, manifest, worker_file(0), local)
     total = jax.tree.map(lambda x: x.astype(np.float64) if is_float(x) else x, first)
     for other in range(1, count):
-        more = read_file(path, manifest, worker_file(other), own)
+        more = read_file(path, manifest, worker_file(other), local)
         total = jax.tree.map(lambda x, y: x + y if is_float(y) else x, total, more)
     mean = jax.tree.map(lambda x, y: (x / count).astype(y.dtype) if is_float(y) else x, total, first)
-    return TrainState(**fields | mean | {"key": own["key"]})
+    return TrainState(**fields | mean | {"key": local["key"]})
 
 
 def read_file(path: Path, manifest: dict, name: str, like: PyTree) -> PyTree:
@@ -242,11 +242,11 @@ def leaf_spec(path: Path, file: BufferedReader, row: dict[str, Any]) -> jax.Shap
     except (TypeError, ValueError):  # unknown dtype
         dtype = np.dtype(object)
     shape = row["shape"]
-    known = (dtype.kind in "biufc" or jnp.issubdtype(dtype, jnp.number)) and str(dtype) == row["dtype"]
+    is_valid = (dtype.kind in "biufc" or jnp.issubdtype(dtype, jnp.number)) and str(dtype) == row["dtype"]
     # An empty array may have other axes longer than NumPy allows.
-    known = known and len(shape) <= 32 and min(shape, default=0) >= 0 and math.prod(n or 1 for n in shape) < COUNT
+    is_valid = is_valid and len(shape) <= 32 and min(shape, default=0) >= 0 and math.prod(n or 1 for n in shape) < COUNT
     size, has = math.prod(shape) * dtype.itemsize, os.fstat(file.fileno()).st_size
-    check_undamaged(known and size <= has, f"{path}: {row['path']:.80}: damaged, no such leaf")
+    check_undamaged(is_valid and size <= has, f"{path}: {row['path']:.80}: damaged, no such leaf")
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 
@@ -302,28 +302,28 @@ def _with_rule_state(state: TrainState, like: PyTree, slicing: Slicing, worker: 
     If the run has masters and the checkpoint has none, or the other way round, masters are the params.
     """
     wanted = {name: (f"{RULE_STATE}/{name}", leaf) for name, leaf in slicing.whole.items()}
-    here, there = _masters_in(path for path, _ in wanted.values()), _masters_in(saved.names)
+    target, source = _masters_in(path for path, _ in wanted.values()), _masters_in(saved.names)
     params = {f"params/{name}" if name else "params": leaf for name, leaf in named_leaves(state.params)}
-    if there and not here:
-        masters = [saved.read(name.replace("params", f"{there}/{MASTERS}", 1), leaf) for name, leaf in params.items()]
+    if source and not target:
+        masters = [saved.read(name.replace("params", f"{source}/{MASTERS}", 1), leaf) for name, leaf in params.items()]
         state = state._replace(params=jax.tree.unflatten(jax.tree.structure(state.params), masters))
 
     def get(name: str) -> np.ndarray:
         path, leaf = wanted[name]
-        path = _saved_path(path, here, there)
+        path = _saved_path(path, target, source)
         return params[path] if path in params else saved.read(path, leaf)
 
-    if slicing.held:
-        return state._replace(rule_state=slicing.held(like, slicing.chunks[worker], get))
+    if slicing.read_shard:
+        return state._replace(rule_state=slicing.read_shard(like, slicing.chunks[worker], get))
     return state._replace(rule_state=jax.tree.unflatten(jax.tree.structure(like), [get(name) for name in wanted]))
 
 
-def _saved_path(name: str, here: str, there: str) -> str:
+def _saved_path(name: str, target: str, source: str) -> str:
     """A leaf's path in a checkpoint, by its path in a run and by where both have masters."""
-    if bool(here) == bool(there):
+    if bool(target) == bool(source):
         return name
-    if there:
-        return f"{there}/{OF_TX}{name.removeprefix(there)}" if is_at(name, there) else name
-    if is_at(name, f"{here}/{MASTERS}"):
-        return f"params{name.removeprefix(f'{here}/{MASTERS}')}"
-    return f"{here}{name.removeprefix(f'{here}/{OF_TX}')}" if is_at(name, f"{here}/{OF_TX}") else name
+    if source:
+        return f"{source}/{OF_TX}{name.removeprefix(source)}" if is_at(name, source) else name
+    if is_at(name, f"{target}/{MASTERS}"):
+        return f"params{name.removeprefix(f'{target}/{MASTERS}')}"
+    return f"{target}{name.removeprefix(f'{target}/{OF_TX}')}" if is_at(name, f"{target}/{OF_TX}") else name

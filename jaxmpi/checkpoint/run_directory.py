@@ -64,12 +64,12 @@ def find_run_to_resume(experiment: Experiment, name: str) -> Path:
     """The requested run directory, or the newest that `make_new_folder` made of that name."""
     stamped = re.compile(rf"{re.escape(name)}-(\d{{8}})-(\d{{6}})(?:-(\d+))?")
     runs = map(stamped.fullmatch, os.listdir("runs") if os.path.isdir("runs") else [])
-    made = {
+    runs_by_time = {
         tuple(map(int, run.groups(default="1"))): run[0]
         for run in runs
         if run and Path("runs", run[0], "record.jsonl").is_file()
     }
-    folder = Path(experiment.run_dir or Path("runs", made[max(made)] if made else f"{name}-"))
+    folder = Path(experiment.run_dir or Path("runs", runs_by_time[max(runs_by_time)] if runs_by_time else f"{name}-"))
     check(
         (folder / "record.jsonl").is_file(),
         f"--resume: {str(folder)!r} is no run directory, it has no record.jsonl; name one with --run-dir",
@@ -80,8 +80,8 @@ def find_run_to_resume(experiment: Experiment, name: str) -> Path:
 @contextlib.contextmanager
 def agreed_run_dir(experiment: Experiment, name: str, processes: "Processes") -> Iterator[HeldFolder]:
     """Hold rank 0's run directory on all ranks, locked against other jobs."""
-    with contextlib.ExitStack() as held:
-        home = claim(experiment, name, held) if processes.rank == 0 else None
+    with contextlib.ExitStack() as stack:
+        home = claim(experiment, name, stack) if processes.rank == 0 else None
         folder = Path(processes.bcast_object(str(home.path) if home else ""))
         if home is None:
             try:
@@ -91,11 +91,11 @@ def agreed_run_dir(experiment: Experiment, name: str, processes: "Processes") ->
                     f"run directory {str(folder)!r} is not seen by this host ({error.strerror}); put it on a file "
                     "system that all hosts share"
                 ) from error
-            held.callback(home.close)
+            stack.callback(home.close)
         yield home
 
 
-def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> HeldFolder:
+def claim(experiment: Experiment, name: str, stack: contextlib.ExitStack) -> HeldFolder:
     """Choose the run directory, make it and its record, and lock it."""
     with as_usage_errors():
         if experiment.resume:
@@ -107,7 +107,7 @@ def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> Held
             f"run directory {str(folder)!r}",
             "a run writes nothing through those: remove it (--run-dir itself may be a link to a larger disk)",
         )
-        home = held.enter_context(locked(folder))
+        home = stack.enter_context(locked(folder))
         if experiment.resume:
             refuse_lost(folder)
         else:
@@ -241,28 +241,28 @@ def read_config_settings(experiment: Experiment, run_dir: Path) -> StoredSetting
     return StoredSettings(workers, scaled_for, batch, exchange) if is_same and asked_batch in (0, batch) else None
 
 
-def stored_exchange(kept: StoredSettings | None, asked: ExchangeConfig) -> dict[str, Any] | None:
+def stored_exchange(stored: StoredSettings | None, config: ExchangeConfig) -> dict[str, Any] | None:
     """Exchange settings that `auto` chose in the run to resume; else None."""
-    if kept is None or kept.exchange["asked"] != asked.strategy:
+    if stored is None or stored.exchange["asked"] != config.strategy:
         return None
-    is_off = asked.overlap == "auto" and kept.exchange.get("overlap") == "off"
-    settled = {name: kept.exchange[name] for name in ("strategy", "bucket_bytes")}
-    return settled | {"overlap": "off" if is_off else asked.overlap}
+    is_off = config.overlap == "auto" and stored.exchange.get("overlap") == "off"
+    settled = {name: stored.exchange[name] for name in ("strategy", "bucket_bytes")}
+    return settled | {"overlap": "off" if is_off else config.overlap}
 
 
-def keep_batch_and_groups(experiment: Experiment, kept: StoredSettings | None, workers: int) -> Experiment:
+def keep_batch_and_groups(experiment: Experiment, stored: StoredSettings | None, workers: int) -> Experiment:
     """The experiment with the run's groups; if workers changed, its effective batch."""
-    if kept and kept.group_size and experiment.data.group_size == "auto" and workers % kept.group_size == 0:
-        data = dataclasses.replace(experiment.data, group_size=kept.group_size)
+    if stored and stored.group_size and experiment.data.group_size == "auto" and workers % stored.group_size == 0:
+        data = dataclasses.replace(experiment.data, group_size=stored.group_size)
         experiment = dataclasses.replace(experiment, data=data)
-    if kept is None or kept.scaled_for == workers:
+    if stored is None or stored.scaled_for == workers:
         return experiment
-    batch = kept.effective_batch
-    asked = experiment.effective_batch or experiment.local_batch * kept.scaled_for
-    if asked not in (0, batch):
+    batch = stored.effective_batch
+    requested_batch = experiment.effective_batch or experiment.local_batch * stored.scaled_for
+    if requested_batch not in (0, batch):
         raise UsageError(
-            f"--resume with {workers} workers instead of {kept.scaled_for} keeps the effective batch of {batch}; "
-            f"got {asked}; {NEW_RUN}"
+            f"--resume with {workers} workers instead of {stored.scaled_for} keeps the effective batch of {batch}; "
+            f"got {requested_batch}; {NEW_RUN}"
         )
     return dataclasses.replace(experiment, effective_batch=batch, local_batch=0)
 
@@ -334,8 +334,8 @@ def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any])
     """
     fields = flatten_json(flags.to_json(experiment))
     names = ("model", "seed", "micro_batch", *SHAPING)
-    kept = {k: v for k, v in fields.items() if k in names or (k.startswith("data.") and k not in NOT_THE_DATA)}
-    return {**kept, **flatten_json(data), "effective batch": effective_batch}
+    settings = {k: v for k, v in fields.items() if k in names or (k.startswith("data.") and k not in NOT_THE_DATA)}
+    return {**settings, **flatten_json(data), "effective batch": effective_batch}
 
 
 def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:

@@ -134,14 +134,14 @@ def shuffle_schedule(period: int | str, steps_per_epoch: int, effective_batch: i
     Raises:
         UsageError: it is neither epochs nor a duration.
     """
-    said = f"data.shuffle_period: got {period!r}; expected epochs, such as 2, or a duration, as 500st"
+    message = f"data.shuffle_period: got {period!r}; expected epochs, such as 2, or a duration, as 500st"
     if isinstance(period, int):
         if not period >= 0:
-            raise UsageError(f"{said}; 0 for no shuffle after the first")
+            raise UsageError(f"{message}; 0 for no shuffle after the first")
         return ShuffleSchedule(period)
     match = _PERIOD.fullmatch(period)
     if match is None:
-        raise UsageError(said)
+        raise UsageError(message)
     steps = durations.duration_steps(period, steps_per_epoch, effective_batch)
     if 0 < steps < steps_per_epoch:
         return ShuffleSchedule(1, steps)

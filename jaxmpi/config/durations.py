@@ -60,9 +60,9 @@ def step_range(text: str, name: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def check_divides(what: str, total: int, parts: int, parts_name: str) -> None:
+def check_divides(label: str, total: int, parts: int, parts_name: str) -> None:
     """Raise `UsageError`, with the nearest totals that divide, unless `parts` divides `total`."""
     below = total // parts * parts
     close = f"{below} or {below + parts}" if below else f"{parts}"
     if total % parts != 0:
-        raise UsageError(f"{what} {total} is not divisible by {parts} {parts_name}; nearest that are: {close}")
+        raise UsageError(f"{label} {total} is not divisible by {parts} {parts_name}; nearest that are: {close}")

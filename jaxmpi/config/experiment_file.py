@@ -39,17 +39,17 @@ def parse(argv: Sequence[str], tables: Mapping[str, Mapping[str, Any]] | None = 
         argv: the experiment, and flags.
         tables: those that a flag names a row of, by flag, for --help.
     """
-    given, words = _split(argv)
-    path, base = locate(given), Experiment()
-    if given:
-        if path != Path(given):
-            _say(f"no file {given!r} here: this is the experiment of that name that comes with jaxmpi, {path}")
+    name, words = _split(argv)
+    path, base = locate(name), Experiment()
+    if name:
+        if path != Path(name):
+            _say(f"no file {name!r} here: this is the experiment of that name that comes with jaxmpi, {path}")
         base = _fall_back(load(path), words)
     if HELP & {*words}:
-        about = f"Train {given or 'an experiment'}. Every field can be given here; values are the experiment's."
-        _show_help(f"usage: python -m jaxmpi.train EXPERIMENT.py [--field value ...]\n\n{about}", base, tables or {})
+        intro = f"Train {name or 'an experiment'}. Every field can be given here; values are the experiment's."
+        _show_help(f"usage: python -m jaxmpi.train EXPERIMENT.py [--field value ...]\n\n{intro}", base, tables or {})
     values = flags.parse_flags(words, flags.flags(base))
-    if not given:
+    if not name:
         raise UsageError(NO_FILE)
     if {"local-batch", "effective-batch"} & {*values}:  # either replaces the file's
         values = {"local-batch": 0, "effective-batch": 0} | values
@@ -71,22 +71,22 @@ def refuse_early(argv: Sequence[str], *, file_is_here: bool = True) -> None:
         argv: arguments of the trainer.
         file_is_here: its ranks, which read the file, are on this host.
     """
-    given, words = _split(argv)
+    name, words = _split(argv)
     if HELP & {*words}:
         return
-    if not given:
+    if not name:
         refuse_unknown(words)
         raise UsageError(NO_FILE)
     if file_is_here:
-        check_file(locate(given))
+        check_file(locate(name))
     flags.parse_flags(_without_rule(words), flags.flags(Experiment()))
 
 
 def refuse_unknown(argv: Sequence[str]) -> None:
     """Refuse flags that no experiment has; their values wait for the file."""
-    known = flags.flags(Experiment())
+    known_flags = flags.flags(Experiment())
     for name, _ in flags.words_by_flag(_without_rule(argv)):
-        flags.find_flag(name, known)
+        flags.find_flag(name, known_flags)
 
 
 # ---------------------------------------------------------------- from a run
@@ -105,19 +105,19 @@ def take_run(argv: Sequence[str]) -> list[str]:
         run_dir, after = after[0], after[1:]
     if not run_dir or run_dir.startswith("-"):
         raise UsageError("--from: got no run directory; expected one, as in --from runs/first")
-    given = {flags.hyphens(arg)[2:].partition("=")[0].removeprefix("no-") for arg in [*argv[:at], *after]}
-    if {"local-batch", "effective-batch"} & given:  # either replaces the other
-        given |= {"local-batch", "effective-batch"}
+    given_flags = {flags.hyphens(arg)[2:].partition("=")[0].removeprefix("no-") for arg in [*argv[:at], *after]}
+    if {"local-batch", "effective-batch"} & given_flags:  # either replaces the other
+        given_flags |= {"local-batch", "effective-batch"}
     file, *words = command_of(Path(run_dir))
-    taken = [
+    inherited_args = [
         word
         for name, values in flags.words_by_flag(words)
-        if name.removeprefix("no-") not in given | OF_ONE_RUN
+        if name.removeprefix("no-") not in given_flags | OF_ONE_RUN
         for word in (f"--{name}", *values)
     ]
-    if "resume" in given and "run-dir" not in given:
-        taken += ["--run-dir", run_dir]
-    return [*argv[:at], file, *taken, *after]
+    if "resume" in given_flags and "run-dir" not in given_flags:
+        inherited_args += ["--run-dir", run_dir]
+    return [*argv[:at], file, *inherited_args, *after]
 
 
 def command_of(run_dir: Path) -> list[str]:
@@ -234,10 +234,10 @@ def check_file(path: Path) -> None:
     if path.is_dir():
         raise UsageError(f"{str(path)!r} is a folder; in it: {', '.join(sorted(p.name for p in path.glob('*.py')))}")
     if not path.is_file():
-        here = {p.name: p for p in path.parent.glob("*.py")} if path.parent.is_dir() else {}
-        near = [f"in {path.parent}: {nearest(path.name, here)}"] * bool(here)
-        near.append(f"with jaxmpi come: {nearest(str(path).removesuffix('.py'), find_shipped())}")
-        raise UsageError(f"no experiment file {str(path)!r}; {'; '.join(near)}")
+        siblings = {p.name: p for p in path.parent.glob("*.py")} if path.parent.is_dir() else {}
+        suggestions = [f"in {path.parent}: {nearest(path.name, siblings)}"] * bool(siblings)
+        suggestions.append(f"with jaxmpi come: {nearest(str(path).removesuffix('.py'), find_shipped())}")
+        raise UsageError(f"no experiment file {str(path)!r}; {'; '.join(suggestions)}")
     if path.suffix != ".py":
         raise UsageError(f"{str(path)!r}: expected a Python file, such as experiments/digits.py")
 
@@ -248,11 +248,11 @@ def load(path: Path) -> Experiment:
     Its project root comes first on sys.path. Its own folder comes last, so that it hides no module of that name.
     """
     check_file(path)
-    root, beside = str(project_root(path)), str(path.resolve().parent)
+    root, folder = str(project_root(path)), str(path.resolve().parent)
     if root not in sys.path:
         sys.path.insert(0, root)
-    if beside not in sys.path:
-        sys.path.append(beside)
+    if folder not in sys.path:
+        sys.path.append(folder)
     spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -276,8 +276,8 @@ def load(path: Path) -> Experiment:
 
 def _fall_back(experiment: Experiment, argv: Sequence[str]) -> Experiment:
     """The experiment, or its fallback if no folder or source is given."""
-    given = any(arg.split("=")[0] in ("--data.dir", "--data.source") for arg in argv)
-    if experiment.fallback is None or given or data_dir(experiment.data):
+    has_data_flag = any(arg.split("=")[0] in ("--data.dir", "--data.source") for arg in argv)
+    if experiment.fallback is None or has_data_flag or data_dir(experiment.data):
         return experiment
     if process.my_rank() == 0:
         print(

@@ -78,16 +78,16 @@ def flags(part: Any, prefix: str = "") -> dict[str, Flag]:
 @functools.cache
 def comments(part: type) -> dict[str, str]:
     """The comment of each field: behind it, or else above it."""
-    found: dict[str, str] = {}
+    help_by_field: dict[str, str] = {}
     for cls in reversed(part.__mro__):
         above: list[str] = []
         with suppress(OSError, TypeError):  # made without a file, or in C
             for line in inspect.getsource(cls).splitlines():
                 code, _, comment = line.strip().rpartition("# ")
                 if field := re.match(r"(\w+): ", code or comment):
-                    found[field[1]] = comment if code else " ".join(above)
+                    help_by_field[field[1]] = comment if code else " ".join(above)
                 above = [*above, comment] if line.strip().startswith("#") else []
-    return found
+    return help_by_field
 
 
 # ---------------------------------------------------------------- a command line
@@ -113,7 +113,7 @@ def words_by_flag(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield name, [first] * bool(equals) + [*argv[begin + 1 : end]]
 
 
-def find_flag(name: str, known: Mapping[str, Flag]) -> str:
+def find_flag(name: str, known_flags: Mapping[str, Flag]) -> str:
     """The field's name that a flag, `name` or `no-name`, sets.
 
     Raises:
@@ -121,29 +121,29 @@ def find_flag(name: str, known: Mapping[str, Flag]) -> str:
     """
     head, dot, last = name.rpartition(".")
     positive = head + dot + last.removeprefix("no-")
-    if name in known or (positive in known and known[positive].type is bool):
-        return name if name in known else positive
-    beside = ", ".join(sorted(field for field in known if field.startswith(f"{name.partition('.')[0]}.")))
-    listed = f"there are: {beside}; " if beside else ""
-    raise UsageError(f"unknown field --{name}; {hint(name, known)}{listed}--help lists all")
+    if name in known_flags or (positive in known_flags and known_flags[positive].type is bool):
+        return name if name in known_flags else positive
+    siblings = ", ".join(sorted(field for field in known_flags if field.startswith(f"{name.partition('.')[0]}.")))
+    listed = f"there are: {siblings}; " if siblings else ""
+    raise UsageError(f"unknown field --{name}; {hint(name, known_flags)}{listed}--help lists all")
 
 
-def parse_flags(argv: Sequence[str], known: Mapping[str, Flag]) -> dict[str, Any]:
+def parse_flags(argv: Sequence[str], known_flags: Mapping[str, Flag]) -> dict[str, Any]:
     """Values of a command line by flag; of a flag that is given twice, the last one.
 
     Raises:
         UsageError: an unknown flag, or a value of another type.
     """
     values: dict[str, Any] = {}
-    for given, words in words_by_flag(argv):
-        name = find_flag(given, known)
-        flag = known[name]
+    for flag_name, words in words_by_flag(argv):
+        name = find_flag(flag_name, known_flags)
+        flag = known_flags[name]
         try:
-            value = name == given if flag.type is bool and not words else convert(words, flag.type)
+            value = name == flag_name if flag.type is bool and not words else convert(words, flag.type)
         except (ValueError, TypeError):  # also of a type of the user's own
             expected = "no value" if flag.type is bool else type_name(flag.type)
             raise UsageError(
-                f"--{given}: got {repr(' '.join(words)) if words else 'nothing'}; expected {expected}"
+                f"--{flag_name}: got {repr(' '.join(words)) if words else 'nothing'}; expected {expected}"
             ) from None
         if isinstance(value, tuple):  # functions of an experiment file, which no flag can name, stay
             before = values.get(name, ()) if flag.is_repeatable else ()
@@ -162,15 +162,15 @@ def convert(words: Sequence[str], kind: Any) -> Any:
     if get_origin(kind) in (tuple, list):
         is_fixed = several[-1] is not ... and get_origin(kind) is tuple
         kinds = several if is_fixed else several[:1] * len(words)
-        return get_origin(kind)(convert([word], each) for word, each in zip(words, kinds, strict=True))
+        return get_origin(kind)(convert([word], member) for word, member in zip(words, kinds, strict=True))
     [word] = words
     if kind in (str, Any) or literal_words(kind):  # whose words the experiment checks, with the nearest
         return word
     if kind is NoneType and word == "None":
         return None
-    for each in several:  # of a union
+    for member in several:  # of a union
         try:
-            return convert(words, each)
+            return convert(words, member)
         except (ValueError, TypeError):
             continue
     if several or kind in (bool, NoneType):
@@ -199,9 +199,9 @@ def takes_value(arg: str) -> bool:
     """Return True for a flag whose value is the next argument."""
     if not arg.startswith("--") or "=" in arg:
         return False
-    known = flags(Experiment())
+    known_flags = flags(Experiment())
     try:
-        return known[find_flag(hyphens(arg)[2:], known)].type is not bool
+        return known_flags[find_flag(hyphens(arg)[2:], known_flags)].type is not bool
     except UsageError:  # of a rule of the user's own
         return True
 
@@ -215,17 +215,17 @@ def help_text(experiment: Experiment, tables: Mapping[str, Mapping[str, Any]], c
     Args:
         tables: by flag, the table that it names a row of.
     """
-    known = flags(experiment)
+    known_flags = flags(experiment)
     groups = {group: [*names] for group, names in GROUPS.items()}
     listed = {name for names in GROUPS.values() for name in names}
-    for name in known:
+    for name in known_flags:
         if name not in listed:
             groups.setdefault(name.rpartition(".")[0] or "other", []).append(name)
     lines = []
     for group, names in groups.items():
         lines += ["", f"{group}:"]
         for name in names:
-            flag = known[name]
+            flag = known_flags[name]
             words = literal_words(flag.type) or tuple(tables.get(name, ()))
             no = f"or --{'.no-'.join(name.rsplit('.', 1)) if '.' in name else f'no-{name}'}"
             kind = f"{{{', '.join(words)}}}" if words else no if flag.type is bool else type_name(flag.type)
@@ -240,9 +240,9 @@ def help_text(experiment: Experiment, tables: Mapping[str, Mapping[str, Any]], c
 
 def summary() -> str:
     """Lines on the first group's flags, shown if no experiment is named."""
-    known, names = flags(Experiment()), GROUPS["common"]
+    known_flags, names = flags(Experiment()), GROUPS["common"]
     width = max(map(len, names))
-    return "\n".join(f"  --{name:{width}}  {known[name].help}" for name in names)
+    return "\n".join(f"  --{name:{width}}  {known_flags[name].help}" for name in names)
 
 
 def to_json(value: Any) -> Any:

@@ -80,9 +80,9 @@ class Schedule:
     rate: InPython[Callable[[Any], Any] | None] = None  # (step) -> lr, such as an Optax schedule, in place of all this
 
     def __post_init__(self) -> None:
-        given = [f.name for f in fields(self) if f.name != "rate" and getattr(self, f.name) != f.default]
-        if self.rate is not None and given:
-            raise UsageError(f"got schedule.rate and schedule.{', '.join(given)}; give one of them")
+        other_fields = [f.name for f in fields(self) if f.name != "rate" and getattr(self, f.name) != f.default]
+        if self.rate is not None and other_fields:
+            raise UsageError(f"got schedule.rate and schedule.{', '.join(other_fields)}; give one of them")
         if self.rate is not None and not callable(self.rate):
             raise UsageError(
                 f"schedule.rate: got a {type(self.rate).__name__}; expected a function of the step that gives the "

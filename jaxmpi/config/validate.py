@@ -16,8 +16,8 @@ Repeatable = Annotated[T, REPEATABLE]  # a tuple to which each use of its flag a
 @functools.cache
 def literals(part: type) -> dict[str, tuple[str, ...]]:
     """Words of each field of a dataclass that is annotated as `Literal`."""
-    found = {name: literal_words(hint) for name, hint in get_type_hints(part, include_extras=True).items()}
-    return {name: words for name, words in found.items() if words}
+    words_by_field = {name: literal_words(hint) for name, hint in get_type_hints(part, include_extras=True).items()}
+    return {name: words for name, words in words_by_field.items() if words}
 
 
 def literal_words(hint: Any) -> tuple[str, ...]:
@@ -38,10 +38,10 @@ def check_fields(part: Any, prefix: str = "", **ranges: str) -> None:
     Raises:
         UsageError: a `Literal` field has none of its words, or a number is out of its range.
     """
-    for each in fields(part):
-        value = getattr(part, each.name)
+    for field in fields(part):
+        value = getattr(part, field.name)
         is_plain = type(value) is tuple  # not a model, which has names
-        object.__setattr__(part, each.name, tuple(map(_python_number, value)) if is_plain else _python_number(value))
+        object.__setattr__(part, field.name, tuple(map(_python_number, value)) if is_plain else _python_number(value))
     for name, words in literals(type(part)).items():
         lookup(dict.fromkeys(words), getattr(part, name), prefix + name)
     for name, text in ranges.items():
@@ -54,10 +54,10 @@ def is_in(value: float, text: str) -> bool:
     """Return True for a number in the range with which a text begins; NaN is in none."""
     match = RANGE.match(text)
     assert match, text
-    left, low, high, right, sign, least = match.groups()
+    left_bracket, low, high, right, sign, minimum = match.groups()
     if sign:
-        return value > int(least) or (sign == ">=" and value == int(least))
-    is_above = value > float(low) or (left == "[" and value == float(low))
+        return value > int(minimum) or (sign == ">=" and value == int(minimum))
+    is_above = value > float(low) or (left_bracket == "[" and value == float(low))
     return is_above and (value < float(high) or (right == "]" and value == float(high)))
 
 

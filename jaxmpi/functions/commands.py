@@ -22,7 +22,7 @@ from jaxmpi.functions.reports import CallReport
 from jaxmpi.functions.worker import Command, Input, Leaves, Worker
 
 
-def perform(group: WorkerGroup, what: str, prepare: Callable[[], Command], number: int | None = None) -> Any:
+def perform(group: WorkerGroup, label: str, prepare: Callable[[], Command], number: int | None = None) -> Any:
     """Prepare a command and carry it out with all workers, those of this process included.
 
     Args:
@@ -30,16 +30,16 @@ def perform(group: WorkerGroup, what: str, prepare: Callable[[], Command], numbe
     """
     # A nested command would wait for ever.
     if not group.busy.acquire(blocking=False):
-        raise UsageError(f"{what}: called while another call is under way; calls go one after another")
+        raise UsageError(f"{label}: called while another call is under way; calls go one after another")
     try:
-        with profiling.call(what, number):
+        with profiling.call(label, number):
             group.check_usable()
             try:
                 command = prepare()
             except Exception as error:  # of the user's arguments, whose own methods may raise anything
                 if group.is_serial:
                     raise
-                command = Command("refuse", what, {"error": error})  # if every rank runs the script, the others learn
+                command = Command("refuse", label, {"error": error})  # if every rank runs the script, the others learn
             try:
                 with profiling.part("shuffle"):
                     group.send(command)
@@ -147,8 +147,8 @@ def put(group: WorkerGroup, command: Command) -> None:
 
     def work(worker: Worker) -> CallReport:
         if worker.rank in ranks:
-            given = command.inputs(worker.rank)
-            worker.out = [worker.copy(x.take(0, len(x.rows)) if isinstance(x, Input) else x) for x in given]
+            inputs = command.inputs(worker.rank)
+            worker.out = [worker.copy(x.take(0, len(x.rows)) if isinstance(x, Input) else x) for x in inputs]
         return CallReport("ok", json.dumps([command.name, *fields["agreed"]]))
 
     group.run_and_report(command.name, work, part="shuffle")
@@ -180,19 +180,19 @@ def collect(group: WorkerGroup, command: Command) -> Leaves:
     if keep:
         for worker in group.workers:
             worker.variables[number] = [worker.put(total[worker.rank]) for total in totals]
-    here = group.worker.rank
-    return [total[here] for total in totals]  # pyright: ignore[reportReturnType] - each has what was gathered
+    rank = group.worker.rank
+    return [total[rank] for total in totals]  # pyright: ignore[reportReturnType] - each has what was gathered
 
 
 def lengths(group: WorkerGroup, command: Command) -> list[int]:
     """The number of a variable's rows on each worker, from the reports."""
 
     def count(worker: Worker) -> CallReport:
-        found = {x.shape[:1] for x in worker.leaves(command.fields["number"])}
-        if len(found) != 1 or () in found:
-            got = f"worker {worker.rank} holds leaves whose first axes are {sorted(found)}"
+        lengths_seen = {x.shape[:1] for x in worker.leaves(command.fields["number"])}
+        if len(lengths_seen) != 1 or () in lengths_seen:
+            got = f"worker {worker.rank} holds leaves whose first axes are {sorted(lengths_seen)}"
             raise UsageError(f"{command.name}: {got}; expected as many rows in each leaf")
-        return CallReport("ok", json.dumps([command.name, command.fields]), found.pop()[0])
+        return CallReport("ok", json.dumps([command.name, command.fields]), lengths_seen.pop()[0])
 
     return [report.count for report in group.run_and_report(command.name, count)]
 

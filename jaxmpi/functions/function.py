@@ -92,7 +92,7 @@ class Function:
         self.group: WorkerGroup | None = None
         self.number = next_number()
         self.traced = TracedFunction(self.name, f, self.outputs)
-        self.sent: dict[int, Any] = {}  # broadcast inputs as the workers have them, by number
+        self._copies: dict[int, Any] = {}  # broadcast inputs as the workers have them, by number
         self.described: dict[str, tuple[Any, list[str], list[bool]]] = {}  # of arguments: structure, names, keys
 
     def __del__(self) -> None:
@@ -147,7 +147,7 @@ class Function:
         try:
             structures, leaves = perform(group, self.name, prepare, self.number)
         except BaseException:  # Ctrl-C too: which workers have the broadcast inputs is no longer known
-            self.sent = {}
+            self._copies = {}
             raise
         results: dict[int, Any] = local.copy()
         remaining = iter(leaves)
@@ -195,13 +195,13 @@ class Function:
         # What changed is found here and not on the workers, which would need the bytes to compare them.
         fresh: dict[int, Any] = {}  # broadcast inputs that workers do not have yet, by their number
         for x in inputs:
-            if x.kind == "broadcast" and not (x.number in self.sent and _is_same(self.sent[x.number], x.value)):
+            if x.kind == "broadcast" and not (x.number in self._copies and _is_same(self._copies[x.number], x.value)):
                 # A JAX array cannot change; of others a copy is compared later.
                 fresh[x.number] = x.value if isinstance(x.value, jax.Array) else np.array(x.value, order="C")
-        self.sent |= fresh
+        self._copies |= fresh
 
         def inputs_for(rank: int) -> list[Input]:
-            found = []
+            worker_inputs = []
             for x in inputs:
                 if x.kind == "rows" and rows is not None:
                     x = x.choose(rows[edges[rank] : edges[rank + 1]], group.is_local(rank))
@@ -211,8 +211,8 @@ class Function:
                     value = fresh.get(x.number)
                     is_sent = value is not None and not group.is_local(rank)
                     x = x._replace(value=np.asarray(value) if is_sent else value)
-                found.append(x)
-            return found
+                worker_inputs.append(x)
+            return worker_inputs
 
         fields = {
             "f": self.number,
@@ -243,11 +243,11 @@ class Function:
                 expected = f"one for every scatter and broadcast: {', '.join(self.signature.parameters)}"
                 raise UsageError(f"{self.name}: {error}; expected {expected}") from error
         inputs: list[Input] = []
-        structures, left = [], iter(args)
+        structures, remaining_args = [], iter(args)
         names = [*range(len(markers) - len(keywords)), *map(repr, keywords)]
         for place, (marker, name) in enumerate(zip(markers, names, strict=True)):
             if takes_argument(marker):
-                tree = packed(next(left))
+                tree = packed(next(remaining_args))
                 structures.append(jax.tree.structure(tree))
                 self._add_argument(group, inputs, marker, tree, f"argument {name}")
                 continue
@@ -294,15 +294,15 @@ def takes_argument(marker: Marker) -> bool:
 
 def _sort_by_parameter(inputs: Mapping[str, Any], f: Callable, name: str) -> dict[str, Any]:
     """Inputs by name, in the order of the function's parameters."""
-    known = inspect.signature(f).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    by_name = [key for key, p in known.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    parameters = inspect.signature(f).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    by_name = [key for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for key in inputs:
         if key in CALL_KEYWORDS:
             raise UsageError(f"inputs: got {key!r}, a keyword of every call; expected another parameter name")
         if not takes_any and key not in by_name:
             raise UsageError(f"inputs: got {key!r}; expected parameters of {name}: {', '.join(by_name)}")
-    order = [*known, *inputs]
+    order = [*parameters, *inputs]
     return dict(sorted(inputs.items(), key=lambda item: order.index(item[0])))
 
 
@@ -311,8 +311,8 @@ def _call_signature(f: Callable, markers: Sequence[Marker], keywords: Sequence[s
     names = list(keywords)
     if not keywords:
         try:
-            known = inspect.signature(f).parameters.items()
-            names = [key for key, p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            parameters = inspect.signature(f).parameters.items()
+            names = [key for key, p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         except (TypeError, ValueError):  # Python does not know them
             names = []
     names += [f"argument_{place}" for place in range(len(names), len(markers))]

@@ -146,7 +146,7 @@ class WorkerGroup:
         """Send programs that workers lack; those of this process have every function in Python."""
 
     def run_and_report(
-        self, what: str, work: Callable[[Worker], CallReport], part: str = "function"
+        self, label: str, work: Callable[[Worker], CallReport], part: str = "function"
     ) -> list[CallReport]:
         """Do this process's part of a command, and return every worker's report.
 
@@ -179,13 +179,13 @@ class WorkerGroup:
                         attempt(worker, lambda worker: jax.block_until_ready(worker.out) and None)
             with profiling.part("straggler"):
                 every = self.gather_reports([reports[worker.rank] for worker in self.workers])
-            missing = dict.fromkeys(report.what for report in every if report.kind == "missing")
+            missing = dict.fromkeys(report.detail for report in every if report.kind == "missing")
             if not missing or any(report.kind == "error" for report in every):
                 break
             with profiling.part("compile"):
                 self.share_programs([*missing])
             reports = {rank: report for rank, report in reports.items() if report.kind != "missing"}
-        judge_reports(what, every, errors)
+        judge_reports(label, every, errors)
         self.is_exchanging = True
         return every
 
@@ -295,7 +295,7 @@ class ProcessGroup(WorkerGroup):
         self.is_exchanging = False
         inputs = [encode(command.inputs(rank)) for rank in (range(1, self.size) if self.is_serial else ())]
         dropped = self.forget_dropped()
-        self._send_to_others([encode((command._replace(inputs=None), each, dropped)) for each in inputs])
+        self._send_to_others([encode((command._replace(inputs=None), rank_inputs, dropped)) for rank_inputs in inputs])
 
     def receive(self) -> Command:
         """The master's next command.

@@ -95,7 +95,7 @@ class Optimizer:
         variables = jax.tree.unflatten(self._state_structure, states)
         self.model_state: Any = variables[0] if self._has_state else None
         # Variables take the results as outputs do, so the state's tree goes through the function as the user has it.
-        kept = [
+        state_leaves = [
             Output(word.op or "mean", stays=word.stays, into=variable)  # a local one takes the mean over pieces
             for word, variable in zip(words.flat, states, strict=True)
         ]
@@ -104,7 +104,7 @@ class Optimizer:
             inputs=(self.params, *states, *inputs),
             outputs=(
                 *(mean, [aux] if self._has_aux else [], mean(self.gradient), mean(self.value)),
-                *jax.tree.unflatten(self._state_structure, kept),
+                *jax.tree.unflatten(self._state_structure, state_leaves),
             ),
             strategy=strategy,
         )

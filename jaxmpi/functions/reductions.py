@@ -40,15 +40,15 @@ class Output:
     stays: bool = False  # left on each worker, not combined over workers
     into: Any = None  # the variable that takes the result, if it is not returned; of one that stays: an update
 
-    def __call__(self, what: Any) -> "Output":
+    def __call__(self, target: Any) -> "Output":
         """`mean(variable)`: all workers keep the result there. `local(mean)`: over pieces only."""
         if self is local:
-            if not (isinstance(what, Output) and what.op):
-                raise UsageError(f"local(...): got {what!r}; expected mean, sum, ...")
-            return Output(what.op, stays=True)
-        if not hasattr(what, "number"):
-            raise UsageError(f"{self.op}(...): got {type(what).__name__}; expected a jaxmpi.variable")
-        return replace(self, into=what)
+            if not (isinstance(target, Output) and target.op):
+                raise UsageError(f"local(...): got {target!r}; expected mean, sum, ...")
+            return Output(target.op, stays=True)
+        if not hasattr(target, "number"):
+            raise UsageError(f"{self.op}(...): got {type(target).__name__}; expected a jaxmpi.variable")
+        return replace(self, into=target)
 
 
 scatter = Scatter()
@@ -200,11 +200,11 @@ class Outputs:
             got = f"a tuple of {len(parts)}" if isinstance(parts, (tuple, list)) else type(result).__name__
             expected = f"a tuple of {first + len(self.updates)}: {first} outputs, then {len(self.updates)} updates"
             raise UsageError(f"{name} returned {got}; expected {expected}")
-        found = []
+        leaves = []
         for place, (tree, part) in enumerate(zip(self.trees, parts[:first], strict=True)):
             expected = jax.tree.structure(tree)
             try:
-                found += expected.flatten_up_to(part)
+                leaves += expected.flatten_up_to(part)
             except ValueError as error:
                 raise UsageError(
                     f"{name}: output {place}: got a tree {jax.tree.structure(part)} for reductions {expected}; "
@@ -213,7 +213,7 @@ class Outputs:
         for update, part in zip(self.updates, parts[first:], strict=True):
             if (got := jax.tree.structure(part)) != update.into.structure:
                 raise UsageError(f"{name}: an update is a tree {got}; its variable is {update.into.structure}")
-        return [*found, *parts[first:]]
+        return [*leaves, *parts[first:]]
 
     def choose(self, subset: Any) -> ChosenOutputs:
         """The outputs of `output_subset`: places in their tuple, or keys if the one output is a dict; None for all."""

@@ -15,7 +15,7 @@ class CallReport(NamedTuple):
     """How one worker's part of a call went."""
 
     kind: str  # ok | missing (a program, which the process that runs the script sends) | error
-    what: Any  # JSON of what must be the same on all workers; key of the program; error message
+    detail: Any  # JSON of what must be the same on all workers; key of the program; error message
     count: int = 0  # examples
 
 
@@ -26,7 +26,7 @@ def failure_report(error: BaseException) -> CallReport:
     return CallReport("error", "".join(traceback.format_exception(error)).rstrip())
 
 
-def judge_reports(what: str, reports: list[CallReport], errors: dict[int, Exception]) -> None:
+def judge_reports(label: str, reports: list[CallReport], errors: dict[int, Exception]) -> None:
     """Raise one error everywhere unless all reports are well and say the same.
 
     An original exception of this process, by rank in `errors`, is raised if no worker did its part.
@@ -35,9 +35,9 @@ def judge_reports(what: str, reports: list[CallReport], errors: dict[int, Except
         original = next((errors[rank] for rank in failed if rank in errors), None)
         if original and all(report.kind != "ok" for report in reports):
             raise original
-        text = reports[failed[0]].what
-        raise WorkerFailed(f"{what}: worker {failed[0]} of {len(reports)} failed:\n{text}") from original
-    odd = next((rank for rank, report in enumerate(reports) if report.what != reports[0].what), None)
+        text = reports[failed[0]].detail
+        raise WorkerFailed(f"{label}: worker {failed[0]} of {len(reports)} failed:\n{text}") from original
+    odd = next((rank for rank, report in enumerate(reports) if report.detail != reports[0].detail), None)
     if odd is not None:
-        lines = differences(odd, reports[odd].what, 0, reports[0].what)
-        raise UsageError(f"{what} differs between workers:\n" + "\n".join(lines[:24]))
+        lines = differences(odd, reports[odd].detail, 0, reports[0].detail)
+        raise UsageError(f"{label} differs between workers:\n" + "\n".join(lines[:24]))

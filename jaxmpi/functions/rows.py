@@ -36,26 +36,26 @@ def worker_pieces(n: int, workers: int, worker: int, slices: int) -> list[tuple[
     return [(a, b) for a, b in itertools.pairwise(edges) if a < b]
 
 
-def select_rows(batch: Any, length: int, what: str = "batch") -> Rows:
+def select_rows(batch: Any, length: int, label: str = "batch") -> Rows:
     """The rows that `batch` names, out of `length`: None all, an int n the first n; a slice, indices or a mask."""
     if batch is None or isinstance(batch, slice):
         return range(length)[batch or slice(None)]
-    there = f"there are {length} examples"
+    expectation = f"there are {length} examples"
     if isinstance(batch, (int, np.integer)) and not isinstance(batch, bool):
         if not 0 <= batch <= length:
-            raise UsageError(f"{what}: got {batch}; {there}")
+            raise UsageError(f"{label}: got {batch}; {expectation}")
         return range(int(batch))
     indices = np.asarray(batch)
     if indices.dtype == bool and indices.ndim:
         if indices.shape != (length,):
-            raise UsageError(f"{what}: got a mask of shape {list(indices.shape)}; {there}")
+            raise UsageError(f"{label}: got a mask of shape {list(indices.shape)}; {expectation}")
         indices = np.flatnonzero(indices)
     if indices.ndim != 1 or (indices.dtype.kind not in "iu" and indices.size):
         got = f"{indices.dtype}{list(indices.shape)}"
-        raise UsageError(f"{what}: got {got}; expected a whole number, a slice, a mask, or indices in one axis")
+        raise UsageError(f"{label}: got {got}; expected a whole number, a slice, a mask, or indices in one axis")
     low, high = (int(indices.min()), int(indices.max())) if indices.size else (0, -1)
     if low < -length or high >= length:
-        raise UsageError(f"{what}: got index {high if high >= length else low}; {there}")
+        raise UsageError(f"{label}: got index {high if high >= length else low}; {expectation}")
     indices = indices.astype(np.int64, copy=False)  # after the check: a cast of uint64 could wrap into range
     return np.where(indices < 0, indices + length, indices) if low < 0 else indices
 
@@ -85,11 +85,11 @@ def check_choices(batch: Any, batch_local: Any, slices: Any, is_scattered: bool,
 def digest_rows(rows: Rows | None, choices: list[Any]) -> dict[str, Any]:
     """Rows that ranks compare, if each of them chooses; of indices a checksum."""
     crc, described = 0, []
-    for each in (rows, *choices):
-        if isinstance(each, np.ndarray):
-            crc = zlib.crc32(np.asarray(each, np.int64).tobytes(), crc)
+    for choice in (rows, *choices):
+        if isinstance(choice, np.ndarray):
+            crc = zlib.crc32(np.asarray(choice, np.int64).tobytes(), crc)
         else:
-            described.append(str(each))
+            described.append(str(choice))
     return {"rows": described, "indices": crc}
 
 

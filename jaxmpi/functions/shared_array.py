@@ -84,8 +84,8 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return len(self.array)
 
     def __repr__(self) -> str:
-        what = "freed" if self._is_free else f"{self.dtype}{list(self.shape)}"
-        return f"jaxmpi.shared({what}, name={self.name!r})"
+        description = "freed" if self._is_free else f"{self.dtype}{list(self.shape)}"
+        return f"jaxmpi.shared({description}, name={self.name!r})"
 
     # ------------------------------------------------------------ its size
 
@@ -184,21 +184,21 @@ def unmap() -> None:
 def shared_by_host(make: Callable[[], SharedArray], name: str) -> SharedArray:
     """The array that the first rank of each host makes and the others map; all ranks call it, and raise together."""
     job = processes()
-    made: list[SharedArray] = []
-    on_all_ranks(job, lambda: made.append(make()) if job.local_rank == 0 else None)
-    path = job.bcast_from_host_leader(lambda: made[0].path)
-    on_all_ranks(job, lambda: made.append(open_array(path)) if job.local_rank != 0 else None)
-    made[0].name = name
-    return made[0]
+    arrays: list[SharedArray] = []
+    on_all_ranks(job, lambda: arrays.append(make()) if job.local_rank == 0 else None)
+    path = job.bcast_from_host_leader(lambda: arrays[0].path)
+    on_all_ranks(job, lambda: arrays.append(open_array(path)) if job.local_rank != 0 else None)
+    arrays[0].name = name
+    return arrays[0]
 
 
 def create(value: Any, name: str) -> SharedArray:
     """A new array with the value in it; arguments and errors as of `jaxmpi.shared`."""
-    given = value() if callable(value) else value
-    if is_key(given):
+    content = value() if callable(value) else value
+    if is_key(content):
         raise UsageError("shared: got random keys; share jax.random.key_data(keys), and wrap it in the function")
-    check_unmasked("shared", given)
-    source = np.asarray(given)
+    check_unmasked("shared", content)
+    source = np.asarray(content)
     check_jax_takes("shared", source.dtype)
     if name:
         path = _array_path(name)
@@ -283,14 +283,14 @@ def _check_lossless(value: Any, dtype: np.dtype) -> Any:
     return value
 
 
-def _check_numeric(what: str, dtype: Any) -> None:
+def _check_numeric(label: str, dtype: Any) -> None:
     """Refuse dtypes other than numbers; bfloat16 and the like are numbers."""
     if dtype.kind not in "biufc" and not jnp.issubdtype(dtype, jnp.number):
-        raise UsageError(f"{what}: got an array of {dtype}; expected numbers")
+        raise UsageError(f"{label}: got an array of {dtype}; expected numbers")
 
 
-def check_jax_takes(what: str, dtype: Any) -> None:
+def check_jax_takes(label: str, dtype: Any) -> None:
     """Refuse dtypes other than numbers, another byte order, and more than 64 bits."""
-    _check_numeric(what, dtype)
+    _check_numeric(label, dtype)
     if not dtype.isnative or dtype.itemsize > (16 if dtype.kind == "c" else 8):
-        raise UsageError(f"{what}: got an array of {dtype}, which JAX does not take; cast it: x.astype(np.float32)")
+        raise UsageError(f"{label}: got an array of {dtype}, which JAX does not take; cast it: x.astype(np.float32)")

@@ -141,16 +141,16 @@ class Variable:
 
     # ------------------------------------------------------------ how
 
-    def _rank(self, what: str, rank: int | np.integer) -> int:
+    def _rank(self, label: str, rank: int | np.integer) -> int:
         if not isinstance(rank, (int, np.integer)) or not 0 <= rank < self.group.size:
-            raise UsageError(f"{what}: got {rank!r}; expected a worker in [0, {self.group.size})")
+            raise UsageError(f"{label}: got {rank!r}; expected a worker in [0, {self.group.size})")
         return int(rank)
 
-    def _check_structure(self, what: str, value: PyTree) -> PyTree:
+    def _check_structure(self, label: str, value: PyTree) -> PyTree:
         """The tree, random keys as their numbers."""
         tree = packed(value)
         if (structure := jax.tree.structure(tree)) != self.structure:
-            raise UsageError(f"{what}: got a tree {structure}; expected {self.structure}")
+            raise UsageError(f"{label}: got a tree {structure}; expected {self.structure}")
         return tree
 
     def _tree(self, leaves: Sequence[Any]) -> PyTree:
@@ -195,9 +195,9 @@ class Variable:
 
 def make_variable(group: WorkerGroup, tree: PyTree) -> Variable:
     """A variable with this tree on every worker."""
-    made = Variable(group, jax.tree.structure(packed(tree)))
-    made._put("variable", tree)
-    return made
+    variable = Variable(group, jax.tree.structure(packed(tree)))
+    variable._put("variable", tree)
+    return variable
 
 
 def rows_of(group: WorkerGroup, where: str, leaf: Any, is_key: bool) -> Input:
@@ -212,15 +212,15 @@ def rows_of(group: WorkerGroup, where: str, leaf: Any, is_key: bool) -> Input:
     return Input("rows", where, value)
 
 
-def check_numbers(what: str, leaf: Any) -> Any:
+def check_numbers(label: str, leaf: Any) -> Any:
     """The leaf as an array, NumPy's or JAX's, refused if it holds no numbers that JAX takes."""
     if isinstance(leaf, Tracer):
-        raise UsageError(f"{what}: got a traced value; call functions and variables outside of jit, grad and vmap")
+        raise UsageError(f"{label}: got a traced value; call functions and variables outside of jit, grad and vmap")
     if isinstance(leaf, Variable):
-        raise UsageError(f"{what}: got a jaxmpi.variable; name it in `inputs`, or take its .value")
-    check_unmasked(what, leaf)
+        raise UsageError(f"{label}: got a jaxmpi.variable; name it in `inputs`, or take its .value")
+    check_unmasked(label, leaf)
     array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf)
-    check_jax_takes(what, array.dtype)
+    check_jax_takes(label, array.dtype)
     return array
 
 

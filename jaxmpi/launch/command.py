@@ -134,8 +134,8 @@ def srun(options: Options, cores: int, is_root: bool, outlives_ranks: bool) -> l
 
 def find(launcher: str) -> str:
     """Path of a launcher, beside this Python (a wheel's) or on PATH."""
-    beside = Path(sys.executable).parent / launcher
-    path = str(beside) if beside.exists() else shutil.which(launcher)
+    sibling = Path(sys.executable).parent / launcher
+    path = str(sibling) if sibling.exists() else shutil.which(launcher)
     if path is None:
         raise UsageError(
             f"no {launcher} beside {sys.executable} or on PATH; {getting_mpi()}. "
@@ -164,7 +164,7 @@ def answers(host: str, options: Options, *, cores: int, is_root: bool) -> bool:
     start = mpirun(options._replace(workers=1), cores, is_root)
     line = [*start, *settings, "--host", f"{host}:1", "true"]
     try:
-        asked = subprocess.run(job_folder.remove_leftovers_first(line), capture_output=True, timeout=PROBE_S)
+        result = subprocess.run(job_folder.remove_leftovers_first(line), capture_output=True, timeout=PROBE_S)
     except subprocess.TimeoutExpired:
         return False
-    return asked.returncode == 0
+    return result.returncode == 0

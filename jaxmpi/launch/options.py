@@ -40,7 +40,7 @@ class Options(NamedTuple):
     launcher_args: tuple[str, ...]
     train_args: tuple[str, ...]
     restarts: int = 0
-    least: int = 0  # workers with which a restart may go on; 0: as many as before
+    min_workers: int = 0  # workers with which a restart may go on; 0: as many as before
 
     @property
     def are_ranks_here(self) -> bool:
@@ -69,27 +69,27 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
         values[argv[0]], argv = argv[1], argv[2:]
     odd = [arg for arg in fields if arg.startswith("-") and not is_field(arg)]
     if odd and fields[0].startswith("-"):
-        known = {**values, **{f"--{name}": None for name in flags(Experiment())}}
-        raise UsageError(f"got {odd[0]}; {nearest(odd[0], known)}\n{USAGE}")
+        spellings = {**values, **{f"--{name}": None for name in flags(Experiment())}}
+        raise UsageError(f"got {odd[0]}; {nearest(odd[0], spellings)}\n{USAGE}")
     argv = experiment_file.file_first([*fields, *argv])
     if "-n" in argv:
         raise UsageError("-n comes before the experiment: jaxmpi train -n 8 EXPERIMENT.py")
-    least, most = elastic(values["--elastic"])
-    workers = values["-n"] or str(most or 1)
+    min_workers, max_workers = elastic(values["--elastic"])
+    workers = values["-n"] or str(max_workers or 1)
     if not is_number(workers) or int(workers) < 1:
         raise UsageError(f"-n: got {workers!r}; expected a number of workers >= 1")
-    if least and not least <= int(workers) <= most:
-        raise UsageError(f"-n: got {workers}; expected {least} to {most}, as --elastic says")
+    if min_workers and not min_workers <= int(workers) <= max_workers:
+        raise UsageError(f"-n: got {workers}; expected {min_workers} to {max_workers}, as --elastic says")
     if not is_number(values["--restarts"]):
         raise UsageError(f"--restarts: got {values['--restarts']!r}; expected a number >= 0")
     try:
         launcher_args = shlex.split(values["--launcher-args"])
     except ValueError as error:
         raise UsageError(f"--launcher-args: got {values['--launcher-args']!r}: {error}") from error
-    if least and values["--restarts"] == "0":
+    if min_workers and values["--restarts"] == "0":
         raise UsageError("--elastic says with how many workers to start again; give --restarts, too")
     names = (values["--launcher"], tuple(launcher_args), tuple(argv))
-    return Options(int(workers), *names, restarts=int(values["--restarts"]), least=least)
+    return Options(int(workers), *names, restarts=int(values["--restarts"]), min_workers=min_workers)
 
 
 def is_field(arg: str) -> bool:
@@ -109,10 +109,10 @@ def elastic(text: str) -> tuple[int, int]:
     """
     if not text:
         return 0, 0
-    least, _, most = text.partition(":")
-    if not (is_number(least) and is_number(most) and 1 <= int(least) <= int(most)):
+    minimum, _, maximum = text.partition(":")
+    if not (is_number(minimum) and is_number(maximum) and 1 <= int(minimum) <= int(maximum)):
         raise UsageError(f"--elastic: got {text!r}; expected MIN:MAX workers, such as 4:8")
-    return int(least), int(most)
+    return int(minimum), int(maximum)
 
 
 def is_number(text: str) -> bool:

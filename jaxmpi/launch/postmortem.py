@@ -58,12 +58,12 @@ TRACES = [
 
 def culprit(text: str) -> Culprit | None:
     """The culprit in a job's standard error; None if none is named."""
-    found = next((match for trace in TRACES if (match := trace.search(text))), None)
-    if found is None:
+    first_match = next((match for trace in TRACES if (match := trace.search(text))), None)
+    if first_match is None:
         return None
-    lines = [line.rstrip() for line in found["words"].strip().splitlines()]
+    lines = [line.rstrip() for line in first_match["words"].strip().splitlines()]
     words = "\n".join(lines[-SHOWN_LINES:]) if len(lines) > 3 else " ".join(lines)
-    groups = found.groupdict()
+    groups = first_match.groupdict()
     rank = groups.get("rank") or groups.get("absent") or ""
     return Culprit(rank.replace(" ", ""), groups.get("host") or "", words)
 
@@ -75,7 +75,7 @@ def ranks_under(pid: int) -> dict[int, int]:
     """A launcher's processes on this host by rank, except spawned ones."""
     variables = tuple(f"{names[0]}=".encode() for names in LAUNCHERS.values())
     jobs = b"PMIX_NAMESPACE="  # Open MPI's job: the launcher's own ends with @1, of spawned processes with @2, ...
-    found: dict[int, int] = {}
+    pids_by_rank: dict[int, int] = {}
     waiting = [pid]
     while waiting:
         for child in children_of(waiting.pop()):
@@ -86,15 +86,15 @@ def ranks_under(pid: int) -> dict[int, int]:
                 if not ranks:
                     waiting.append(child)
                 elif not is_spawned:
-                    found[ranks[0]] = child
-    return found
+                    pids_by_rank[ranks[0]] = child
+    return pids_by_rank
 
 
 def children_of(pid: int) -> list[int]:
     """Processes that any thread of a process has started."""
-    found: list[int] = []
+    children: list[int] = []
     with suppress(OSError):  # the process has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
             with suppress(OSError):  # the thread has
-                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return found
+                children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return children

@@ -156,23 +156,23 @@ def wait_for_end(job: subprocess.Popen, marks: Path, *, outlives_ranks: bool, lo
         outlives_ranks: the job goes on without ranks that end once MPI has started.
         local_ranks: how many ranks this host gets; 0 if it is not known. One that is killed at once is never seen.
     """
-    ending_s, looks, seen, alive = 0.0, 0, dict[int, int](), dict[int, int]()
+    ending_s, looks, pids, alive = 0.0, 0, dict[int, int](), dict[int, int]()
     while ending_s < ENDS_S:
         look_s = FIRST_LOOK_S if looks < FIRST_LOOKS else LOOK_S
         with contextlib.suppress(subprocess.TimeoutExpired):
             return job.wait(look_s)
         alive = ranks_under(job.pid)
-        seen |= alive
-        looks += bool(seen)
+        pids |= alive
+        looks += bool(pids)
         may_leave = (marks / job_folder.FINISHED).exists()
         if outlives_ranks:
             # Where there is no folder for marks, nobody knows: then the survivors of a death must not be killed.
             may_leave = may_leave or (marks / job_folder.MPI_RUNS).exists() or not marks.is_dir()
-            seen |= dict.fromkeys(set(range(local_ranks)) - seen.keys(), 0) if seen else {}
-        has_left = seen.keys() > alive.keys() and not may_leave
+            pids |= dict.fromkeys(set(range(local_ranks)) - pids.keys(), 0) if pids else {}
+        has_left = pids.keys() > alive.keys() and not may_leave
         ending_s = ending_s + look_s if has_left or (marks / job_folder.ENDING).exists() else 0.0
-    left = f" after rank {sorted(seen.keys() - alive.keys())} had left it" if seen.keys() > alive.keys() else ""
-    say(f"killing the launcher, which has not ended the job for {ENDS_S:.0f} s{left}")
+    departure = f" after rank {sorted(pids.keys() - alive.keys())} had left it" if pids.keys() > alive.keys() else ""
+    say(f"killing the launcher, which has not ended the job for {ENDS_S:.0f} s{departure}")
     job.kill()
     for pid in alive.values():
         with contextlib.suppress(ProcessLookupError):
@@ -279,8 +279,8 @@ def supervise(
             why = f"no progress since the last restart: still at step {step}"
         else:
             step_before, job = step, with_those_left(job, probe)
-            if job.workers < job.least:
-                why = f"{job.workers} workers are left, --elastic asks for {job.least}"
+            if job.workers < job.min_workers:
+                why = f"{job.workers} workers are left, --elastic asks for {job.min_workers}"
         if why:
             say(f"not started again: {why}")
             return code
@@ -340,18 +340,18 @@ def wait_for_lock(folder: Path) -> None:
 
 def with_those_left(job: Options, probe: Callable[[str], bool]) -> Options:
     """Reduce workers to slots of hosts that answer; without `--host`, by one."""
-    if job.least in (0, job.workers):
+    if job.min_workers in (0, job.workers):
         return job
     slots = hosts_of(job.launcher_args)
     if not slots:
-        return job._replace(workers=max(job.workers - 1, job.least))
-    left = {host: count for host, count in slots.items() if probe(host)}
-    if left == slots:
+        return job._replace(workers=max(job.workers - 1, job.min_workers))
+    reachable_slots = {host: count for host, count in slots.items() if probe(host)}
+    if reachable_slots == slots:
         return job
-    say(f"no answer from {', '.join(sorted(set(slots) - set(left)))}")
-    hosts = ",".join(f"{host}:{count}" for host, count in left.items())
+    say(f"no answer from {', '.join(sorted(set(slots) - set(reachable_slots)))}")
+    hosts = ",".join(f"{host}:{count}" for host, count in reachable_slots.items())
     args = ("--host", hosts, *without_hosts(job.launcher_args))
-    return job._replace(workers=min(job.workers, sum(left.values())), launcher_args=args)
+    return job._replace(workers=min(job.workers, sum(reachable_slots.values())), launcher_args=args)
 
 
 def hosts_of(launcher_args: Sequence[str]) -> dict[str, int]:

@@ -57,14 +57,14 @@ def init_shapes(name: str, init: Callable[..., Any], example: Any) -> tuple[PyTr
     """Shapes of params and model state; refuse leaves that cannot be trained or saved."""
 
     def checked(key: jax.Array, example: Any) -> tuple[PyTree, PyTree]:
-        made = init(key, example)
-        check_pair(made, f"{name}: init: expected (params, model state)")
-        params, model_state = made
+        variables = init(key, example)
+        check_pair(variables, f"{name}: init: expected (params, model state)")
+        params, model_state = variables
         if not jax.tree.leaves(params):
             raise UsageError(f"{name}: init: expected params, got none")
         for path, leaf in (by_path({"params": params}) | by_path({"model_state": model_state})).items():
             _check_leaf(f"{name}: init: {path}", path.startswith("params"), leaf)
-        return made
+        return variables
 
     return jax.eval_shape(checked, jax.random.key(0), example)
 
@@ -80,14 +80,14 @@ def _check_leaf(where: str, is_param: bool, leaf: Any) -> None:
         raise UsageError(f"{where}: got {format_value(leaf)}; expected no random key: apply is given one")
 
 
-def check_state(what: str, model_state: PyTree, updated: PyTree) -> None:
+def check_state(name: str, model_state: PyTree, updated: PyTree) -> None:
     """Refuse an updated model state with other leaves than before."""
     before, after = by_path({"model_state": model_state}), by_path({"model_state": updated})
     for path in sorted(before | after):
         got, expected = (format_value(tree[path]) if path in tree else "nothing" for tree in (after, before))
         if got != expected:
             raise UsageError(
-                f"{what}: {path}: got {got}, expected {expected} as init gave it: model state keeps its leaves, shapes "
+                f"{name}: {path}: got {got}, expected {expected} as init gave it: model state keeps its leaves, shapes "
                 "and dtypes, and its floating-point ones are float32"
             )
 
@@ -140,9 +140,9 @@ def _check_logits(model: Model, outputs: Any, train: bool) -> None:
 def _check_loss(model: Model, loss: Callable[..., Any], outputs: Any, train: bool) -> None:
     """Refuse a loss that is neither f32[batch] nor shaped like the labels."""
     labels = jax.ShapeDtypeStruct((EXAMPLES, *model.label_shape), jnp.int32)
-    what = f"the experiment's `loss` on {format_value(outputs)}, which {model.name} gives in {mode(train)}"
+    label = f"the experiment's `loss` on {format_value(outputs)}, which {model.name} gives in {mode(train)}"
     got, expected = format_value(jax.eval_shape(loss, outputs, labels)), f"float32[{EXAMPLES}]"
     if got not in (expected, f"float32{list(labels.shape)}"):
         raise UsageError(
-            f"{what}: got {got}, expected {expected}, one loss an example, or one a token: the trainer takes the mean"
+            f"{label}: got {got}, expected {expected}, one loss an example, or one a token: the trainer takes the mean"
         )

@@ -43,10 +43,10 @@ class Model(NamedTuple):
         return jnp.issubdtype(self.input_dtype, jnp.integer)
 
 
-def check_whole(what: str, value: Any, least: int = 1) -> None:
-    """Raise `UsageError` unless `value` is a whole number >= `least`."""
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-        raise UsageError(f"{what}: got {value!r}; expected a whole number >= {least}")
+def check_whole(label: str, value: Any, minimum: int = 1) -> None:
+    """Raise `UsageError` unless `value` is a whole number >= `minimum`."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < minimum:
+        raise UsageError(f"{label}: got {value!r}; expected a whole number >= {minimum}")
 
 
 def check_facts(name: Any, input_shape: Any, classes: Any) -> None:
@@ -61,10 +61,10 @@ def check_facts(name: Any, input_shape: Any, classes: Any) -> None:
     check_whole(f"{name}: classes", classes)
 
 
-def check_pair(result: Any, what: str) -> None:
+def check_pair(result: Any, label: str) -> None:
     """Raise `UsageError` unless `result` is a tuple of two."""
     if not isinstance(result, tuple) or len(result) != 2:
-        raise UsageError(f"{what}, got {format_value(result)}")
+        raise UsageError(f"{label}, got {format_value(result)}")
 
 
 def with_article(thing: Any) -> str:
@@ -86,8 +86,8 @@ def check_image(name: str, shape: tuple[int, ...], input_shape: tuple[int, ...])
     """Raise `UsageError` unless `shape` is that of a batch of `input_shape`."""
     if tuple(shape[1:]) == tuple(input_shape):
         return
-    what = "images of (height, width, channels)" if len(input_shape) == 3 else "examples of shape"
+    expectation = "images of (height, width, channels)" if len(input_shape) == 3 else "examples of shape"
     raise UsageError(
-        f"{name}: got {what} {tuple(shape[1:])}; expected {tuple(input_shape)}: change the data's crop, resize, "
+        f"{name}: got {expectation} {tuple(shape[1:])}; expected {tuple(input_shape)}: change the data's crop, resize, "
         "channels or window, or the model's size"
     )

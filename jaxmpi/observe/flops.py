@@ -78,11 +78,11 @@ def convolution_flops(image: Shape, kernel: Shape, out: Shape, params: dict[str,
     """XLA's FLOPs of a convolution: none for zeros of padding or dilation."""
     layout = params["dimension_numbers"]
     pairs = 1.0
-    for i, (stride, (low, _), spread, apart) in enumerate(
+    for i, (stride, (low, _), spread, dilation) in enumerate(
         zip(params["window_strides"], params["padding"], params["lhs_dilation"], params["rhs_dilation"], strict=True)
     ):
         places = np.arange(out[layout.out_spec[2 + i]])[:, None] * stride - low
-        places = places + np.arange(kernel[layout.rhs_spec[2 + i]]) * apart
+        places = places + np.arange(kernel[layout.rhs_spec[2 + i]]) * dilation
         inputs = image[layout.lhs_spec[2 + i]]
         pairs *= ((places >= 0) & (places <= (inputs - 1) * spread) & (places % spread == 0)).sum()
     batch, features = (out[axis] for axis in layout.out_spec[:2])
@@ -199,8 +199,8 @@ def peak_on_devices(ranks: Sequence[Sequence[Device]], dtype: str) -> Peak | Non
     # Lists by now: JSON has no tuples.
     devices = {(host, gpu, i, kind) for local in ranks for host, gpu, i, kind in local}
     peaks = [device_peak(kind, dtype) for _, _, _, kind in devices]
-    known = [peak.flops_per_s for peak in peaks if peak]
-    return Peak(sum(known), "data sheet") if len(known) == len(peaks) else None
+    rates = [peak.flops_per_s for peak in peaks if peak]
+    return Peak(sum(rates), "data sheet") if len(rates) == len(peaks) else None
 
 
 def total_cores(ranks: Sequence[tuple[str, Sequence[int], int]]) -> int:

@@ -61,7 +61,7 @@ class Record:
     evaluations: Table
     shuffles: Table  # shuffles of data in memory
     workers: Table  # lines of asynchronous rules; the steps of worker 3 as `worker_steps.3`
-    own: np.ndarray  # f64[lines, ranks], NaN if unknown
+    own_times: np.ndarray  # f64[lines, ranks], NaN if unknown
     notes: list[str]  # warnings for the page
     own_ranks: int = 1  # neighbouring ranks in a column of `own`, which holds the slowest
     buckets: list[list[Any]] = field(default_factory=list)  # label, seconds in flight, seconds waited for: the last
@@ -86,7 +86,7 @@ def read(folder: Path, name: str = "") -> Record:
     by_kind = {kind: [row for row in rows if row.get("kind") == kind] for kind in ("eval", "shuffle", "workers")}
     facts = next((row for row in reversed(rows) if row.get("kind") == "run"), {})
     trains = drop_first_timings(rows)
-    per = [each for row in trains if isinstance(each := row.get("own_ranks"), int) and 1 <= each <= MOST_RANKS]
+    per = [count for row in trains if isinstance(count := row.get("own_ranks"), int) and 1 <= count <= MOST_RANKS]
     return Record(
         name=name or folder.name,
         facts=facts,
@@ -94,7 +94,7 @@ def read(folder: Path, name: str = "") -> Record:
         evaluations=table(by_kind["eval"]),
         shuffles=table(by_kind["shuffle"]),
         workers=worker_table(by_kind["workers"]),
-        own=own_time_matrix(trains),
+        own_times=own_time_matrix(trains),
         own_ranks=max(per, default=1),
         buckets=last_buckets(rows),
         is_late=any(row.get("exchange_time") == "unknown" for row in trains),
@@ -121,15 +121,15 @@ def parse_lines(path: Path, expected: str) -> tuple[list[dict[str, Any]], int]:
 
 def drop_first_timings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Lines of steps; a start's first, which includes compilation, loses its times."""
-    kept, is_first = [], True
+    cleaned_rows, is_first = [], True
     for row in rows:
         if row.get("kind") == "run":
             is_first = True
         elif row.get("kind") == "train":
             timings = ("anatomy", "own_s", "step_s")
-            kept.append({k: v for k, v in row.items() if k not in timings} if is_first else row)
+            cleaned_rows.append({k: v for k, v in row.items() if k not in timings} if is_first else row)
             is_first = False
-    return kept
+    return cleaned_rows
 
 
 def collect_notes(facts: Row, broken: int, kinds: Sequence[Any]) -> list[str]:
@@ -176,7 +176,7 @@ def worker_table(rows: Sequence[Row]) -> Table:
     """Numbers of lines of asynchronous workers, with the steps of each worker."""
     lists = [as_list(row.get("worker_steps")) for row in rows]
     count = len(lists[-1]) if lists else 0
-    steps = np.array([[as_number(v) for v in each] if len(each) == count else [math.nan] * count for each in lists])
+    steps = np.array([[as_number(v) for v in line] if len(line) == count else [math.nan] * count for line in lists])
     return table(rows) | {f"worker_steps.{i}": steps[:, i] for i in range(count)}
 
 
@@ -198,17 +198,17 @@ def last_buckets(rows: Sequence[Row]) -> list[list[Any]]:
 def newest_samples(folder: Path, rows: Iterable[Row]) -> list[Sample]:
     """The newest sample of each name, without pictures that cannot be read."""
     last = {str(row.get("name", "")): row for row in rows if row.get("kind") == "sample"}
-    found = []
+    samples = []
     for name, row in [*last.items()][:MOST_SAMPLES]:
         if isinstance(row.get("text"), str):
-            found.append(Sample(name, row.get("step"), text=row["text"][:MOST_TEXT]))
+            samples.append(Sample(name, row.get("step"), text=row["text"][:MOST_TEXT]))
         elif re.fullmatch(rf"{SAMPLES}/[\w-]+\.png", str(row.get("file"))):  # a stranger may name any file
             try:
                 raw = read_plain(folder / row["file"], MOST_PICTURE_BYTES, "a picture")
             except UsageError:
                 continue
-            found.append(Sample(name, row.get("step"), picture=raw))
-    return found
+            samples.append(Sample(name, row.get("step"), picture=raw))
+    return samples
 
 
 def as_number(value: Any) -> float:
@@ -221,15 +221,15 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def average_neighbours(values: np.ndarray, most: int) -> np.ndarray:
-    """At most `most` means of known neighbours along axis 0, or NaN."""
-    per = -(-len(values) // most)
+def average_neighbours(values: np.ndarray, limit: int) -> np.ndarray:
+    """At most `limit` means of known neighbours along axis 0, or NaN."""
+    per = -(-len(values) // limit)
     return known_means(values, np.arange(0, len(values), per)) if per > 1 else values
 
 
 def known_means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Means of the known values of the stretches that begin there along axis 0, or NaN."""
-    known = ~np.isnan(values)
-    sums = np.add.reduceat(np.where(known, values, 0.0), starts)
-    counts = np.add.reduceat(known.astype(float), starts)
+    is_known = ~np.isnan(values)
+    sums = np.add.reduceat(np.where(is_known, values, 0.0), starts)
+    counts = np.add.reduceat(is_known.astype(float), starts)
     return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)

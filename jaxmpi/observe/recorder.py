@@ -41,7 +41,7 @@ class Unit(NamedTuple):
     """The unit of a run's speed."""
 
     name: str = "images"  # | tokens | examples
-    each: float = 1.0  # in an example
+    per_example: float = 1.0  # in an example
     bytes_each: float = 0.0  # mean bytes of text that an example predicts; 0 if it is no text
 
 
@@ -166,7 +166,7 @@ class Recorder:
         (begin, before), now = self._window, time.monotonic()
         self._window = now, examples
         elapsed_s, examples_per_s = self.elapsed_s(), (examples - before) / max(now - begin, 1e-9)
-        per_s = examples_per_s * self._unit.each
+        per_s = examples_per_s * self._unit.per_example
         flops = work.fields(examples_per_s) if work else {}
         fields: dict[str, Any] = {"step": step, "epoch": epoch, "examples": examples, "elapsed_s": elapsed_s}
         fields |= {"loss": loss, f"{self._unit.name}_per_s": per_s}
@@ -229,8 +229,8 @@ class Recorder:
 
     def _slowest(self, own_s: Sequence[float]) -> str:
         """The rank that others wait for; empty if none is far behind."""
-        own = [seconds for seconds in own_s if seconds]  # 0: a worker that has left
-        is_behind = bool(own) and max(own) > BEHIND * statistics.median(own)
+        worker_seconds = [seconds for seconds in own_s if seconds]  # 0: a worker that has left
+        is_behind = bool(worker_seconds) and max(worker_seconds) > BEHIND * statistics.median(worker_seconds)
         return self.name(int(np.argmax(own_s))) if is_behind else ""
 
     def name(self, rank: int) -> str:
@@ -249,8 +249,8 @@ class Recorder:
         place = {"step": step, "epoch": epoch, "examples": examples, "elapsed_s": self.elapsed_s()}
         self.write("eval", **place, eval_count=eval_count, **means)
         if self._buckets:
-            each = sorted(self._buckets.items())
-            buckets = [[name, *map(as_json_number, (both / self._bucket_steps).tolist())] for name, both in each]
+            by_bucket = sorted(self._buckets.items())
+            buckets = [[name, *map(as_json_number, (both / self._bucket_steps).tolist())] for name, both in by_bucket]
             self.write("exchange", step=step, buckets=buckets)
         self._buckets, self._bucket_steps = {}, 0.0
         shown = "no examples"
@@ -320,15 +320,15 @@ def cut_record(path: Path, step: int) -> None:
     """Drop lines after `step`, which a resumed run rewrites, and damaged ones."""
     if not path.exists():
         return
-    kept = []
+    lines = []
     for line in path.read_bytes().splitlines():
         try:
             row = json.loads(line)
             if row.get("step", 0) <= step:
-                kept.append(line + b"\n")
+                lines.append(line + b"\n")
         except (*MALFORMED, AttributeError, TypeError):  # no line of ours
             continue
-    write_whole(path, b"".join(kept))
+    write_whole(path, b"".join(lines))
 
 
 def useful_time(run_dir: Path) -> tuple[int, float]:

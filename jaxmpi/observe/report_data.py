@@ -64,7 +64,7 @@ def charts(records: Sequence[Record]) -> list[Chart]:
         Chart("learning", "Loss", losses, is_log=True),
         Chart("learning", "Accuracy", tops, "%", 100),
         *(figure_chart(name) for name in custom_figures(records)),
-        *(chart("speed", f"Speed, {speed_unit(each)}", each) for each in fields(records, "train") if is_speed(each)),
+        *(chart("speed", f"Speed, {speed_unit(name)}", name) for name in fields(records, "train") if is_speed(name)),
         chart("speed", "Model FLOP/s", "model_flops_per_s", "FLOP/s"),
         chart("speed", "Model FLOPs utilisation", "mfu", "%", factor=100, note=peak),
         chart("speed", "Time of a step", "step_s", "s", is_log=True),
@@ -76,13 +76,13 @@ def charts(records: Sequence[Record]) -> list[Chart]:
         chart("course", "What shuffles move", "moved_bytes", "B", "shuffles", is_log=True),
         Chart("workers", "Steps by worker", workers),
     ]
-    drawn = SHOWN_ELSEWHERE | {series.field for each in described for series in each.series}
+    drawn = SHOWN_ELSEWHERE | {series.field for entry in described for series in entry.series}
     for table, section in (("train", "more"), ("workers", "workers")):
         for field in fields(records, table):
             if field not in drawn and not field.startswith(WORKER):
                 unit = "s" if field.endswith("_s") else "B" if field.endswith("_bytes") else ""
                 described.append(chart(section, field.removesuffix("_s").replace("_", " "), field, unit, table))
-    return [each for each in described if any(has_values(r, series) for r in records for series in each.series)]
+    return [entry for entry in described if any(has_values(r, series) for r in records for series in entry.series)]
 
 
 def is_speed(field: str) -> bool:
@@ -135,7 +135,7 @@ def report_data(records: Sequence[Record]) -> dict[str, Any]:
             "unit": chart.unit,
             "note": chart.note,
             "isLog": chart.is_log,
-            "series": [{"table": each.table, "label": each.label} for each in chart.series],
+            "series": [{"table": series.table, "label": series.label} for series in chart.series],
         }
         for chart in shown
     ]
@@ -147,7 +147,7 @@ def run_data(record: Record, runs: int, shown: Sequence[Chart]) -> dict[str, Any
     bins = min(BINS, max(LEAST_BINS, ALL_BINS // runs))
     return {
         "name": record.name,
-        "charts": [[series_data(record, each, bins, chart.factor) for each in chart.series] for chart in shown],
+        "charts": [[series_data(record, series, bins, chart.factor) for series in chart.series] for chart in shown],
         "parts": parts_data(record, bins),
         "isLate": record.is_late,
         "map": map_data(record, max(20, 1000 // runs)),
@@ -183,8 +183,8 @@ def choose_lines(values: np.ndarray, bins: int) -> np.ndarray:
     """Lines to draw: all if few, else each bin's least and greatest, and the first and the last."""
     if len(values) <= 2 * bins:
         return np.arange(len(values))
-    known, edges = ~np.isnan(values), bin_edges(len(values), bins)
-    low, high = np.where(known, values, np.inf), np.where(known, values, -np.inf)
+    is_known, edges = ~np.isnan(values), bin_edges(len(values), bins)
+    low, high = np.where(is_known, values, np.inf), np.where(is_known, values, -np.inf)
     ends = [*edges[1:], len(values)]
     extremes = [(a + low[a:b].argmin(), a + high[a:b].argmax()) for a, b in zip(edges, ends, strict=True)]
     return np.unique([0, *np.ravel(extremes), len(values) - 1])
@@ -193,22 +193,22 @@ def choose_lines(values: np.ndarray, bins: int) -> np.ndarray:
 def parts_data(record: Record, bins: int) -> dict[str, Any] | None:
     """Parts of a step by line; of long records, each bin's extremes."""
     train = record.train
-    known = np.flatnonzero(~np.isnan(train["compute"]))
+    timed_rows = np.flatnonzero(~np.isnan(train["compute"]))
     parts = [part for part in PARTS if not np.isnan(train[part]).all()]
-    if len(known) < 2 or not parts:
+    if len(timed_rows) < 2 or not parts:
         return None
-    kept = known[np.unique(np.concatenate([choose_lines(train[part][known], bins // 4) for part in parts]))]
-    y = {part: json_numbers(np.nan_to_num(train[part][kept])) for part in parts}
-    return {"x": x_columns(train, kept), "y": y}
+    rows = timed_rows[np.unique(np.concatenate([choose_lines(train[part][timed_rows], bins // 4) for part in parts]))]
+    y = {part: json_numbers(np.nan_to_num(train[part][rows])) for part in parts}
+    return {"x": x_columns(train, rows), "y": y}
 
 
 def map_data(record: Record, columns: int) -> dict[str, Any] | None:
     """Ranks' own times over their median; None without two lines and ranks."""
-    own, steps = record.own, record.train["step"][~np.isnan(record.train["step"])]
-    if own.shape[0] < 2 or own.shape[1] < 2 or not len(steps):
+    own_times, steps = record.own_times, record.train["step"][~np.isnan(record.train["step"])]
+    if own_times.shape[0] < 2 or own_times.shape[1] < 2 or not len(steps):
         return None
-    median = np.median(own, axis=1, keepdims=True)
-    relative = np.divide(own, median, out=np.ones_like(own), where=median > 0)
+    median = np.median(own_times, axis=1, keepdims=True)
+    relative = np.divide(own_times, median, out=np.ones_like(own_times), where=median > 0)
     return {
         "relative": json_numbers(average_neighbours(relative, columns).T.ravel()),
         "ranks": relative.shape[1],

@@ -48,11 +48,11 @@ def page(records: Sequence[Record]) -> str:
     """The whole page of these runs."""
     grouped = group_runs(records)
     has_seeds = len(grouped) < len(records)
-    named = [each.name for each in (grouped if has_seeds else records)]
+    named = [entry.name for entry in (grouped if has_seeds else records)]
     title = ", ".join(named[:MOST_NAMED]) + f" and {len(named) - MOST_NAMED} more" * (len(named) > MOST_NAMED)
     notes = [f"{record.name}: {note}" for record in records for note in record.notes]
     groups = [group._asdict() for group in grouped] if has_seeds else []
-    told = {**report_data(records), "sections": SECTIONS, "groups": groups}
+    page_data = {**report_data(records), "sections": SECTIONS, "groups": groups}
     style, script, uplot = map(read_asset, ("report.css", "report.js", "uplot/uPlot.iife.min.js"))
     styles = read_asset("uplot/uPlot.min.css") + style
     # Names come from records, perhaps of a stranger. Should escaping ever fail, the browser runs these scripts only.
@@ -69,7 +69,7 @@ def page(records: Sequence[Record]) -> str:
         differences=differences(records) if len(records) > 1 else "",
         configuration=configuration(records),
         # No name in it may end the script element, as `</script>` would.
-        data=json.dumps(told, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c"),
+        data=json.dumps(page_data, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c"),
         uplot=uplot,
         script=script,
     )
@@ -160,21 +160,21 @@ def flat_facts(record: Record) -> dict[str, str]:
 def overview(records: Sequence[Record], grouped: Sequence[Group]) -> str:
     """Tiles of one run; tables of several, and of their groups."""
     figures = custom_figures(records)
-    found = [[each for each in headlines(record, figures) if each.value] for record in records]
+    headline_rows = [[tile for tile in headlines(record, figures) if tile.value] for record in records]
     if len(records) == 1:
         tiles = []
-        for each in found[0]:
-            wide, words = " wide" * (len(each.value) > 24), each.more or each.note
+        for tile in headline_rows[0]:
+            wide, words = " wide" * (len(tile.value) > 24), tile.more or tile.note
             more = f"<dd class=more>{escape(words)}</dd>" * bool(words)
             tiles.append(
-                f'<div class="tile{wide}"><dt>{escape(each.name)}</dt><dd>{escape(each.value)}</dd>{more}</div>'
+                f'<div class="tile{wide}"><dt>{escape(tile.name)}</dt><dd>{escape(tile.value)}</dd>{more}</div>'
             )
         return f'<dl class="tiles">{"".join(tiles)}</dl>'
-    columns = {each.name: each.note for row in found for each in row}
+    columns = {tile.name: tile.note for row in headline_rows for tile in row}
     head = ["run", *(f"{name}, {note}" if note else name for name, note in columns.items())]
     rows = []
-    for record, row in zip(records, found, strict=True):
-        shown = {each.name: f"{each.value} ({each.more})" if each.more else each.value for each in row}
+    for record, row in zip(records, headline_rows, strict=True):
+        shown = {tile.name: f"{tile.value} ({tile.more})" if tile.more else tile.value for tile in row}
         rows.append([record.name, *(shown.get(name, "") for name in columns)])
     each_run = table(head, rows, "runs")
     if not grouped:
@@ -195,11 +195,11 @@ def mean_over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
     for group in grouped:
         cells = [group.name, str(len(group.runs))]
         for name, (_, factor) in figures.items():
-            known = [known_values(records[i].evaluations, name) for i in group.runs]
-            ends = [factor * float(values[-1]) for values in known if len(values)]
+            histories = [known_values(records[i].evaluations, name) for i in group.runs]
+            ends = [factor * float(values[-1]) for values in histories if len(values)]
             words = [f"{statistics.mean(ends):.4g}"] if ends else []
             words += [f"± {statistics.stdev(ends):.2g}"] if len(ends) > 1 else []
-            words += [f"({len(known) - len(ends)} without)"] if len(ends) < len(known) else []
+            words += [f"({len(histories) - len(ends)} without)"] if len(ends) < len(histories) else []
             cells.append(" ".join(words))
         rows.append(cells)
     head = ["mean ± standard deviation over seeds", "runs", *(title for title, _ in figures.values())]
@@ -228,7 +228,7 @@ def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:
     took = f"{elapsed_s:.3g} s" if elapsed_s < 60 else str(datetime.timedelta(seconds=round(min(elapsed_s, MOST_S))))
     return [
         *figure_headline(record, "top-1", "eval_top1", 100, " %"),
-        *(each for name in figures for each in figure_headline(record, words_of(name), name)),
+        *(headline for name in figures for headline in figure_headline(record, words_of(name), name)),
         *figure_headline(record, "held-out loss", "eval_loss"),
         Headline("training loss", value_of(train, "loss"), note="last"),
         Headline("time", took * bool(elapsed_s), f"{steps} steps" * bool(steps)),
@@ -311,10 +311,10 @@ def bars(title: str, note: str, rows: Sequence[tuple[str, Sequence[float], str]]
     """A card of named bars, one below another for each value of a row; nothing without rows."""
     if not rows:
         return ""
-    most = max(value for _, values, _ in rows for value in values) or 1.0
+    largest = max(value for _, values, _ in rows for value in values) or 1.0
     lines = []
     for name, values, text in rows:  # the page's policy allows no style of an element's own, so no width of a box
-        meters = "".join(f'<meter max="{most:.6g}" value="{value:.6g}"></meter>' for value in values)
+        meters = "".join(f'<meter max="{largest:.6g}" value="{value:.6g}"></meter>' for value in values)
         lines.append(f"<tr><th scope=row>{escape(name)}</th><td>{meters}</td><td>{text}</td></tr>")
     return (
         f'<article class="card bars"><div class="head"><h3>{escape(title)}</h3></div><div class="key">{note}</div>'
@@ -338,8 +338,8 @@ def sample_figures(record: Record, runs: int) -> str:
 def differences(records: Sequence[Record]) -> str:
     """Facts that differ between runs."""
     facts = [flat_facts(record) for record in records]
-    paths = dict.fromkeys(path for each in facts for path in each)
-    rows = [[path, *(each.get(path, "") for each in facts)] for path in paths]
+    paths = dict.fromkeys(path for settings in facts for path in settings)
+    rows = [[path, *(settings.get(path, "") for settings in facts)] for path in paths]
     odd = [row for row in rows if len(set(row[1:])) > 1]
     head = '<section id="differences"><h2>Settings that differ</h2>'
     return head + table(["", *(record.name for record in records)], odd) + "</section>"
@@ -352,5 +352,5 @@ def configuration(records: Sequence[Record]) -> str:
         facts = table(["setting", "value"], [[path, value] for path, value in flat_facts(record).items()])
         title = f"{escape(record.name)}: configuration and versions"
         folds.append(f"<details><summary>{title}</summary>{facts}</details>")
-    each = "".join(folds)
-    return f"<details><summary>{len(records)} runs</summary>{each}</details>" if len(records) > MOST_NAMED else each
+    html = "".join(folds)
+    return f"<details><summary>{len(records)} runs</summary>{html}</details>" if len(records) > MOST_NAMED else html

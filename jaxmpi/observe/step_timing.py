@@ -236,13 +236,13 @@ def length(spans: Intervals) -> float:
 
 def minus(spans: Intervals, holes: Intervals) -> Intervals:
     """Intervals without the parts that holes cover."""
-    left, merged = [], union(holes)
+    pieces, merged = [], union(holes)
     for begin, end in union(spans):
         for hole_begin, hole_end in inside(merged, begin, end):
-            left.append((begin, hole_begin))
+            pieces.append((begin, hole_begin))
             begin = hole_end
-        left.append((begin, end))
-    return [(begin, end) for begin, end in left if end > begin]
+        pieces.append((begin, end))
+    return [(begin, end) for begin, end in pieces if end > begin]
 
 
 # ---------------------------------------------------------------- over ranks
@@ -289,12 +289,12 @@ def summary_asynchronous(spent: dict[str, np.ndarray]) -> Summary:
 def over_ranks(parts: dict[str, np.ndarray], counts: np.ndarray, steps: float, source: str) -> Summary:
     """Summarise f64[ranks] seconds of each part, in which each rank made `counts` steps."""
     spent = np.array([parts[part] for part in PARTS])
-    each, ranks = spent / np.maximum(counts, 1), np.flatnonzero(counts > 0)
-    seen = each[:, ranks]
-    columns = seen.min(axis=1), np.median(seen, axis=1), seen.max(axis=1), ranks[seen.argmax(axis=1)]
+    per_step, ranks = spent / np.maximum(counts, 1), np.flatnonzero(counts > 0)
+    by_rank = per_step[:, ranks]
+    columns = by_rank.min(axis=1), np.median(by_rank, axis=1), by_rank.max(axis=1), ranks[by_rank.argmax(axis=1)]
     table = dict(zip(PARTS, zip(*(column.tolist() for column in columns), strict=True), strict=True))
     if source == "unknown":
         table = {part: row for part, row in table.items() if part not in EXCHANGE_PARTS}
-    means = dict(zip(PARTS, seen.mean(axis=1).tolist(), strict=True))
+    means = dict(zip(PARTS, by_rank.mean(axis=1).tolist(), strict=True))
     step_s = sum(value for part, value in means.items() if part != "hidden")
-    return Summary(steps, source, table, means, each[OWN].sum(axis=0).tolist(), step_s, spent)
+    return Summary(steps, source, table, means, per_step[OWN].sum(axis=0).tolist(), step_s, spent)

@@ -221,9 +221,9 @@ class Panel(Terminal):
     def draw(self, now: ProgressLine) -> RenderableType:
         """Progress, curves, and the breakdown of time."""
         width = self.console.width
-        left = remaining_time(self._first or now, now)
+        remaining = remaining_time(self._first or now, now)
         rows: list[str | Text] = [
-            f"{now.place}  epoch {now.epoch:.2f}  {left}",
+            f"{now.place}  epoch {now.epoch:.2f}  {remaining}",
             bar({"done": now.step, "left": max(now.total_steps - now.step, 0)}, width, "━"),
             f"loss  {format_number(now.loss):<9} {sparkline(self.losses, max(4, width - 17))}",
         ]
@@ -260,11 +260,11 @@ def remaining_time(first: ProgressLine, now: ProgressLine) -> str:
 
 def sparkline(values: Sequence[float] | deque[float], width: int) -> str:
     """Values as bars between their least and most, sampled to the width."""
-    each = [list(values)[i * len(values) // min(width, len(values))] for i in range(min(width, len(values)))]
-    finite = [value for value in each if value == value and abs(value) != float("inf")]
+    sampled_values = [list(values)[i * len(values) // min(width, len(values))] for i in range(min(width, len(values)))]
+    finite = [value for value in sampled_values if value == value and abs(value) != float("inf")]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     span = high - low or 1.0
-    return "".join(BARS[min(7, int(8 * (v - low) / span))] if v in finite else "?" for v in each)
+    return "".join(BARS[min(7, int(8 * (v - low) / span))] if v in finite else "?" for v in sampled_values)
 
 
 def bar(shares: Mapping[str, float], width: int, mark: str = "█") -> Text:

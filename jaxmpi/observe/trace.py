@@ -30,7 +30,7 @@ class Tracer:
     def __init__(self, steps: Steps, processes: Processes, hosts: Sequence[str], path: Path) -> None:
         """Trace these steps to rank 0's file; `hosts` are names by rank."""
         (self.first, self.last), self.processes, self.hosts, self.path = steps, processes, hosts, path
-        self._kept: list[Span] = []
+        self._spans: list[Span] = []
 
     def add(self, noted: Sequence[Span], step: int, is_end: bool) -> str:
         """Take a window's spans up to this step; all ranks call together.
@@ -42,19 +42,19 @@ class Tracer:
         """
         if not self.last or step < self.first:
             return f"no trace: the run ends at step {step}, before step {self.first}" if self.last and is_end else ""
-        self._kept += noted
+        self._spans += noted
         if step < self.last and not is_end:
             return ""
         offsets = [
             offset for _, offset in pings(self.processes)
         ]  # now, not at the start: clocks of hosts drift by microseconds a second
-        every = self.processes.allgather_object(select_steps(self._kept, (self.first, self.last)))
+        every = self.processes.allgather_object(select_steps(self._spans, (self.first, self.last)))
         last = min(self.last, step)
-        self._kept, self.last = [], 0
+        self._spans, self.last = [], 0
         if not any(every):
             return ""
         if self.processes.rank == 0:
-            ranks = [[Span(*span) for span in each] for each in every]
+            ranks = [[Span(*span) for span in rank_spans] for rank_spans in every]
             write_events(merge_events(ranks, offsets, self.hosts), self.path)
         return f"trace of steps {self.first} to {last}: {self.path}"
 
@@ -70,18 +70,18 @@ class UncoordinatedTrace:
         (self.first, self.last), self.path = steps, path
         self.offsets = [offset for _, offset in pings(processes)] if self.last else []
         self.hosts = processes.allgather_object(socket.gethostname()) if self.last else []
-        self._kept: list[Span] = []
+        self._spans: list[Span] = []
         self._is_open = bool(self.last)
 
     def add(self, noted: Sequence[Span], worker: int, step: int, is_end: bool = False) -> None:
         """Take a worker's spans, written after its last step or at `is_end`."""
         if not self._is_open or (step < self.first and not is_end):
             return
-        self._kept += noted
+        self._spans += noted
         if step >= self.last or is_end:
             self._is_open = False
             part = self._part(worker)
-            write_whole(part, json.dumps(select_steps(self._kept, (self.first, self.last))).encode())
+            write_whole(part, json.dumps(select_steps(self._spans, (self.first, self.last))).encode())
 
     def merge(self, workers: int) -> str:
         """Merge parts on worker 0 after the others' end; return a message.

@@ -46,7 +46,7 @@ class OptimizerSpec(NamedTuple):
     cost: Callable[[Sequence[int]], float] = math.prod  # relative cost of the update of a tensor, by its shape
 
 
-def given(config: Optim, **arguments: str) -> dict[str, Any]:
+def pick_args(config: Optim, **arguments: str) -> dict[str, Any]:
     """Optax's arguments by the fields of Optim, of those that are set."""
     values = {name: getattr(config, field) for name, field in arguments.items()}
     return {name: value for name, value in values.items() if value is not None}
@@ -54,7 +54,7 @@ def given(config: Optim, **arguments: str) -> dict[str, Any]:
 
 def moments(config: Optim) -> dict[str, Any]:
     """The arguments that Adam and its kin have in common."""
-    return given(config, b1="b1", b2="b2", eps="eps")
+    return pick_args(config, b1="b1", b2="b2", eps="eps")
 
 
 def lamb(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
@@ -65,18 +65,18 @@ def lamb(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
 def lars(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
     """LARS: momentum over gradients scaled to tensors' norms. You et al. 2017."""
     every = True if mask is None else mask
-    return optax.lars(lr, config.weight_decay, every, **given(config, momentum="momentum", eps="eps"))
+    return optax.lars(lr, config.weight_decay, every, **pick_args(config, momentum="momentum", eps="eps"))
 
 
 def adafactor(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
     """Adafactor: second moments by row and column. Shazeer and Stern 2018."""
     decay = config.weight_decay or None
-    return optax.adafactor(lr, weight_decay_rate=decay, weight_decay_mask=mask, **given(config, eps="eps"))
+    return optax.adafactor(lr, weight_decay_rate=decay, weight_decay_mask=mask, **pick_args(config, eps="eps"))
 
 
 def muon(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
     """Muon: orthogonal momentum of matrices; AdamW for others. Jordan et al. 2024."""
-    settings = given(config, beta="momentum", adam_b1="b1", adam_b2="b2", eps="eps")
+    settings = pick_args(config, beta="momentum", adam_b1="b1", adam_b2="b2", eps="eps")
     decay = config.weight_decay
     return optax.contrib.muon(lr, weight_decay=decay, adam_weight_decay=decay, weight_decay_mask=mask, **settings)
 
@@ -97,7 +97,7 @@ def momentum_velocity(config: Optim, *, nesterov: bool = False) -> Transform:
 def rms(config: Optim) -> Transform:
     """Adam's direction without its mean of gradients, as the base of `schedule_free_adamw`."""
     b2 = 0.999 if config.b2 is None else config.b2  # Adam's; RMSProp has another
-    return optax.scale_by_rms(b2, **given(config, eps="eps"), eps_in_sqrt=False, bias_correction=True)
+    return optax.scale_by_rms(b2, **pick_args(config, eps="eps"), eps_in_sqrt=False, bias_correction=True)
 
 
 MOMENTS = ("b1", "b2", "eps")
@@ -116,10 +116,10 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adabelief": OptimizerSpec(lambda c: optax.scale_by_belief(**moments(c)), takes=MOMENTS),
     "adamax": OptimizerSpec(lambda c: optax.scale_by_adamax(**moments(c)), takes=MOMENTS),
     "lion": OptimizerSpec(
-        lambda c: optax.scale_by_lion(**given(c, b1="b1", b2="b2")), decays_after=True, takes=("b1", "b2")
+        lambda c: optax.scale_by_lion(**pick_args(c, b1="b1", b2="b2")), decays_after=True, takes=("b1", "b2")
     ),
-    "rmsprop": OptimizerSpec(lambda c: optax.scale_by_rms(**given(c, decay="b2", eps="eps")), takes=("b2", "eps")),
-    "adagrad": OptimizerSpec(lambda c: optax.scale_by_rss(**given(c, eps="eps")), takes=("eps",)),
+    "rmsprop": OptimizerSpec(lambda c: optax.scale_by_rms(**pick_args(c, decay="b2", eps="eps")), takes=("b2", "eps")),
+    "adagrad": OptimizerSpec(lambda c: optax.scale_by_rss(**pick_args(c, eps="eps")), takes=("eps",)),
     "lamb": OptimizerSpec(whole=lamb, takes=MOMENTS, by="tensor"),
     "lars": OptimizerSpec(whole=lars, takes=("eps", "momentum"), by="tensor"),
     "adafactor": OptimizerSpec(whole=adafactor, takes=("eps",), by="tensor"),
@@ -178,7 +178,7 @@ def optimizer(config: Optim, lr: optax.Schedule, *, clips: bool = True) -> Trans
     # y <- b1 x + (1 - b1) z, with x the mean of z over steps: gradients at y, evaluation at x. Defazio et al. 2024.
     if config.b1 == 0:
         raise UsageError(f"optim.b1: got 0 with {config.name!r}; expected (0, 1), the share of x in y")
-    return optax.chain(*clip, optax.contrib.schedule_free(optax.chain(*steps), lr, **given(config, b1="b1")))
+    return optax.chain(*clip, optax.contrib.schedule_free(optax.chain(*steps), lr, **pick_args(config, b1="b1")))
 
 
 def changed_settings(config: Optim, names: Sequence[str]) -> list[str]:
@@ -220,8 +220,8 @@ def sharding_for(config: Optim, lr: optax.Schedule, params: PyTree, workers: int
         key = id(config.transform), by, workers, structure, tuple(leaf.shape for leaf in leaves)
         if key not in _tried:
             tx = optimizer(dataclasses.replace(config, clip_norm=0.0), lr)
-            who = f"optimizer {config.name!r} with sharded updates"
-            with without_messages(who, "in it", "the trainer exchanges, so give it the optimizer alone"):
+            owner = f"optimizer {config.name!r} with sharded updates"
+            with without_messages(owner, "in it", "the trainer exchanges, so give it the optimizer alone"):
                 check_sharding(tx, params, by, workers, f"optim.shard_by of {config.name!r}")
             _tried[key] = config.transform
     return assign_tensors(params, workers, cost) if by == "tensor" else ElementSharding(workers)
@@ -247,17 +247,17 @@ def as_custom(config: Optim, lr: optax.Schedule) -> Transform:
         )
     if idle := changed_settings(config, (*SETTINGS, "weight_decay", "decay_bias", "decay_mask")):
         raise UsageError(f"optim.{', '.join(idle)}: got optim.transform, too, which has its own; leave it out")
-    made = config.transform
+    transform = config.transform
     if not has_own_rate(config):
-        made = made(lr)
-    made = made.gradient_transformation() if isinstance(made, optax.MultiSteps) else made
-    if not isinstance(made, Transform):
-        kind = f"{type(made).__module__.partition('.')[0]}.{type(made).__name__}"
+        transform = transform(lr)
+    transform = transform.gradient_transformation() if isinstance(transform, optax.MultiSteps) else transform
+    if not isinstance(transform, Transform):
+        kind = f"{type(transform).__module__.partition('.')[0]}.{type(transform).__name__}"
         raise UsageError(
             f"optim.transform of {config.name!r}: got a {kind}; expected an Optax optimizer, or a function of the "
             "learning-rate schedule that gives one"
         )
-    return made
+    return transform
 
 
 def has_own_rate(config: Optim) -> bool:

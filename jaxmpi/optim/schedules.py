@@ -72,8 +72,8 @@ def poly_epoch(config: Schedule, clock: Clock) -> Share:
     max_it is `span` in steps; Theano-MPI takes 240 epochs. Ma et al. 2016, section 4; papers that copied the original
     code compound it, which decays far faster.
     """
-    held = poly(config, clock)
-    return lambda step: held(step // clock.steps_per_epoch * clock.steps_per_epoch)
+    schedule = poly(config, clock)
+    return lambda step: schedule(step // clock.steps_per_epoch * clock.steps_per_epoch)
 
 
 def cosine(config: Schedule, clock: Clock) -> Share:
@@ -98,8 +98,8 @@ def geometric_warmup(config: Schedule, clock: Clock, workers: int) -> Share:
     first = config.warmup_from or 1 / workers
 
     def share(step: jax.Array) -> jax.Array:
-        held = step // clock.steps_per_epoch * clock.steps_per_epoch
-        return jnp.minimum(jnp.float32(first) ** fraction(over - held, over), 1)
+        epoch_start = step // clock.steps_per_epoch * clock.steps_per_epoch
+        return jnp.minimum(jnp.float32(first) ** fraction(over - epoch_start, over), 1)
 
     return share
 

@@ -49,10 +49,10 @@ class NonFiniteStep(NamedTuple):
 
     step: int
     rank: int  # the lowest that has it
-    what: str  # loss, or the path of a gradient
+    quantity: str  # loss, or the path of a gradient
 
     def __str__(self) -> str:
-        return f"the {self.what} of worker {self.rank} is not finite at step {self.step}"
+        return f"the {self.quantity} of worker {self.rank} is not finite at step {self.step}"
 
 
 class StepConsensus:
@@ -66,7 +66,7 @@ class StepConsensus:
         processes: Processes,
         notice: PreemptionNotice,
         leaves: list[str],
-        due: Callable[[], int] = lambda: 0,
+        due_actions: Callable[[], int] = lambda: 0,
     ) -> None:
         """Take a notice to leave, and what rank 0 has due by the clock.
 
@@ -74,7 +74,7 @@ class StepConsensus:
             leaves: the paths of the params.
             due: bits below LEAVE, 0 on all ranks but one: the largest of all ranks' must be that rank's.
         """
-        self._processes, self._notice, self._leaves, self._due = processes, notice, leaves, due
+        self._processes, self._notice, self._leaves, self._due_actions = processes, notice, leaves, due_actions
         self._open: tuple[int, Callable[[], np.ndarray]] | None = None
         self.leaving = False  # the same on all ranks
         self._timed = 0
@@ -98,7 +98,7 @@ class StepConsensus:
         ballot = 0 if bad is None else (1 << 62) - (worker << 32) - bad
         if bad is None and not applied:
             ballot = 1
-        request = LEAVE if self._notice.given else self._due()
+        request = LEAVE if self._notice.is_given else self._due_actions()
         self._open = step, self._processes.iallreduce_max(np.array([request, ballot]))
         return before
 

@@ -54,26 +54,26 @@ def fingerprint(leaf: jax.Array) -> jax.Array:
     return (bits * odd).sum(dtype=jnp.uint32)
 
 
-def compare_replicas(tree: PyTree, found: np.ndarray, mine: tuple[int, ...], processes: Processes, step: int) -> str:
+def compare_replicas(tree: PyTree, hashes: np.ndarray, mine: tuple[int, ...], processes: Processes, step: int) -> str:
     """Message on the workers and leaves that differ from most, on all ranks alike; empty if none do.
 
     Args:
-        tree: of which `found`, u32[workers of this process, leaves], are the fingerprints.
+        tree: of which `hashes`, u32[workers of this process, leaves], are the fingerprints.
 
     Communicates: a gather of the fingerprints as text.
     """
-    texts = processes.allgather_object(found.astype("<u4").tobytes().hex())
+    texts = processes.allgather_object(hashes.astype("<u4").tobytes().hex())
     every = np.frombuffer(bytes.fromhex("".join(texts)), "<u4").reshape(len(texts) * len(mine), -1)
     rows = [row.tobytes() for row in every]
-    (most, count), *others = Counter(rows).most_common()
+    (majority, count), *others = Counter(rows).most_common()
     if not others:
         return ""
     text = f"params of workers differ after step {step}: "
     if count == others[0][1]:
         groups = [[worker for worker, row in enumerate(rows) if row == key] for key in dict.fromkeys(rows)]
         return text + f"workers {' and '.join(map(str, groups))} apart; which of them are right cannot be told"
-    odd = [worker for worker, row in enumerate(rows) if row != most]
-    wrong = np.flatnonzero(every[odd[0]] != every[rows.index(most)])
+    odd = [worker for worker, row in enumerate(rows) if row != majority]
+    wrong = np.flatnonzero(every[odd[0]] != every[rows.index(majority)])
     leaves = [name for name, _ in named_leaves(tree)]
     paths = ", ".join(leaves[i] for i in wrong[:4])
     return text + f"worker {odd if len(odd) > 1 else odd[0]} differs from the other {count} in {paths}"

@@ -48,7 +48,7 @@ class ShrinkCoordinator:
     recorder: Recorder | None  # None on ranks that keep no record
     committed: CommittedState | None = None
     is_unsaved: bool = False  # True if a checkpoint was dropped after a loss, and none has been begun since
-    gone: list[int] = field(default_factory=list)  # that the record does not know of yet, by the launcher's numbers
+    lost_ranks: list[int] = field(default_factory=list)  # not in the record yet, by the launcher's numbers
 
     def keep(self, step: int, state: TrainState, sums: np.ndarray, is_settled: bool = False) -> None:
         """Hold a state, once all ranks have it.
@@ -82,7 +82,7 @@ class ShrinkCoordinator:
         self.is_unsaved = saver.abandon() or self.is_unsaved
         # Programs that were dispatched run to their end with zeros for what does not come; their results are dropped.
         jax.effects_barrier()
-        self.gone += fault_tolerant.shrink(self.control, str(error))
+        self.lost_ranks += fault_tolerant.shrink(self.control, str(error))
         if self.committed is None:
             raise AgreedError(f"{self.describe_gone()} before the first step: there is no state to go on from")
 
@@ -94,7 +94,7 @@ class ShrinkCoordinator:
 
     def describe_gone(self) -> str:
         """The ranks that are gone, for messages."""
-        return f"rank {', '.join(map(str, self.gone))} of the launcher's is gone"
+        return f"rank {', '.join(map(str, self.lost_ranks))} of the launcher's is gone"
 
 
 def shrinking(experiment: Experiment, workers: Workers, recorder: Recorder | None) -> ShrinkCoordinator | None:

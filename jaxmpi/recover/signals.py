@@ -18,7 +18,7 @@ class PreemptionNotice:
 
     def __init__(self) -> None:
         """Install the handlers in the main thread; elsewhere signals keep theirs."""
-        self.given = self.is_interrupt = False
+        self.is_given = self.is_interrupt = False
         self.launcher_ends = False  # Open MPI's mpirun, which was asked to end, ends its ranks
         self._requests, self._woken_s = failures.Requests(), 0.0
         try:
@@ -35,10 +35,10 @@ class PreemptionNotice:
             return
         if not self._requests.add(number):
             return
-        if self.given:  # asked twice: at once
+        if self.is_given:  # asked twice: at once
             failures.write_error(f"jaxmpi: {failures.describe_rank()}: asked twice to leave: not saved\n")
             failures.end_job(128 + number)
-        self.given, self.is_interrupt = True, number == signal.SIGINT
+        self.is_given, self.is_interrupt = True, number == signal.SIGINT
         self.launcher_ends = number == signal.SIGTERM and time.monotonic() - self._woken_s < JUST_NOW_S
         if self.is_interrupt and process.my_rank() == 0:
             failures.write_error(f"jaxmpi: {failures.INTERRUPT_NOTE}\n")

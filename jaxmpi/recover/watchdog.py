@@ -52,7 +52,7 @@ class Watchdog:
     stall_timeout_s: float
     on_stall: str = "abort"
     out: TextIO = field(default_factory=lambda: sys.stderr)
-    known: dict[int, RankStatus] = field(default_factory=dict)
+    statuses: dict[int, RankStatus] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
     reported_s: float | None = None  # when it last reported a stall that is not over
     now_s: float = field(default_factory=time.monotonic)
@@ -89,7 +89,7 @@ class Watchdog:
             if message["kind"] == "beat":
                 self._hear(message)
             elif message["kind"] == "bye":
-                self.known.pop(message["rank"], None)
+                self.statuses.pop(message["rank"], None)
             elif message["kind"] == "ask":
                 self.post.send(message["rank"], {"kind": "stacks", "rank": self.rank, "text": thread_stacks()})
             else:
@@ -98,28 +98,28 @@ class Watchdog:
     def _allow_for_sleep(self, gap_s: float) -> None:
         """Excuse all ranks if this process was stopped or its clock jumped."""
         if gap_s > 2 * self.beat_s:
-            for status in self.known.values():
+            for status in self.statuses.values():
                 status.heard_s += gap_s
                 status.moved_s += gap_s
 
     def _hear(self, beat: dict[str, Any]) -> None:
-        before = self.known.get(beat["rank"])
+        before = self.statuses.get(beat["rank"])
         has_moved = before is None or before.beat["count"] != beat["count"]
         moved_s = self.now_s if before is None or has_moved else before.moved_s
-        self.known[beat["rank"]] = RankStatus(beat, self.now_s, moved_s)
+        self.statuses[beat["rank"]] = RankStatus(beat, self.now_s, moved_s)
 
     def _is_silent(self, status: RankStatus) -> bool:
         return self.now_s - status.heard_s > SILENT_BEATS * self.beat_s
 
     def _judge(self) -> None:
-        first = self.known.get(0)
+        first = self.statuses.get(0)
         if self.rank != 0 and first and not self._is_silent(first):
             return  # rank 0 is there to judge
-        idle_s = self.now_s - max((status.moved_s for status in self.known.values()), default=self.now_s)
-        silent_s = self.now_s - min((status.heard_s for status in self.known.values()), default=self.now_s)
+        idle_s = self.now_s - max((status.moved_s for status in self.statuses.values()), default=self.now_s)
+        silent_s = self.now_s - min((status.heard_s for status in self.statuses.values()), default=self.now_s)
         # A rank may say that it is at something long, such as compiling. One that has fallen silent is given no more
         # time than others, or a rank that hangs while it compiles would be noticed after six times the limit.
-        answering = [status for status in self.known.values() if not self._is_silent(status)]
+        answering = [status for status in self.statuses.values() if not self._is_silent(status)]
         patience = max((status.beat["patience"] for status in answering), default=1.0)
         if idle_s < self.stall_timeout_s * patience + self.beat_s and silent_s < self.stall_timeout_s + self.beat_s:
             if self.reported_s is not None:
@@ -129,29 +129,29 @@ class Watchdog:
             self.reported_s = self.now_s
             late = self._report(max(idle_s, silent_s))
             if self.on_stall == "abort":
-                if len(late) < len(self.known) and self.rank not in late and failures.kill_ranks(late):
+                if len(late) < len(self.statuses) and self.rank not in late and failures.kill_ranks(late):
                     return self._say("killed; the others go on")
                 failures.end_job(STALLED)
 
     def late(self) -> list[int]:
         """Ranks that others wait for: silent, else furthest behind, else not waiting."""
-        silent = [rank for rank, status in self.known.items() if self._is_silent(status)]
-        least = min(status.beat["count"] for status in self.known.values())
-        behind = [rank for rank, status in self.known.items() if status.beat["count"] == least]
-        busy = [rank for rank in behind if not self.known[rank].beat["waits"]]
-        return sorted(silent or (behind if len(behind) < len(self.known) else busy) or behind)
+        silent = [rank for rank, status in self.statuses.items() if self._is_silent(status)]
+        lowest_count = min(status.beat["count"] for status in self.statuses.values())
+        behind = [rank for rank, status in self.statuses.items() if status.beat["count"] == lowest_count]
+        busy = [rank for rank in behind if not self.statuses[rank].beat["waits"]]
+        return sorted(silent or (behind if len(behind) < len(self.statuses) else busy) or behind)
 
     def _report(self, idle_s: float) -> list[int]:
         """Name those who are late."""
         late = self.late()
-        order = [*late, *sorted(set(self.known) - set(late))]
-        names = ", ".join(f"rank {rank} on {self.known[rank].beat['host']}" for rank in late[:SHOWN])
+        order = [*late, *sorted(set(self.statuses) - set(late))]
+        names = ", ".join(f"rank {rank} on {self.statuses[rank].beat['host']}" for rank in late[:SHOWN])
         self._say(f"no progress for {idle_s:.0f} s; late: {names}{' ...' * (len(late) > SHOWN)}")
         for rank in order[:SHOWN]:
-            self._print(self._described(self.known[rank]))
-        asked = [rank for rank in order if not self._is_silent(self.known[rank])][:STACKS]
-        self._ask(asked)
-        for rank in asked:
+            self._print(self._described(self.statuses[rank]))
+        stack_ranks = [rank for rank in order if not self._is_silent(self.statuses[rank])][:STACKS]
+        self._ask(stack_ranks)
+        for rank in stack_ranks:
             if rank in self.stacks:
                 self._print(f"stacks of rank {rank}:\n{self.stacks.pop(rank)}")
         self._say(f"on_stall {self.on_stall}: {ON_STALL[self.on_stall]}")

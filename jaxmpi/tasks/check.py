@@ -32,8 +32,8 @@ def check_task(
     figures = _check_outputs(task, params, model_state, _batch_like(held_out), False, compute_dtype)
     trained = _check_outputs(task, params, model_state, batch, True, compute_dtype, train_metrics)
     if unknown := [name for name in task.maximize if name not in figures | trained]:
-        known = ", ".join(figures) or "none"
-        raise UsageError(f"task {task.name}: maximize: got {unknown}; its metrics are {known}")
+        names = ", ".join(figures) or "none"
+        raise UsageError(f"task {task.name}: maximize: got {unknown}; its metrics are {names}")
     if task.weight:
         got = jax.eval_shape(task.weight, batch)
         if getattr(got, "shape", None) != (EXAMPLES,):
@@ -74,33 +74,33 @@ def _check_outputs(
     with_metrics: bool = True,
 ) -> dict[str, Any]:
     """Refuse losses, model state, metrics or predictions of a wrong form; return the figures by name."""
-    what, params = f"task {task.name} in {mode(train)}", as_float_shapes(params, compute_dtype)
+    label, params = f"task {task.name} in {mode(train)}", as_float_shapes(params, compute_dtype)
 
     def judge(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
         result = task.loss(params, model_state, batch, key, train)
         if not isinstance(result, tuple) or len(result) not in (3, 4):
-            raise UsageError(f"{what}: loss: got {format_value(result)}; expected (losses, model state, outputs)")
+            raise UsageError(f"{label}: loss: got {format_value(result)}; expected (losses, model state, outputs)")
         return result
 
     losses, updated, outputs, *more = jax.eval_shape(judge, params, model_state, batch, jax.random.key(0))
     if getattr(losses, "shape", None) != (EXAMPLES,) or not jnp.issubdtype(losses.dtype, jnp.floating):
         raise UsageError(
-            f"{what}: loss: got {format_value(losses)}; expected float32{[EXAMPLES]} for a batch of {EXAMPLES}, one "
+            f"{label}: loss: got {format_value(losses)}; expected float32{[EXAMPLES]} for a batch of {EXAMPLES}, one "
             "loss an example: leave out the mean, which the trainer takes over all workers"
         )
-    check_state(what, model_state, as_float_shapes(updated, jnp.float32))
+    check_state(label, model_state, as_float_shapes(updated, jnp.float32))
     scalars = more[0] if more else {}
     if not isinstance(scalars, dict):
-        raise UsageError(f"{what}: loss: scalars: got {with_article(scalars)}; expected a dict of name: float32")
+        raise UsageError(f"{label}: loss: scalars: got {with_article(scalars)}; expected a dict of name: float32")
     for name, value in scalars.items():
         if getattr(value, "shape", None) not in ((), (EXAMPLES,)):
             expected = f"float32{[EXAMPLES]}, one number an example, or float32[]"
-            raise UsageError(f"{what}: loss: {name}: got {format_value(value)}; expected {expected}")
+            raise UsageError(f"{label}: loss: {name}: got {format_value(value)}; expected {expected}")
     if not with_metrics:
         return scalars
     ratios = jax.eval_shape(task.metrics, outputs, batch)
     if not isinstance(ratios, dict):
-        raise UsageError(f"{what}: metrics: got {with_article(ratios)}; expected a dict of name: (sums, counts)")
+        raise UsageError(f"{label}: metrics: got {with_article(ratios)}; expected a dict of name: (sums, counts)")
     for name, ratio in ratios.items():
         _check_ratio(f"task {task.name}: metrics: {name}", ratio)
     for name in [*scalars, *ratios]:

@@ -58,14 +58,14 @@ def counted_top_k(outputs: jax.Array, batch: Batch) -> Ratios:
 
 def overlaps(outputs: jax.Array, batch: Batch) -> Ratios:
     """Pixel accuracy, and mean intersection over union of classes, over all images."""
-    labels, found = batch["label"], outputs.argmax(-1)
+    labels, predictions = batch["label"], outputs.argmax(-1)
     counted = labels >= 0
     is_true, is_found = (
-        jax.nn.one_hot(x, outputs.shape[-1], dtype=bool) for x in (labels, jnp.where(counted, found, -1))
+        jax.nn.one_hot(x, outputs.shape[-1], dtype=bool) for x in (labels, jnp.where(counted, predictions, -1))
     )
     pixels = lambda mask: mask.reshape(mask.shape[0], -1, mask.shape[-1]).sum(1, dtype=jnp.float32)  # noqa: E731
     return {
-        "accuracy": (weighted_sum(found == labels, counted), example_count(counted)),
+        "accuracy": (weighted_sum(predictions == labels, counted), example_count(counted)),
         "iou": (pixels(is_true & is_found), pixels(is_true | is_found)),
     }
 

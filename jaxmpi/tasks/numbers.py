@@ -30,9 +30,9 @@ def squared_error(outputs: jax.Array, labels: jax.Array) -> jax.Array:
 
 def errors(outputs: jax.Array, batch: Batch) -> Ratios:
     """Means of (y - t)^2 and of |y - t|."""
-    far = outputs - targets(outputs, batch["label"])
-    ones = jnp.ones(far.shape[0])
-    return {"mse": (per_example(jnp.square(far)), ones), "mae": (per_example(jnp.abs(far)), ones)}
+    differences = outputs - targets(outputs, batch["label"])
+    ones = jnp.ones(differences.shape[0])
+    return {"mse": (per_example(jnp.square(differences)), ones), "mae": (per_example(jnp.abs(differences)), ones)}
 
 
 def binary_cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
@@ -42,11 +42,11 @@ def binary_cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
 
 def hits(outputs: jax.Array, batch: Batch) -> Ratios:
     """Accuracy by answer and by whole example, and F1 over all answers."""
-    found, true = outputs > 0, targets(outputs, batch["label"]) > 0.5
-    ones = jnp.ones(found.shape[0])
-    both, either = ((x.astype(jnp.float32)).sum(-1) for x in (found & true, found ^ true))
+    predictions, true = outputs > 0, targets(outputs, batch["label"]) > 0.5
+    ones = jnp.ones(predictions.shape[0])
+    both, either = ((x.astype(jnp.float32)).sum(-1) for x in (predictions & true, predictions ^ true))
     return {
-        "accuracy": (per_example(found == true), ones),
-        "exact": ((found == true).all(-1).astype(jnp.float32), ones),
+        "accuracy": (per_example(predictions == true), ones),
+        "exact": ((predictions == true).all(-1).astype(jnp.float32), ones),
         "f1": (2 * both, 2 * both + either),
     }

@@ -27,13 +27,13 @@ class TaskSpec(NamedTuple):
 
 def supervised(name: str, metrics: Callable[[Any, Batch], Ratios], **more: Any) -> Callable[[Supervised], Task]:
     """What makes the task of a model; arguments as of `Supervised.task`."""
-    return lambda made: made.task(name, metrics, **more)
+    return lambda builder: builder.task(name, metrics, **more)
 
 
 def ranked(name: str, metrics: Callable[[Any, Batch], Ratios], **more: Any) -> Callable[[Supervised], Task]:
     """The same where labels name classes; `metrics` leaves top-5 out where it would always be 1."""
-    return lambda made: made.task(
-        name, metrics, maximize=tuple(f"top{k}" for k in classes.places(made.model.classes)), **more
+    return lambda builder: builder.task(
+        name, metrics, maximize=tuple(f"top{k}" for k in classes.places(builder.model.classes)), **more
     )
 
 

@@ -15,7 +15,7 @@ from jaxmpi.runtime import failures, process
 class CommandSpec(NamedTuple):
     """A command, by `module:function` below `jaxmpi`."""
 
-    about: str
+    summary: str
     run: str  # function of the command line's words, or of the result of `options`
     options: str = ""  # parses the words without JAX
 
@@ -99,7 +99,7 @@ def run(argv: list[str]) -> None:
     """
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
-        rows = [f"  {name:{width}}  {command.about}" for name, command in COMMANDS.items()]
+        rows = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
         print("\n".join(["usage: jaxmpi COMMAND ... | --version", "", *rows, "", "jaxmpi COMMAND --help tells more"]))
         return
     if argv[0] in ("-V", "--version"):

@@ -84,8 +84,8 @@ def interfaces(folder: Path = Path("/sys/class/net")) -> dict[str, str]:
             return ""
 
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    found = {name: (word(folder / name / "operstate"), word(folder / name / "speed")) for name in names if name != "lo"}
-    return {n: state + (f", {speed} Mbit/s" if speed.isdigit() else "") for n, (state, speed) in found.items()}
+    links = {name: (word(folder / name / "operstate"), word(folder / name / "speed")) for name in names if name != "lo"}
+    return {n: state + (f", {speed} Mbit/s" if speed.isdigit() else "") for n, (state, speed) in links.items()}
 
 
 # ---------------------------------------------------------------- test of exchanges
@@ -157,9 +157,9 @@ def format_pairs(pairs: Sequence[RankPairSpeed], hosts: Sequence[str]) -> list[s
     lines = []
     for where, is_far in (("one host", False), ("two hosts", True)):
         if some := [pair for pair in pairs if pair.is_far == is_far]:
-            a, b, _, least = some[0]
+            a, b, _, slowest = some[0]
             ends = f"rank {a} on {hosts[a]} and rank {b} on {hosts[b]}"
-            lines.append(f"pairs     on {where}: {least:.3g} to {some[-1].gb_per_s:.3g} GB/s; slowest {ends}")
+            lines.append(f"pairs     on {where}: {slowest:.3g} to {some[-1].gb_per_s:.3g} GB/s; slowest {ends}")
     return lines
 
 

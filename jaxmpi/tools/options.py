@@ -78,9 +78,9 @@ def plan(argv: Sequence[str]) -> argparse.Namespace:
     add("--overlap", type=float, help="share of the step after which exchanging starts, as 0.4")
     options = parser.parse_args(list(argv))
     prices = [name for name in vars(options) if name.endswith("_per_byte") or name in ("alpha_s", "alpha_inside_s")]
-    given = [name for name in [*prices, "cores"] if getattr(options, name) is not None]
-    if given and not {"alpha_s", "beta_s_per_byte"} <= {*given}:
-        raise UsageError(f"got {', '.join(given)}; give --alpha-s and --beta-s-per-byte together, or none for a probe")
+    names = [name for name in [*prices, "cores"] if getattr(options, name) is not None]
+    if names and not {"alpha_s", "beta_s_per_byte"} <= {*names}:
+        raise UsageError(f"got {', '.join(names)}; give --alpha-s and --beta-s-per-byte together, or none for a probe")
     ranges = {"bytes": (4, 1e15), "cores": (0.01, 1e6), "overlap": (0, 1), "slots": (1, 4096)}
     for name, (low, high) in ranges.items():
         value = getattr(options, name)

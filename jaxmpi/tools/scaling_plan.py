@@ -86,12 +86,12 @@ def newest_probe() -> tuple[Probe, str]:
     Raises:
         UsageError: there is none.
     """
-    if (found := measuring.newest()) is None:
+    if (newest := measuring.newest()) is None:
         raise UsageError(
             "no probe is kept on this machine; run it under a launcher, as mpirun -n 8 jaxmpi plan, or give --alpha-s "
             "and --beta-s-per-byte"
         )
-    key, probe = found
+    key, probe = newest
     return probe, "probe of " + ", ".join(f"{name} x {slots}" for name, slots in key["hosts"].items())
 
 
@@ -106,13 +106,13 @@ def layouts(net: Net, slots: Sequence[int]) -> list[Net]:
     powers = [1 << power for power in range(MOST.bit_length())]
     most_hosts = MOST if net.hosts > 1 else 1
     shapes: list[tuple[int, int]] = []
-    for each in slots:
-        shapes += [(1, ranks) for ranks in powers if ranks < each]
-        shapes += [(hosts, each) for hosts in powers if hosts <= most_hosts]
-    shapes = [(hosts, each) for hosts, each in shapes if 2 <= hosts * each <= MOST]
+    for slot_count in slots:
+        shapes += [(1, ranks) for ranks in powers if ranks < slot_count]
+        shapes += [(hosts, slot_count) for hosts in powers if hosts <= most_hosts]
+    shapes = [(hosts, slot_count) for hosts, slot_count in shapes if 2 <= hosts * slot_count <= MOST]
     if not shapes:
         raise UsageError(f"--slots: got {slots}; on one host there is nothing to predict for one rank")
-    return [net._replace(hosts=hosts, slots=each, even=True) for hosts, each in dict.fromkeys(shapes)]
+    return [net._replace(hosts=hosts, slots=slot_count, even=True) for hosts, slot_count in dict.fromkeys(shapes)]
 
 
 def estimate(probe: Probe, net: Net, sizes: Sequence[int], options: argparse.Namespace) -> ScalingEstimate:

@@ -103,9 +103,9 @@ def make_sweep(
     if not 1 <= len(cells) * len(seeds) <= MOST_RUNS:
         raise UsageError(f"got {len(cells)} combinations with {len(seeds)} seeds; expected 1 to {MOST_RUNS} runs")
     options = launcher.parse([*train])
-    given = [name for name in RESERVED for word in train if re.split("[= ]", flags.hyphens(word))[0] == f"--{name}"]
-    if given or (WORKERS in vary and "-n" in train):
-        raise UsageError(f"got {' '.join(f'--{name}' for name in given) or '-n, which --vary has'}: the sweep sets it")
+    names = [name for name in RESERVED for word in train if re.split("[= ]", flags.hyphens(word))[0] == f"--{name}"]
+    if names or (WORKERS in vary and "-n" in train):
+        raise UsageError(f"got {' '.join(f'--{name}' for name in names) or '-n, which --vary has'}: the sweep sets it")
     for cell in cells:
         line = launcher.parse(train_words(train, cell))
         experiment_file.refuse_early(line.train_args, file_is_here=line.are_ranks_here)
@@ -208,8 +208,8 @@ def summaries(sweep: Sweep, metric: str | None = None) -> list[Summary]:
         names = {metric or row["metric"] for row in runs.values()}
         for row in runs.values():
             if missing := names - row.keys():
-                known = ", ".join(name for name in row if name.startswith("eval_"))
-                raise UsageError(f"--metric: got {missing.pop()!r}; expected one of {known}")
+                metrics = ", ".join(name for name in row if name.startswith("eval_"))
+                raise UsageError(f"--metric: got {missing.pop()!r}; expected one of {metrics}")
         values = {seed: row[name] for seed, row in runs.items() for name in names}
         reference = reference or values
         differences = [values[seed] - reference[seed] for seed in values if seed in reference]

@@ -72,7 +72,7 @@ def run_asynchronously(run: Run, start: AsyncStart) -> dict[str, float]:
     trace = UncoordinatedTrace(step_range(config.trace, "trace"), run.workers.processes, run.folder / "trace.json")
     wire = run.plan.strategy.partition(":")[2]  # all that these rules take of a strategy
     target = run.plan.examples(run.plan.clock.total_steps)
-    monitor = HeartbeatMonitor(config.stall_timeout_s, config.on_stall, run.hosts, lambda: run.notice.given)
+    monitor = HeartbeatMonitor(config.stall_timeout_s, config.on_stall, run.hosts, lambda: run.notice.is_given)
     worker, serve = take_part(run.workers, config.rule, rule, wire, start, target, monitor)
     if worker is None:
         if serve and serve():
@@ -160,7 +160,7 @@ class AsyncCoordinator(Coordinator):
         if not exchanges and worker.clock % self.report_every:
             return state, RunProgress(step)
         self._count(step)
-        leave = bool(run.notice.given)
+        leave = bool(run.notice.is_given)
         state, status = worker.exchange(state, leave=leave) if exchanges else (state, worker.report(leave=leave))
         worker.write_if_ordered(self.parts, run.home, state, status)
         self.is_left = status.stop == LEAVE

@@ -270,12 +270,12 @@ def continue_after_shrink(run: Run, ends: contextlib.ExitStack) -> tuple[LockSte
         states = {worker: jax.tree.map(np.asarray, state._replace(key=worker_key(experiment.seed, worker)))}
     if control.rank == 0:
         run.recorder = take_over_record(run, step - is_late, ends)
-    run.recorder.write("lost", after=step, ranks=shrinking.gone, workers=workers.size)
+    run.recorder.write("lost", after=step, ranks=shrinking.lost_ranks, workers=workers.size)
     run.recorder.say(
         f"{shrinking.describe_gone()}{back}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}"
     )
     run.recorder.say(memory.describe_worker(needed, workers.size))
-    shrinking.gone, shrinking.is_unsaved = [], is_unsaved
+    shrinking.lost_ranks, shrinking.is_unsaved = [], is_unsaved
     overdue = plan.timetable.between(step - 1, step) if is_late else DueEvents()
     overdue = overdue._replace(save=overdue.save or is_unsaved)
     return LockStep(run, sums), Position(step, place_states(run, states), overdue)

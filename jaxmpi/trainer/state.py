@@ -213,7 +213,7 @@ def note_saved(run: Run, step: int | None = None) -> None:
 
     By the record a resumed run knows which checkpoints are lost.
     """
-    step = run.saver.taken() if step is None else step
+    step = run.saver.take_newest_step() if step is None else step
     if step is not None:
         run.recorder.write("checkpoint", step=step)
         folder, is_asynchronous = run.folder / "checkpoints" / f"step_{step:08d}", bool(run.workers.asynchronous)

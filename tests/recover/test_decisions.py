@@ -35,7 +35,7 @@ class Silent(signals.PreemptionNotice):
     """Hears no signals."""
 
     def __init__(self) -> None:
-        self.given = self.is_interrupt = False
+        self.is_given = self.is_interrupt = False
 
 
 class Ranks(SoloProcesses):
@@ -218,7 +218,7 @@ from jaxmpi.recover.signals import PreemptionNotice
 notice = PreemptionNotice()
 for _ in range(2):  # by the shell and by the kernel
     os.kill(os.getpid(), signal.SIGHUP)
-print(notice.given)
+print(notice.is_given)
 """
 
 

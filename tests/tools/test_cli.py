@@ -26,7 +26,7 @@ def test_help_lists_every_command(argv, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["jaxmpi", *argv])
     cli.main()
     out = capsys.readouterr().out
-    assert all(name in out and command.about in out for name, command in cli.COMMANDS.items())
+    assert all(name in out and command.summary in out for name, command in cli.COMMANDS.items())
 
 
 @pytest.mark.parametrize("line", [*cli.COMMANDS, "data pack", "data check"])

@@ -38,9 +38,9 @@ def plain_model(
     """
     inits = "init(key) or init(key, image), which gives params, or (params, state)"
     applies = "apply(params, image) or apply(params, state, image), and key and train by name"
-    for what, function, expected in (("init", init, inits), ("apply", apply, applies)):
+    for role, function, expected in (("init", init, inits), ("apply", apply, applies)):
         if not callable(function):
-            raise UsageError(f"{name}: got {with_article(function)} for {what}; expected {expected}")
+            raise UsageError(f"{name}: got {with_article(function)} for {role}; expected {expected}")
     arguments = list(inspect.signature(apply).parameters)
     stateful = arguments[1:2] in (["state"], ["model_state"])
     parameters = inspect.signature(init).parameters.values()
@@ -55,15 +55,15 @@ def plain_model(
     if not takes_parameter(apply, 3 if stateful else 2, by_name(None, True)):
         raise UsageError(f"{name}: got apply{inspect.signature(apply)}; expected {applies}")
 
-    def pair(result: Any, what: str) -> tuple[Any, Any]:
+    def pair(result: Any, role: str) -> tuple[Any, Any]:
         if not stateful:
             return result, {}
-        check_pair(result, f"{name}: {what}")
+        check_pair(result, f"{name}: {role}")
         return result
 
     def model_init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
-        made = pair(init(*(key, image)[:count]), "init, if apply takes a state: expected (params, state)")
-        return jax.tree.map(jnp.asarray, made)
+        variables = pair(init(*(key, image)[:count]), "init, if apply takes a state: expected (params, state)")
+        return jax.tree.map(jnp.asarray, variables)
 
     def model_apply(
         params: PyTree, model_state: PyTree, image: jax.Array, key: jax.Array, train: bool

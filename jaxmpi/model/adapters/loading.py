@@ -54,8 +54,8 @@ def _into_equinox(module: Any, params: PyTree, model_state: PyTree, source: str)
     return net, jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in names])
 
 
-def _check_same(what: str, got: dict[str, Any], expected: dict[str, Any]) -> None:
+def _check_same(label: str, got: dict[str, Any], expected: dict[str, Any]) -> None:
     """Raise `UsageError` unless both have the same paths, shapes and dtypes."""
     if lines := mismatches(got, expected):
         way_out = "make the module with the sizes of its training, or take model.params, nested dicts of arrays"
-        raise UsageError("\n  ".join([f"{what}: not of this module:", *lines, way_out]))
+        raise UsageError("\n  ".join([f"{label}: not of this module:", *lines, way_out]))

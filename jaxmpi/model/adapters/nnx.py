@@ -52,8 +52,8 @@ def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, 
 
     def init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
         _, params, _, rest = nnx.split(build(nnx.Rngs(key)), nnx.Param, nnx.RngState, ...)
-        known = structure()[2]
-        _refuse_bare(name, ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest) if path not in known])
+        paths = structure()[2]
+        _refuse_bare(name, ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest) if path not in paths])
         return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
 
     def apply(params: PyTree, model_state: PyTree, image: jax.Array, key: jax.Array, train: bool) -> tuple[Any, PyTree]:

@@ -35,8 +35,8 @@ _scope, _start = threading.local(), threading.Thread.start
 def send(sinks: list[Sink], row: Row) -> None:
     """Send a line to each sink; drop and report one that fails."""
     for sink in list(sinks):
-        what = f"failed at a line of kind {row.get('kind')} and gets no more lines"
-        if not attempt(sink_name(sink), what, lambda sink=sink: sink(dict(row))):
+        failure = f"failed at a line of kind {row.get('kind')} and gets no more lines"
+        if not attempt(sink_name(sink), failure, lambda sink=sink: sink(dict(row))):
             sinks.remove(sink)
 
 
@@ -46,8 +46,8 @@ def close(sinks: list[Sink], has_failed: bool) -> None:
         if isinstance(sink, Background):
             sink.begin_to_close(has_failed)
     for sink in sinks:
-        what = "failed while it was closed, and may lack its last lines"
-        attempt(sink_name(sink), what, lambda sink=sink: end(sink, has_failed))
+        failure = "failed while it was closed, and may lack its last lines"
+        attempt(sink_name(sink), failure, lambda sink=sink: end(sink, has_failed))
 
 
 def end(sink: Sink, has_failed: bool) -> None:
@@ -56,13 +56,13 @@ def end(sink: Sink, has_failed: bool) -> None:
     (getattr(sink, "fail", close) if has_failed else close)()
 
 
-def attempt(name: str, what: str, call: Callable[[], Any]) -> bool:
+def attempt(name: str, failure: str, call: Callable[[], Any]) -> bool:
     """Call a sink's code, which is other people's: an error is reported, and the run is worth more than a sink."""
     try:
         with name_threads(name):
             call()
     except (Exception, SystemExit) as error:
-        report_failure(name, what, error)
+        report_failure(name, failure, error)
         return False
     return True
 
@@ -155,10 +155,10 @@ def sink_name(sink: Sink) -> str:
     return getattr(sink, "__name__", type(sink).__name__)
 
 
-def report_failure(name: str, what: str, error: BaseException) -> None:
+def report_failure(name: str, failure: str, error: BaseException) -> None:
     """Report on standard error that a sink failed."""
-    said = f"jaxmpi: sink {name} {what}; the run goes on, and its record has all of them"
-    print(f"{said}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    message = f"jaxmpi: sink {name} {failure}; the run goes on, and its record has all of them"
+    print(f"{message}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------- what sinks share
@@ -166,8 +166,8 @@ def report_failure(name: str, what: str, error: BaseException) -> None:
 
 def numbers(row: Row) -> dict[str, Any]:
     """Numbers of a line as `train/loss`, medians of parts as `train/anatomy/compute`."""
-    found = {name: v for name, v in row.items() if name not in ("kind", "step") and isinstance(v, (int, float))}
-    return {f"{row['kind']}/{name}": v for name, v in (found | medians(row)).items() if v is not None}
+    values = {name: v for name, v in row.items() if name not in ("kind", "step") and isinstance(v, (int, float))}
+    return {f"{row['kind']}/{name}": v for name, v in (values | medians(row)).items() if v is not None}
 
 
 def medians(row: Row) -> dict[str, Any]:

@@ -29,8 +29,8 @@ class TensorBoard:
             self.writer.add_summary(self._sample(row), row["step"])
         elif "step" in row and (named := numbers(row)):
             first, *rest = [self.summary.scalar(name, value) for name, value in named.items()]
-            for each in rest:
-                first.MergeFrom(each)
+            for event in rest:
+                first.MergeFrom(event)
             self.writer.add_summary(first, row["step"])
 
     def _sample(self, row: Row) -> Any:

@@ -43,8 +43,8 @@ def check_sinks(sinks: Sequence[str | Sink]) -> None:
         if not isinstance(name, str):
             continue
         spec = lookup(SINKS, name, "sink")
-        found = importlib.util.find_spec(spec.package) if spec.package else None
-        if spec.package and (found is None or found.origin is None):  # a folder such as `./wandb` has no origin
+        module = importlib.util.find_spec(spec.package) if spec.package else None
+        if spec.package and (module is None or module.origin is None):  # a folder such as `./wandb` has no origin
             raise UsageError(
                 f"sinks: got {name!r}; expected the package {spec.package}, which is not installed: "
                 f"{installing(spec.install)}, or leave {name} out"

@@ -105,17 +105,17 @@ class Mlflow:
             self.client.update_run(self.run_id, status="RUNNING")
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        there = self.client.get_experiment_by_name(name)
-        experiment = there.experiment_id if there else self.client.create_experiment(name)
+        existing = self.client.get_experiment_by_name(name)
+        experiment = existing.experiment_id if existing else self.client.create_experiment(name)
         self.run_id = self.client.create_run(experiment, run_name=run_dir.name).info.run_id
         write_state(run_dir, "mlflow", self.run_id)
 
     def __call__(self, row: Row) -> None:
         """Take a line's numbers, the configuration as parameters, samples as artifacts."""
         if row["kind"] == "run":
-            known = self.client.get_run(self.run_id).data.params  # MLflow changes none
+            logged_params = self.client.get_run(self.run_id).data.params  # MLflow changes none
             named = {allowed_key(path): str(value) for path, value in flatten_json(row).items() if path != "kind"}
-            new = [self.param(name, text[:MOST_TEXT]) for name, text in named.items() if name not in known]
+            new = [self.param(name, text[:MOST_TEXT]) for name, text in named.items() if name not in logged_params]
             for begin in range(0, len(new), MOST_PARAMS):
                 self.client.log_batch(self.run_id, params=new[begin : begin + MOST_PARAMS])
         elif row["kind"] == "sample" and "text" in row:
