@@ -127,17 +127,17 @@ def test_between_hosts_the_link_is_the_bound(tmp_path):
     assert ended.code == 0, ended.out[-3000:]
     [case] = json.loads(out.read_text())["cases"]
     ring, root = case["rows"]
-    least = 4 / 3 * (1 << 20)
-    line_s, burst_s = 8 * least / 100e6 * 1514 / 1448, 2 * 8 * 131072 / 100e6
-    assert (case["hosts"], case["least_sent_bytes"]) == (3, pytest.approx(least))
+    bound_bytes = 4 / 3 * (1 << 20)
+    line_s, burst_s = 8 * bound_bytes / 100e6 * 1514 / 1448, 2 * 8 * 131072 / 100e6
+    assert (case["hosts"], case["least_sent_bytes"]) == (3, pytest.approx(bound_bytes))
     assert case["bound_s"] > line_s - burst_s
     assert ring["median_s"] > line_s - burst_s
-    assert case["bound_s"] == pytest.approx(least / case["bound_bytes_per_s"])
-    for sent, expected in zip(ring["sent_bytes_by_host"], [least] * 3, strict=True):
-        assert 1 < sent / expected < 1.15
+    assert case["bound_s"] == pytest.approx(bound_bytes / case["bound_bytes_per_s"])
+    for sent_bytes, expected in zip(ring["sent_bytes_by_host"], [bound_bytes] * 3, strict=True):
+        assert 1 < sent_bytes / expected < 1.15
     # Of rank 0 the card goes on when it has done its part; the others send theirs to it, and say what has come.
-    for sent, expected in zip(root["sent_bytes_by_host"], [2 << 20, 1 << 20, 1 << 20], strict=True):
-        assert 1 < sent / expected < 1.15
+    for sent_bytes, expected in zip(root["sent_bytes_by_host"], [2 << 20, 1 << 20, 1 << 20], strict=True):
+        assert 1 < sent_bytes / expected < 1.15
     assert all(row["sent_bytes"] == max(row["sent_bytes_by_host"]) for row in case["rows"])
     consistent(case, rounds=2)
 
@@ -162,9 +162,9 @@ def test_what_is_wrong_is_said_before_a_job_starts(args, message, monkeypatch, c
     with pytest.raises(SystemExit) as ended:
         __main__.main(args)
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("jaxmpi: error: ")
-    assert message in said
+    errors = capsys.readouterr().err
+    assert errors.startswith("jaxmpi: error: ")
+    assert message in errors
 
 
 MINE = """
@@ -198,8 +198,8 @@ def test_a_case_that_no_memory_holds_is_left_out_by_name(monkeypatch, capsys, no
     monkeypatch.setattr(plan, "free_bytes", lambda: 2 << 30)
     with pytest.raises(UsageError, match="no case fits into memory"):
         plan.make_plan(options.parse(["--sizes", "284Mi", "--peers", "none"]), 2)
-    said = capsys.readouterr().out
-    assert said.startswith("297,795,584 floats: left out: 2 ranks need 23.2 GB, 2.1 GB are free")
+    output = capsys.readouterr().out
+    assert output.startswith("297,795,584 floats: left out: 2 ranks need 23.2 GB, 2.1 GB are free")
 
 
 # ---------------------------------------------------------------- parts
@@ -214,10 +214,10 @@ def test_the_launchers_arguments_may_look_like_ours(value, no_launcher):
 
 @pytest.mark.e2e
 def test_plan_survives_the_way_to_the_ranks(no_launcher):
-    here = plan.make_plan(options.parse(["--tree", "digits_cnn", "--sizes", "5", "--peers", "mpi4py"]), 2)
-    there = plan.BenchPlan.from_json(json.loads(json.dumps(dataclasses.asdict(here))))
-    assert [(c.name, c.is_tree, c.floats) for c in there.cases] == [(c.name, c.is_tree, c.floats) for c in here.cases]
-    assert (there.strategies, there.peers) == (list(here.strategies), ["mpi4py"])
+    first = plan.make_plan(options.parse(["--tree", "digits_cnn", "--sizes", "5", "--peers", "mpi4py"]), 2)
+    second = plan.BenchPlan.from_json(json.loads(json.dumps(dataclasses.asdict(first))))
+    assert [(c.name, c.is_tree, c.floats) for c in second.cases] == [(c.name, c.is_tree, c.floats) for c in first.cases]
+    assert (second.strategies, second.peers) == (list(first.strategies), ["mpi4py"])
 
 
 def test_bounds():

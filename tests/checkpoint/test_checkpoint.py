@@ -31,8 +31,8 @@ def state(worker: int = 0, step: int = 7) -> TrainState:
     }
     model_state = {"mean": rng.standard_normal(4).astype(np.float16), "count": np.array([worker], np.int64)}
     rule_state = ({"v": rng.standard_normal(3).astype(np.float32)}, np.int32(3) * np.ones((), np.int32), None)
-    made = create(params, model_state, rule_state, seed=1, worker=worker)
-    return made._replace(step=np.asarray(step, np.int32))
+    train_state = create(params, model_state, rule_state, seed=1, worker=worker)
+    return train_state._replace(step=np.asarray(step, np.int32))
 
 
 def save(folder, states=None, *, step=7, replicated=False, keep=2, extra=None, best=0, score=None):
@@ -84,8 +84,8 @@ def test_everything_comes_back_bit_for_bit(tmp_path, replicated):
     names = {row["path"] for row in json.loads((path / "manifest.json").read_text())["files"]["common.bin"]}
     assert any(name.startswith("rule_state") for name in names) == replicated  # what is equal is written once
     (path / "worker_00000.bin").unlink()
-    own = restore(tmp_path, {2: blank(state(2))}, replicated=replicated)  # a process reads its own workers only
-    assert bits(own.states) == bits({2: states[2]})
+    restored = restore(tmp_path, {2: blank(state(2))}, replicated=replicated)  # a process reads its own workers only
+    assert bits(restored.states) == bits({2: states[2]})
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
@@ -107,16 +107,16 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 
 def test_what_is_no_folder_of_ours_stays_and_stops_no_checkpoint(tmp_path):
     elsewhere = tmp_path / "elsewhere"
-    kept = save(elsewhere)
+    newest = save(elsewhere)
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    (folder / "step_00000001").symlink_to(kept)
+    (folder / "step_00000001").symlink_to(newest)
     (folder / "step_00000002.tmp").symlink_to(elsewhere)
     (folder / "step_00000003.tmp").touch()
     for step in (8, 9):
         save(folder, {0: state(0)}, step=step, keep=1)
     assert steps(folder) == [9]
-    assert (kept / "manifest.json").is_file()
+    assert (newest / "manifest.json").is_file()
 
 
 def test_what_was_cut_off_while_it_was_written_is_passed_over(tmp_path):
@@ -127,9 +127,9 @@ def test_what_was_cut_off_while_it_was_written_is_passed_over(tmp_path):
     assert restore(tmp_path).step == 5
     save(tmp_path, step=6)  # over the leftovers
     (tmp_path / "step_00000009").mkdir()  # its manifest is lost: it had its name when it was whole
-    said = []
-    assert restore(tmp_path, say=said.append).step == 6
-    assert "step_00000009/manifest.json: no such file" in "".join(said)
+    messages = []
+    assert restore(tmp_path, say=messages.append).step == 6
+    assert "step_00000009/manifest.json: no such file" in "".join(messages)
     assert not (tmp_path / "step_00000006.tmp").exists()
 
 
@@ -143,9 +143,9 @@ def test_on_another_number_of_workers_each_has_the_mean(tmp_path, workers):
         assert bits(got.params) == bits(states[0].params)
         assert got.key.tolist() == blank(state(worker)).key.tolist()  # the stream of this worker, not of worker 0
         assert got.model_state["count"] == states[0].model_state["count"]
-        for of in (lambda s: s.model_state["mean"], lambda s: s.rule_state[0]["v"]):
-            mean = np.mean([of(s).astype(np.float64) for s in states.values()], axis=0).astype(of(states[0]).dtype)
-            np.testing.assert_array_equal(of(got), mean)
+        for get in (lambda s: s.model_state["mean"], lambda s: s.rule_state[0]["v"]):
+            mean = np.mean([get(s).astype(np.float64) for s in states.values()], axis=0).astype(get(states[0]).dtype)
+            np.testing.assert_array_equal(get(got), mean)
 
 
 # ---------------------------------------------------------------- damaged
@@ -173,14 +173,14 @@ DAMAGE = [
 def test_a_damaged_newest_one_is_named_and_the_one_before_is_used(tmp_path, do, message):
     save(tmp_path, step=3)
     do(save(tmp_path, step=7))
-    said = []
-    saved = restore(tmp_path, say=said.append)
+    messages = []
+    saved = restore(tmp_path, say=messages.append)
     assert saved.step == 3
     assert bits(saved.states[1]) == bits(state(1, step=3))
-    assert re.match(f"passed over: .*step_00000007.*{message}", said[0])
+    assert re.match(f"passed over: .*step_00000007.*{message}", messages[0])
     shutil.rmtree(tmp_path / "step_00000003")
     with pytest.raises(UsageError, match=f"no checkpoint in .* is whole:\n  .*{message}"):
-        restore(tmp_path, say=said.append)
+        restore(tmp_path, say=messages.append)
 
 
 def test_bytes_of_a_manifest_count(tmp_path):

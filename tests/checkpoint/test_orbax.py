@@ -119,10 +119,10 @@ def test_of_a_rule_with_a_center_it_is_the_center_that_goes_out(tmp_path):
     exchange = base.Exchange(lambda tree: tree, lambda tree: tree)
     rule = easgd_sync(optax.sgd(0.1), exchange, RuleConfig("easgd_sync", alpha=0.5))
     synchronous = create(PARAMS, {}, rule.init(center), seed=0, worker=0)
-    apart = UncoordinatedCheckpoint(tmp_path / "apart", 1, Retention(2))
-    apart.begin(0)
-    apart.write_own(0, 0, create(PARAMS, {}, {}, seed=0, worker=0)._asdict())
-    apart.end(0, {"center": center}, {}, None)
+    checkpoint = UncoordinatedCheckpoint(tmp_path / "apart", 1, Retention(2))
+    checkpoint.begin(0)
+    checkpoint.write_own(0, 0, create(PARAMS, {}, {}, seed=0, worker=0)._asdict())
+    checkpoint.end(0, {"center": center}, {}, None)
     for got in (
         saved(tmp_path / "sync", {0: synchronous}, same_params=False),
         export.model_of(manifests.complete_checkpoints(tmp_path / "apart")[0]),

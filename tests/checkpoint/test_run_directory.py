@@ -25,8 +25,8 @@ with run_directory.locked(Path(sys.argv[1])):
 
 
 def claim(resume: bool = False, run_dir: str = "") -> Path:
-    with contextlib.ExitStack() as held:
-        return run_directory.claim(Experiment(resume=resume, run_dir=run_dir), "digits", held).path
+    with contextlib.ExitStack() as stack:
+        return run_directory.claim(Experiment(resume=resume, run_dir=run_dir), "digits", stack).path
 
 
 @pytest.mark.e2e
@@ -151,20 +151,20 @@ GONE = [
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("way", "ranks", "rule"), GONE)
-def test_a_run_whose_directory_goes_away_ends_and_says_so(way, ranks, rule, tmp_path):
+@pytest.mark.parametrize(("loss", "ranks", "rule"), GONE)
+def test_a_run_whose_directory_goes_away_ends_and_says_so(loss, ranks, rule, tmp_path):
     """It was made anew in silence, without the record: the next job there resumed from this one's params."""
     (tmp_path / "experiments").mkdir()
-    (tmp_path / "experiments" / "loses.py").write_text(LOSES.format(do=WAYS[way]))
+    (tmp_path / "experiments" / "loses.py").write_text(LOSES.format(do=WAYS[loss]))
     env = {"PYTHONPATH": PATH}
     line = [sys.executable, "-m", "jaxmpi.train", "experiments/loses.py", *rule]
     start = mpirun_line(ranks) if ranks > 1 else []
     ended = run([*start, *line], timeout_s=100, env=env, cwd=tmp_path)
     assert ended.code == 1, ended.out
-    said = "run directory 'run' has been removed, moved or replaced while the run went on: nothing is saved at step "
-    assert said in ended.out
+    message = "run directory 'run' has been removed, moved or replaced while the run went on: nothing is saved at step "
+    assert message in ended.out
     assert "Traceback" not in ended.out
-    assert os.listdir(tmp_path / "run") == ["record.jsonl"] if way == "replaced" else not (tmp_path / "run").exists()
+    assert os.listdir(tmp_path / "run") == ["record.jsonl"] if loss == "replaced" else not (tmp_path / "run").exists()
 
 
 # ---------------------------------------------------------------- checkpoints that are lost
@@ -184,8 +184,8 @@ def test_a_run_whose_checkpoints_are_lost_is_not_begun_again_by_resume(tmp_path)
     for number in (1, 2):
         checkpoints.mkdir()
         write_state(tmp_path, "wandb", f"run {number}")
-        with contextlib.ExitStack() as held:
-            run_directory.claim(Experiment(from_start=True, run_dir=str(tmp_path)), "digits", held)
+        with contextlib.ExitStack() as stack:
+            run_directory.claim(Experiment(from_start=True, run_dir=str(tmp_path)), "digits", stack)
         assert record.read_text() == ""
         assert (tmp_path / f"checkpoints.{number}").is_dir()
         assert read_state(tmp_path) == {}  # it begins anew at the services of sinks, too

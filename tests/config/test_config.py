@@ -176,12 +176,12 @@ def test_settings_of_ones_own_may_be_nested_and_their_text_indented_as_it_likes(
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [("import no_such_package", "No module named 'no_such_package'"), ("import sys; sys.exit(0)", "ends the program")],
 )
-def test_an_experiment_that_cannot_be_imported_is_one_sentence(line, said, tmp_path):
+def test_an_experiment_that_cannot_be_imported_is_one_sentence(line, message, tmp_path):
     (tmp_path / "mine.py").write_text(line)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         experiment_file.load(tmp_path / "mine.py")
 
 
@@ -196,7 +196,7 @@ def test_an_experiment_imports_what_lies_beside_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [np.int64, np.array])
 def test_numbers_of_numpy_are_as_pythons(number):
-    def made(as_number: Any) -> Experiment:
+    def experiment_of(as_number: Any) -> Experiment:
         return Experiment(
             local_batch=as_number(8),
             seed=as_number(3),
@@ -207,9 +207,9 @@ def test_numbers_of_numpy_are_as_pythons(number):
             exchange=ExchangeConfig(bucket_bytes=as_number(64)),
         )
 
-    experiment = made(number)
-    assert experiment == made(int)
-    assert json.dumps(dataclasses.asdict(experiment)) == json.dumps(dataclasses.asdict(made(int)))
+    experiment = experiment_of(number)
+    assert experiment == experiment_of(int)
+    assert json.dumps(dataclasses.asdict(experiment)) == json.dumps(dataclasses.asdict(experiment_of(int)))
 
 
 @pytest.mark.parametrize(

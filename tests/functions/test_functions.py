@@ -129,13 +129,13 @@ class FailingTransport:
     rank, size = 0, 3
 
     def __init__(self, cannot_send: int = 3):
-        self.sent, self.cannot_send = [], cannot_send
+        self.messages, self.cannot_send = [], cannot_send
 
     def send(self, rank, message):
         if rank == self.cannot_send:
             raise ValueError(f"cannot send to worker {rank}")
         _, inputs, *_ = decode_message(message)
-        self.sent.append((rank, [array.tolist() for array in decode_message(inputs)]))
+        self.messages.append((rank, [array.tolist() for array in decode_message(inputs)]))
 
 
 def failing_group(transport: FailingTransport) -> RankGroup:
@@ -160,7 +160,7 @@ def test_no_message_is_sent_before_all_are_made(is_pickled):
     with pytest.raises(MemoryError):
         perform(group, "put", lambda: Command("put", "put", {}, inputs))
     group.check_usable()
-    assert (transport.sent, group.dropped) == ([], [7])
+    assert (transport.messages, group.dropped) == ([], [7])
 
 
 def test_a_command_that_not_all_workers_have_received_is_the_last():
@@ -168,7 +168,7 @@ def test_a_command_that_not_all_workers_have_received_is_the_last():
     group = failing_group(transport)
     with pytest.raises(ValueError, match="cannot send to worker 2"):
         perform(group, "put", lambda: Command("put", "put", {}, lambda rank: [np.full(2, rank)]))
-    assert transport.sent == [(1, [[1, 1]])]
+    assert transport.messages == [(1, [[1, 1]])]
     with pytest.raises(jaxmpi.UsageError, match="no longer in step: cannot send to worker 2"):
         group.check_usable()
 
@@ -194,10 +194,10 @@ def test_an_unchanged_broadcast_argument_moves_no_bytes(monkeypatch):
 def test_results_do_not_alias_what_the_caller_may_overwrite():
     jm.fork(1)
     x = np.zeros((1 << 12, 16), np.float32)
-    kept = jm.variable(np.float32(0))
-    rows, local = jm.function(lambda x: (x, x, x), jm.scatter, (jm.gather, jm.local), ((kept, jm.mean),))(x)
+    variable = jm.variable(np.float32(0))
+    rows, local = jm.function(lambda x: (x, x, x), jm.scatter, (jm.gather, jm.local), ((variable, jm.mean),))(x)
     x[:] = 1
-    for got in (np.asarray(rows), local.get(0), kept.get(0)):
+    for got in (np.asarray(rows), local.get(0), variable.get(0)):
         assert not got.any()
 
 
@@ -215,16 +215,16 @@ def test_optimizers_that_want_the_value_get_it_and_line_searches_are_refused():
     x = np.arange(4, dtype=np.float32)
     tx = optax.chain(optax.sgd(0.25), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1.0))
     lbfgs, params = optax.lbfgs(0.1, linesearch=None), jnp.float32(10)
-    alone: Any
-    for each in (tx, lbfgs, optax.polyak_sgd(1.0)):
-        step, alone, state = jm.optimizer(quadratic, params, each, (jm.scatter,)), params, each.init(params)
+    params_alone: Any
+    for opt in (tx, lbfgs, optax.polyak_sgd(1.0)):
+        step, params_alone, state = jm.optimizer(quadratic, params, opt, (jm.scatter,)), params, opt.init(params)
         for _ in range(4):
-            value, grad = jax.value_and_grad(quadratic)(alone, x)
-            extra = {"value": value, "grad": grad} if each is not lbfgs else {}
-            updates, state = each.update(grad, state, alone, **extra)
-            alone = optax.apply_updates(alone, updates)
+            value, grad = jax.value_and_grad(quadratic)(params_alone, x)
+            extra = {"value": value, "grad": grad} if opt is not lbfgs else {}
+            updates, state = opt.update(grad, state, params_alone, **extra)
+            params_alone = optax.apply_updates(params_alone, updates)
             assert abs(float(step(x)) - float(value)) <= 1e-5 * float(value)
-        assert abs(float(step.params.get(1)) - float(alone)) <= 1e-4 * abs(float(alone))
+        assert abs(float(step.params.get(1)) - float(params_alone)) <= 1e-4 * abs(float(params_alone))
     with pytest.raises(TypeError, match="value_fn"):
         jm.optimizer(quadratic, params, optax.lbfgs(), (jm.scatter,))(x)
 
@@ -245,8 +245,8 @@ def test_a_profile_is_a_table():
             f(x, slices=0)
         v.get(0)
     rows = profile.rows
-    found = [(row["function"], row["calls"]) for row in rows]
-    assert found == [("<lambda> #1", 2), ("<lambda> #2", 1), ("variable.get", 1)]
+    calls = [(row["function"], row["calls"]) for row in rows]
+    assert calls == [("<lambda> #1", 2), ("<lambda> #2", 1), ("variable.get", 1)]
     assert first.rows[0]["compile_s"] > rows[0]["compile_s"] == 0
     assert str(profile).splitlines()[-1].split()[:2] == ["all", "4"]
 
@@ -334,17 +334,17 @@ NOT_JAXS = [MASKED, np.ones(4, ">f4"), np.ones(4, np.longdouble), np.zeros(4, "V
 def test_arrays_that_jax_would_read_otherwise_are_refused_by_name(array):
     jm.fork(2)
     f = jm.function(lambda x, p: x["a"].sum() + p.sum(), (jm.scatter, jm.broadcast), jm.sum)
-    kept = jm.variable({"a": np.ones(4, np.float32)})
+    variable = jm.variable({"a": np.ones(4, np.float32)})
     good = np.ones(4, np.float32)
-    for call, who in (
+    for call, label in (
         (lambda: f({"a": array}, good, batch=[0, 1]), "argument 0 leaf 'a'"),
         (lambda: f({"a": good}, array), "argument 1"),
         (lambda: jm.variable({"a": array}), "variable: leaf 'a'"),
-        (lambda: kept.scatter({"a": array}), "scatter: leaf 'a'"),
+        (lambda: variable.scatter({"a": array}), "scatter: leaf 'a'"),
         (lambda: jm.shared(array), "shared"),
         (lambda: jm.shared(lambda: array), "shared"),
     ):
-        with pytest.raises(jaxmpi.UsageError, match=f"{who}: got"):
+        with pytest.raises(jaxmpi.UsageError, match=f"{label}: got"):
             call()
 
 
@@ -364,9 +364,9 @@ def test_arrays_that_jax_would_cut_off_are_refused_unless_it_has_64_bits(number,
     ]
     if not is_shared:
         calls += [(lambda: v.set(1, {"a": bad}), "variable: leaf 'a'"), (lambda: jm.variable(bad), "variable: leaf ''")]
-    for call, who in calls:
+    for call, label in calls:
         with pytest.raises(
-            (jaxmpi.UsageError, jaxmpi.TrainingError), match=f"{who}: got {number}"
+            (jaxmpi.UsageError, jaxmpi.TrainingError), match=f"{label}: got {number}"
         ):  # of all, or of one
             call()
     assert f({"a": rows}, good, batch=3)[0].tolist() == [1, 2, 3]

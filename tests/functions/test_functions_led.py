@@ -263,7 +263,7 @@ def test_a_stopped_rank_of_mpirun_is_named_and_ends_the_job(tmp_path):
 
 def left_over(path: str) -> list[str]:
     """Processes that still run a script of this folder, or wait for one."""
-    found = []
+    lines = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:
@@ -271,8 +271,8 @@ def left_over(path: str) -> list[str]:
         except OSError:
             continue
         if path in line:
-            found.append(line)
-    return found
+            lines.append(line)
+    return lines
 
 
 @pytest.mark.e2e
@@ -334,8 +334,8 @@ os.kill(os.getpid(), signal.SIGKILL)
     out = lead(tmp_path, script, code=-9)
     for text in ("[1.0, 2.0, 3.0]", "[1.0, 7.0, 3.0]", f"the name '{name}' is taken"):
         assert text in out
-    again = f"a = jm.shared(np.float32([5]), name={name!r}); print(a[:], a.path)"  # its maker is dead
-    out = lead(tmp_path, again)
+    second_script = f"a = jm.shared(np.float32([5]), name={name!r}); print(a[:], a.path)"  # its maker is dead
+    out = lead(tmp_path, second_script)
     assert "[5.]" in out
     assert not os.path.exists(out.split()[-1])
 

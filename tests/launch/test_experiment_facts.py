@@ -57,8 +57,8 @@ def test_a_file_that_gives_no_answer_is_said_and_left_to_the_ranks(text, tmp_pat
     file.write_text(text)
     monkeypatch.setattr(experiment_facts, "TIMEOUT_S", 2.0 if "sleep" in text else 60.0)
     assert facts_of([str(file)], file_is_here=False) == ExperimentFacts()
-    said = capsys.readouterr().err
-    assert f"{file}: cannot be run by the launcher: {UNANSWERED[text]}; starting a job that a dead rank ends" in said
+    errors = capsys.readouterr().err
+    assert f"{file}: cannot be run by the launcher: {UNANSWERED[text]}; starting a job that a dead rank ends" in errors
 
 
 @pytest.mark.e2e

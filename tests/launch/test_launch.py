@@ -64,9 +64,9 @@ def test_options_end_at_the_experiment(text, expected):
 @pytest.mark.parametrize(("version", "can"), [("5.0.11", True), ("6.1", True), ("4.1.6", False)])
 def test_an_mpi_that_outlives_ranks_is_told_to(version, can, path):
     path("mpirun", f"mpirun (Open MPI) {version}")
-    asked = parse(["-n", "2", "a.py"], {})
+    options = parse(["-n", "2", "a.py"], {})
     for outlives in (True, False):
-        words = command.command(asked, cores=8, is_root=False, outlives_ranks=outlives)
+        words = command.command(options, cores=8, is_root=False, outlives_ranks=outlives)
         assert ("--with-ft" in words) is (outlives and can)
 
 

@@ -85,10 +85,10 @@ def test_the_supervisor_knows_the_run_directory_and_start_of_an_experiment_file(
     ],
 )
 def test_workers_that_are_left(launcher_args, dead, workers, hosts):
-    left = supervisor.with_those_left(Options(8, "mpirun", launcher_args, (), 1, 2), lambda host: host not in dead)
-    assert left.workers == workers
+    job = supervisor.with_those_left(Options(8, "mpirun", launcher_args, (), 1, 2), lambda host: host not in dead)
+    assert job.workers == workers
     if hosts is not None:
-        assert supervisor.hosts_of(left.launcher_args) == supervisor.hosts_of(("--host", hosts))
+        assert supervisor.hosts_of(job.launcher_args) == supervisor.hosts_of(("--host", hosts))
     assert supervisor.with_those_left(Options(8, "mpirun", launcher_args, (), 1), lambda host: False).workers == 8
 
 
@@ -114,23 +114,23 @@ def supervised(
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("script", "code", "starts", "said"),
+    ("script", "code", "starts", "message"),
     [
         ("exit 75", 75, 1, ""),
         ("echo 'daemon failed to report back: Remote host: b'; exit 0", 1, 2, "no progress"),
         ("exit 5", 5, 2, "not started again: no progress since the last restart: still at step 0"),
     ],
 )
-def test_what_is_started_again(tmp_path, script, code, starts, said):
+def test_what_is_started_again(tmp_path, script, code, starts, message):
     job = supervised(tmp_path, f"echo $0 $@; {script}")
     assert job.end() == code, job.out
     assert job.out.count(f"a.py --run-dir {tmp_path}") == starts
-    assert said in job.out.splitlines()[-1]
+    assert message in job.out.splitlines()[-1]
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("more", "before", "script", "again"),
+    ("more", "before", "script", "restart_args"),
     [
         ((), False, ":", []),  # it has died before it had a record
         ((), False, "touch record.jsonl", ["--resume", "--no-from-start"]),
@@ -138,13 +138,13 @@ def test_what_is_started_again(tmp_path, script, code, starts, said):
         (["--from-start"], True, "cp record.jsonl x; mv x record.jsonl", ["--resume", "--no-from-start"]),
     ],
 )
-def test_a_restart_goes_on_with_the_run_of_its_first_start(more, before, script, again, tmp_path):
+def test_a_restart_goes_on_with_the_run_of_its_first_start(more, before, script, restart_args, tmp_path):
     if before:
         (tmp_path / "record.jsonl").touch()
     job = supervised(tmp_path, f"echo $0 $@; cd {tmp_path}; {script}; exit 5", restarts=1, more=more)
     assert job.end() == 5
     first, second = (line.split() for line in job.out.splitlines() if line.startswith("a.py"))
-    assert second == first + again
+    assert second == first + restart_args
 
 
 # A job that is asked to leave says so, and saves itself if it has the time; a second time it ends.
@@ -157,7 +157,7 @@ STAYS = SAVES.replace("sleep 0.1; echo saved; exit 75", ":")
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("numbers", "code", "said"),
+    ("numbers", "code", "words"),
     [
         ([signal.SIGHUP, signal.SIGHUP], 75, "saved"),
         ([signal.SIGTERM, signal.SIGTERM], 75, "saved"),
@@ -165,7 +165,7 @@ STAYS = SAVES.replace("sleep 0.1; echo saved; exit 75", ":")
         ([signal.SIGTERM, signal.SIGTERM], 143, "killed"),
     ],
 )
-def test_a_signal_to_the_whole_group_reaches_the_launcher_through_its_supervisor_alone(tmp_path, numbers, code, said):
+def test_a_signal_to_the_whole_group_reaches_the_launcher_through_its_supervisor_alone(tmp_path, numbers, code, words):
     """Signals of Ctrl-C, `timeout` and a closed terminal, which mpirun gets as well, and kills ranks in 0.25 s.
 
     The second of `timeout`'s two signals comes at once and belongs to the first.
@@ -178,7 +178,7 @@ def test_a_signal_to_the_whole_group_reaches_the_launcher_through_its_supervisor
         time.sleep(1.1 * failures.ONE_REQUEST_S)
     os.killpg(job.process.pid, numbers[1])
     assert job.end() == code, job.out
-    assert said in job.out.splitlines(), job.out
+    assert words in job.out.splitlines(), job.out
     assert ("interrupted: the run saves itself" in job.out) == (signal.SIGINT in numbers)
 
 
@@ -239,15 +239,15 @@ def test_shared_memory_of_a_job_goes_with_it_or_with_the_next_job(tmp_path):
     assert not Path(re.findall(r"folder (\S+)", job.out)[0]).exists()
     job = supervised(tmp_path, f"{folder}; exec sleep 100", restarts=0)
     job.when("^folder")
-    left = Path(job.out.split()[-1])
-    assert left.parent == Path("/dev/shm")
-    wait_until((left / "segment").exists)
-    job_folder.remove_stale_folders(left.parent)  # as another job does when it begins
-    assert (left / "segment").exists()
+    job_dir = Path(job.out.split()[-1])
+    assert job_dir.parent == Path("/dev/shm")
+    wait_until((job_dir / "segment").exists)
+    job_folder.remove_stale_folders(job_dir.parent)  # as another job does when it begins
+    assert (job_dir / "segment").exists()
     job.signal(signal.SIGKILL)
     job.process.wait(10)
-    job_folder.remove_stale_folders(left.parent)
-    assert not left.exists()
+    job_folder.remove_stale_folders(job_dir.parent)
+    assert not job_dir.exists()
     job.end()  # and nothing goes on without its supervisor
 
 

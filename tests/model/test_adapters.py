@@ -83,8 +83,8 @@ def assert_trains_and_evaluates(model: Model) -> None:
     params, before = model.init(KEY, IMAGE[:1])
     apply: Any = jax.jit(model.apply, static_argnums=4)
     keys = jax.random.key(1), jax.random.key(1), jax.random.key(2)
-    one, again, other = (apply(params, before, IMAGE, key, True)[0] for key in keys)
-    np.testing.assert_array_equal(one, again)
+    one, same, other = (apply(params, before, IMAGE, key, True)[0] for key in keys)
+    np.testing.assert_array_equal(one, same)
     assert not np.array_equal(one, other)
     after = apply(params, before, IMAGE, KEY, True)[1]
     assert not all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True))
@@ -265,13 +265,13 @@ def test_plain_pairs(pair, as_users_have_it):
     params, model_state = model.init(KEY, IMAGE[:1])
     assert params.dtype == jnp.float32
     trained, moved = model.apply(params, model_state, IMAGE, KEY, True)
-    evaluated, kept = model.apply(params, model_state, IMAGE, KEY, False)
+    evaluated, state_after = model.apply(params, model_state, IMAGE, KEY, False)
     factor = jax.random.normal(KEY, ())
     in_training, in_evaluation = {"key by name": (factor, factor), "switch by name": (1, 0)}.get(pair, (1, 1))
     in_training = factor if pair == "the contract itself" else in_training
     np.testing.assert_allclose(trained, in_training * logits(params, IMAGE), rtol=1e-6)
     np.testing.assert_allclose(evaluated, in_evaluation * logits(params, IMAGE), rtol=1e-6)
-    assert kept == model_state
+    assert state_after == model_state
     if pair == "state":
         assert (int(model_state["calls"]), int(moved["calls"])) == (0, 1)
 
@@ -351,13 +351,13 @@ def test_loss_of_the_wrong_shape(case):
         check_model(plain(), loss)
 
 
-def with_init(made: Any) -> Model:
-    return Model("net", lambda key, image: made, lambda *args: (None, {}), (8, 8, 1), 10)
+def with_init(variables: Any) -> Model:
+    return Model("net", lambda key, image: variables, lambda *args: (None, {}), (8, 8, 1), 10)
 
 
 def with_apply(result: Callable[[Any, Any], Any]) -> Model:
-    made = {"w": jnp.zeros((64, 10))}, {"n": jnp.zeros(3)}
-    return Model("net", lambda *args: made, lambda p, s, x, *_: result(logits(p["w"], x), s), (8, 8, 1), 10)
+    variables = {"w": jnp.zeros((64, 10))}, {"n": jnp.zeros(3)}
+    return Model("net", lambda *args: variables, lambda p, s, x, *_: result(logits(p["w"], x), s), (8, 8, 1), 10)
 
 
 BROKEN = {

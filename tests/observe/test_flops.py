@@ -76,11 +76,11 @@ def dense(widths: tuple[int, ...]) -> Model:
 @pytest.mark.parametrize(("stride", "padding"), [(1, "SAME"), (2, "VALID"), (3, ((2, 1), (0, 3)))])
 def test_a_convolution_and_its_gradients_are_counted_as_xla_does(stride, padding):
     """In the backward pass windows are dilated, inputs have zeros between them, groups are of the batch."""
-    for apart, groups, size in itertools.product((1, 2), (1, 2), (1, 4)):
+    for dilation, groups, size in itertools.product((1, 2), (1, 2), (1, 4)):
         x, w = jnp.zeros((4, 13, 11, 4)), jnp.zeros((size, size, 4 // groups, 6))
 
-        def forward(x, w, apart=apart, groups=groups):
-            layout = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "rhs_dilation": (apart, apart)}
+        def forward(x, w, dilation=dilation, groups=groups):
+            layout = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "rhs_dilation": (dilation, dilation)}
             return jax.lax.conv_general_dilated(x, w, (stride, stride), padding, feature_group_count=groups, **layout)
 
         y = jnp.zeros(jax.eval_shape(forward, x, w).shape)
@@ -128,8 +128,8 @@ def test_of_branches_the_dearest_counts_what_is_not_used_does_not_and_what_canno
 def test_dense_layers_take_6_n_an_example_but_for_the_gradient_of_the_input(micro_batch):
     """2 n forward, 2 n for the kernels' gradients, 2 n for those of inputs, which the first layer's has not."""
     widths = (24, 32, 16, 10)
-    each = [a * b for a, b in itertools.pairwise(widths)]
-    assert gradient_flops(dense(widths), 8, micro_batch) == 8 * (6 * sum(each) - 2 * each[0])
+    products = [a * b for a, b in itertools.pairwise(widths)]
+    assert gradient_flops(dense(widths), 8, micro_batch) == 8 * (6 * sum(products) - 2 * products[0])
 
 
 def test_a_gpt_takes_6_n_a_token_and_12_layers_times_width_times_window():
@@ -176,19 +176,19 @@ def test_the_peak_of_all_is_the_sum_over_workers_devices_or_unknown(monkeypatch)
 
 def test_a_gpu_that_ranks_share_counts_once(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    seen = []
+    devices = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     for rank in range(4):
         for name, value in {"WORLD_RANK": rank, "WORLD_LOCAL_RANK": rank, "WORLD_LOCAL_SIZE": 4}.items():
             monkeypatch.setenv(f"OMPI_COMM_{name}", str(value))
-        seen.append([("node0", my_gpu(), 0, "NVIDIA A30")])
+        devices.append([("node0", my_gpu(), 0, "NVIDIA A30")])
     a30 = 82.0e12
-    assert peak_on_devices(seen, "float32") == Peak(2 * a30, "data sheet")
-    others = [[("node1", gpu, 0, kind)] for [(_, gpu, _, kind)] in seen]
-    assert peak_on_devices([*seen, *others], "float32") == Peak(4 * a30, "data sheet")
+    assert peak_on_devices(devices, "float32") == Peak(2 * a30, "data sheet")
+    others = [[("node1", gpu, 0, kind)] for [(_, gpu, _, kind)] in devices]
+    assert peak_on_devices([*devices, *others], "float32") == Peak(4 * a30, "data sheet")
     whole_host = [("node0", "rank 0", i, "NVIDIA A30") for i in range(4)]  # of one process
     assert peak_on_devices([whole_host], "float32") == Peak(4 * a30, "data sheet")
-    assert peak_on_devices([*seen, [("node1", "0", 0, "unheard of")]], "float32") is None
+    assert peak_on_devices([*devices, [("node1", "0", 0, "unheard of")]], "float32") is None
 
 
 def test_cores_that_ranks_share_count_once_and_a_quota_counts():

@@ -43,8 +43,8 @@ def arrays(source) -> Data:
 
 
 def rows(folder: Path, kind: str = "") -> list[dict]:
-    found = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
-    return [row for row in found if not kind or row["kind"] == kind]
+    lines = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+    return [row for row in lines if not kind or row["kind"] == kind]
 
 
 def recorder(folder: Path | None, **kwargs) -> tuple[Recorder, io.StringIO]:
@@ -135,7 +135,7 @@ def test_the_speed_of_text_is_in_tokens_and_bytes_and_that_of_other_examples_in_
     if unit.bytes_each:
         assert row["bytes_per_s"] == pytest.approx(20 / 8 * row["tokens_per_s"], rel=1e-5)
     headlines = report_page.headlines(record_reader.read(tmp_path), [])
-    assert [each.value[0].isdigit() for each in headlines if each.name == shown] == [True]
+    assert [headline.value[0].isdigit() for headline in headlines if headline.name == shown] == [True]
     assert speeds_drawn(tmp_path)[0] == f"Speed, {shown}"
 
 
@@ -162,10 +162,10 @@ def test_model_flops_are_of_examples_that_were_seen_and_mfu_of_the_peak(tmp_path
         record.train(**TRAIN, work=Work(3.2e6, 32, peak))
         record.start_window(0)
     record.close()
-    known, unknown = rows(tmp_path)
-    assert known["flops_per_step"] == 3.2e6
-    assert known["model_flops_per_s"] == pytest.approx(1e5 * known["images_per_s"], rel=1e-5)
-    assert known["mfu"] == pytest.approx(known["model_flops_per_s"] / 4e9, rel=1e-5)
+    measured, unknown = rows(tmp_path)
+    assert measured["flops_per_step"] == 3.2e6
+    assert measured["model_flops_per_s"] == pytest.approx(1e5 * measured["images_per_s"], rel=1e-5)
+    assert measured["mfu"] == pytest.approx(measured["model_flops_per_s"] / 4e9, rel=1e-5)
     assert "mfu" not in unknown
     first, second = (line for line in out.getvalue().splitlines() if line.startswith("step"))
     assert "FLOP/s (mfu ~" in first
@@ -185,9 +185,9 @@ def test_goodput_counts_the_time_of_a_restart_and_no_step_that_is_repeated(tmp_p
         record.train(**{**TRAIN, "step": step}, anatomy=UNEQUAL)
     record.close()
     cut_record(tmp_path / "record.jsonl", 10)
-    again, _ = recorder(tmp_path)
-    again.train(**{**TRAIN, "step": 20}, anatomy=UNEQUAL)
-    again.close()
+    resumed, _ = recorder(tmp_path)
+    resumed.train(**{**TRAIN, "step": 20}, anatomy=UNEQUAL)
+    resumed.close()
     assert [row["goodput"] for row in rows(tmp_path, "train")] == [
         1.125,
         pytest.approx(22.5 / 110, rel=1e-5),
@@ -217,10 +217,10 @@ def test_alike_ranks_have_no_slowest_and_many_are_listed_in_blocks_of_neighbours
     record.train(**TRAIN, anatomy=UNEQUAL._replace(own_s=[1.0, 1.01, 1.05, 1.0]))
     record.train(**TRAIN, anatomy=UNEQUAL._replace(own_s=[float(i) for i in range(1, 1000)]))
     record.close()
-    alike, many = rows(tmp_path)
+    alike, many_ranks = rows(tmp_path)
     assert (alike["slowest"], alike["own_s"]) == ("", [1.0, 1.01, 1.05, 1.0])
-    assert len(many["own_s"]) <= MOST_RANKS
-    assert (many["own_s"][-1], many["own_ranks"]) == (999.0, -(-999 // MOST_RANKS))
+    assert len(many_ranks["own_s"]) <= MOST_RANKS
+    assert (many_ranks["own_s"][-1], many_ranks["own_ranks"]) == (999.0, -(-999 // MOST_RANKS))
 
 
 def test_a_time_that_nobody_knows_is_not_reported_as_zero(tmp_path):
@@ -234,9 +234,9 @@ def test_a_time_that_nobody_knows_is_not_reported_as_zero(tmp_path):
     assert mixed["anatomy"]["exchange"] == measured["anatomy"]["exchange"] == [0.5, 0.5, 0.5, 0]
     assert "compute 67 % exchange 33 %" in out.getvalue()
     drawn = record_reader.read(tmp_path)
-    [told] = report_data([drawn])["runs"]
-    assert told["parts"]["y"]["exchange"] == [0, 0.5, 0.5]
-    assert told["isLate"]
+    [run_data] = report_data([drawn])["runs"]
+    assert run_data["parts"]["y"]["exchange"] == [0, 0.5, 0.5]
+    assert run_data["isLate"]
 
 
 # ---------------------------------------------------------------- sinks
@@ -262,9 +262,9 @@ def test_every_line_goes_to_every_sink_and_one_that_fails_ends_no_run(tmp_path, 
     record.train(**TRAIN)
     record.close()
     assert leaky == rows(tmp_path)
-    said = capsys.readouterr().err
-    assert all(said.count(f"jaxmpi: sink {name} failed") == 1 for name in ("full", "leaving", "Leaky"))
-    assert "OSError: the disk is full" in said
+    errors = capsys.readouterr().err
+    assert all(errors.count(f"jaxmpi: sink {name} failed") == 1 for name in ("full", "leaving", "Leaky"))
+    assert "OSError: the disk is full" in errors
 
 
 # ---------------------------------------------------------------- whole runs
@@ -300,8 +300,8 @@ def test_a_full_disk_ends_a_run_with_the_file_and_the_way_out(case, tmp_path):
         folder, env = disk / "run", {"DISK": str(disk)}
         line = (str(tmp_path / "filling.py"), "--run-dir", str(folder), "--quiet")
         if case == "record at resume":
-            begun = train(1, *line, "--train-for", "3st", env=env)
-            assert begun.code == 0, begun.out
+            first = train(1, *line, "--train-for", "3st", env=env)
+            assert first.code == 0, first.out
             (disk / "fill").write_bytes(b"x" * shutil.disk_usage(disk).free)
         ended = train(1, *line, *flags, env=env | {"FILL_AT": at})
         assert ended.code == 1, ended.out
@@ -310,8 +310,8 @@ def test_a_full_disk_ends_a_run_with_the_file_and_the_way_out(case, tmp_path):
         assert f"--resume --run-dir {folder}\n" in ended.out
         assert not list(folder.glob("*.tmp"))
         (disk / "fill").unlink()
-        again = train(1, *line, "--resume", env=env)
-        assert again.code == 0, again.out
+        resumed = train(1, *line, "--resume", env=env)
+        assert resumed.code == 0, resumed.out
         assert [row["step"] for row in rows(folder, "train")] == [*range(1, 21)]
 
 

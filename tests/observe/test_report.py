@@ -73,11 +73,11 @@ class Page(html.parser.HTMLParser):
         self.titles = [chart["title"] for chart in self.data["charts"]]
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
-        found = dict(attrs)
+        attributes = dict(attrs)
         self.tags.append(tag)
-        self.ids += [found["id"]] if tag == "section" else []
-        self.sources += [v for k, v in found.items() if k in ("src", "href", "xlink:href") and v]
-        self.is_data = found.get("id") == "data"
+        self.ids += [attributes["id"]] if tag == "section" else []
+        self.sources += [v for k, v in attributes.items() if k in ("src", "href", "xlink:href") and v]
+        self.is_data = attributes.get("id") == "data"
 
     def handle_data(self, data: str) -> None:
         self.data = json.loads(data) if self.is_data else self.data
@@ -116,8 +116,8 @@ def test_the_page_has_the_newest_samples_and_no_file_from_elsewhere(tmp_path):
     text = report_page.page([read(run)])
     assert "words, step 2</figcaption><pre>&lt;b&gt;new&lt;/b&gt;</pre>" in text
     assert "old" not in text.partition('<section class="samples')[2].partition("</section>")[0]
-    [found] = re.findall(r'<img alt="eye, step 2" src="data:image/png;base64,([^"]+)">', text)
-    with Image.open(io.BytesIO(base64.b64decode(found))) as picture:
+    [picture_data] = re.findall(r'<img alt="eye, step 2" src="data:image/png;base64,([^"]+)">', text)
+    with Image.open(io.BytesIO(base64.b64decode(picture_data))) as picture:
         np.testing.assert_array_equal(np.asarray(picture), 255 * np.eye(8))
     assert base64.b64encode(b"secret").decode() not in text
     assert "far, step 3" not in text
@@ -158,9 +158,9 @@ def test_a_record_that_is_being_written_is_read_to_its_last_whole_line(tmp_path)
         (run / "record.jsonl").write_bytes(text[:end])
         *whole, last = text[:end].split(b"\n")
         whole += [last] if text[end : end + 1] == b"\n" else []
-        found = read(run)
-        assert len(found.train["step"]) == sum(line.startswith(b'{"kind": "train"') for line in whole)
-        assert set(found.notes) <= {"no step yet"}
+        record = read(run)
+        assert len(record.train["step"]) == sum(line.startswith(b'{"kind": "train"') for line in whole)
+        assert set(record.notes) <= {"no step yet"}
 
 
 BEGIN = {"kind": "run", "format": FORMAT}
@@ -181,10 +181,10 @@ STEP = {"kind": "train", "step": 1, "loss": 0.5}
 )
 def test_what_is_missing_is_noted_on_the_page(lines, words, tmp_path):
     (tmp_path / "record.jsonl").write_text("".join(line + "\n" for line in lines), encoding="latin-1")
-    found = read(tmp_path)
-    assert len(found.notes) == 1
-    assert words in found.notes[0]
-    assert words in report_page.page([found])
+    record = read(tmp_path)
+    assert len(record.notes) == 1
+    assert words in record.notes[0]
+    assert words in report_page.page([record])
 
 
 ODD = [None, True, -1, 1e300, "x", [1], ["x", "y", "z", "w"], {"compute": ["x", {}]}]
@@ -199,8 +199,8 @@ def test_a_line_with_values_of_another_kind_is_read_for_what_it_has(kind, tmp_pa
         for value in ODD:
             for i in which[-3:]:
                 lines[i] = {**lines[i], field: value}
-            found = read(write_lines(tmp_path, lines))
-            assert report_page.page([found]).startswith("<!doctype html>")
+            record = read(write_lines(tmp_path, lines))
+            assert report_page.page([record]).startswith("<!doctype html>")
 
 
 def test_names_of_a_record_are_no_markup(tmp_path):
@@ -259,8 +259,8 @@ def test_a_long_record_keeps_its_peaks(tmp_path):
     steps, values = np.array(drawn["x"]["step"]), np.array(drawn["y"])
     assert 2 * BINS - 2 <= len(values) <= 2 * BINS + 2
     np.testing.assert_array_equal(values, losses[steps // 3])
-    kept = dict(zip(steps.tolist(), values.tolist(), strict=True))
-    assert (kept[3 * 777], kept[3 * 6_789]) == (99.125, 0.125)
+    values_by_step = dict(zip(steps.tolist(), values.tolist(), strict=True))
+    assert (values_by_step[3 * 777], values_by_step[3 * 6_789]) == (99.125, 0.125)
     means = dict(zip(steps.tolist(), drawn["mean"], strict=True))
     stretch = next(part for part in np.array_split(np.arange(lines), lines // 10) if 777 in part)
     assert means[3 * 777] == pytest.approx(losses[stretch].mean(), rel=0.02)  # stretches are of 10 lines, or 11

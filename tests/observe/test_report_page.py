@@ -69,12 +69,12 @@ class Opened:
         self.page.on("console", lambda message: self.wrong.append(message.text))
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
         self.page.on("dialog", lambda dialog: (self.wrong.append(dialog.message), dialog.dismiss()))
-        self.page.on("request", lambda request: self.asked(request.url))
+        self.page.on("request", lambda request: self.check_request(request.url))
         self.page.goto(address)
         self.loss = self.page.locator("article", has=self.page.get_by_role("heading", name="Loss", exact=True))
         self.loss.locator(".u-over").wait_for()
 
-    def asked(self, url: str) -> None:
+    def check_request(self, url: str) -> None:
         if not url.startswith(("file:", "data:")):
             self.wrong.append(url)
 
@@ -102,9 +102,9 @@ class Opened:
 
 @pytest.fixture
 def opened(browser: Any, address: str) -> Iterator[Opened]:
-    made = Opened(browser, address)
-    yield made
-    made.close()
+    page = Opened(browser, address)
+    yield page
+    page.close()
 
 
 def test_the_mouse_reads_values_of_the_record(opened):
@@ -166,9 +166,9 @@ def test_seeds_are_a_mean_and_a_band(browser, tmp_path):
     low, middle, high = (
         f"{values[STEPS.index(step)]:.4g}" for values in (losses[0], [3 * v for v in losses[0]], losses[2])
     )
-    told = opened.loss.locator(".tip div").first
-    assert told.locator(".value").inner_text() == middle
-    assert told.locator(".extra").inner_text() == f"({low} to {high})"
+    tooltip = opened.loss.locator(".tip div").first
+    assert tooltip.locator(".value").inner_text() == middle
+    assert tooltip.locator(".extra").inner_text() == f"({low} to {high})"
     opened.page.get_by_role("radio", name="Every run").click()
     assert len(opened.tip(0.5)[1]) == 6
     opened.close()

@@ -28,10 +28,10 @@ def table(path) -> list[dict[str, str]]:
 
 def record(folder, sinks=()) -> Recorder:
     """A recorder with a line of step 3 and one of step 6."""
-    made = Recorder(folder, sinks=open_sinks(sinks, folder))
+    recorder = Recorder(folder, sinks=open_sinks(sinks, folder))
     for step in (3, 6):
-        made.train(**TRAIN, step=step, examples=32 * step, loss=1 / step)
-    return made
+        recorder.train(**TRAIN, step=step, examples=32 * step, loss=1 / step)
+    return recorder
 
 
 # ---------------------------------------------------------------- which
@@ -103,13 +103,13 @@ def test_one_that_cannot_be_opened_is_reported_once_and_ends_no_run(tmp_path, mo
         sinks = open_sinks(("mine",), tmp_path)
         if in_background and not at_once:
             sinks[0]._thread.join(30)  # type: ignore[attr-defined]
-        made = Recorder(tmp_path, sinks=sinks)
+        recorder = Recorder(tmp_path, sinks=sinks)
         for _ in range(2 - at_once):
-            made.write("note")
-        made.close()
-        said = capsys.readouterr().err
-        assert said.count("jaxmpi: sink mine") == 1
-        assert "OSError: no such server" in said
+            recorder.write("note")
+        recorder.close()
+        errors = capsys.readouterr().err
+        assert errors.count("jaxmpi: sink mine") == 1
+        assert "OSError: no such server" in errors
     assert len((tmp_path / "record.jsonl").read_text().splitlines()) == 3
 
 
@@ -124,13 +124,13 @@ def test_one_that_does_not_end_is_left_and_one_that_is_far_behind_gets_no_more(t
 
     monkeypatch.setitem(SINKS, "mine", SinkSpec(opened, "", in_background=True))
     for lines, expected in ((1, "1 lines or its end wait after 0 s"), (9, "3 lines wait for it")):
-        made = Recorder(tmp_path, sinks=open_sinks(("mine",), tmp_path))
+        recorder = Recorder(tmp_path, sinks=open_sinks(("mine",), tmp_path))
         for _ in range(lines):
-            made.write("note")
-        made.close()
-        said = capsys.readouterr().err
-        assert said.count("TimeoutError") == 1
-        assert expected in said
+            recorder.write("note")
+        recorder.close()
+        errors = capsys.readouterr().err
+        assert errors.count("TimeoutError") == 1
+        assert expected in errors
     is_over.set()
 
 
@@ -164,8 +164,8 @@ def test_a_thread_that_a_sink_has_started_ends_no_run_and_any_other_does(tmp_pat
     threads: list[threading.Thread] = []
     is_opening, may_go_on = threading.Event(), threading.Event()
 
-    def raising(of):
-        raise OSError(f"thread of {of}")
+    def raising(owner):
+        raise OSError(f"thread of {owner}")
 
     def start(target, *args):
         threads.append(threading.Thread(target=target, args=args))
@@ -182,47 +182,47 @@ def test_a_thread_that_a_sink_has_started_ends_no_run_and_any_other_does(tmp_pat
         return threaded
 
     monkeypatch.setitem(SINKS, "threaded", SinkSpec(opened, "", in_background=in_background))
-    made = Recorder(tmp_path, sinks=open_sinks(("threaded",), tmp_path))
+    recorder = Recorder(tmp_path, sinks=open_sinks(("threaded",), tmp_path))
     assert is_opening.wait(30)
     start(raising, "the trainer")  # while the sink is being opened, if that is in the background
     may_go_on.set()
-    made.write("note")
-    made.close()
+    recorder.write("note")
+    recorder.close()
     for thread in threads:
         thread.join(30)
     assert [str(error) for error in ended] == ["thread of the trainer"]
-    said = capsys.readouterr().err
-    assert said.count("jaxmpi: sink threaded failed in a thread of its own, and may lack lines; the run goes on") == 1
+    errors = capsys.readouterr().err
+    assert errors.count("jaxmpi: sink threaded failed in a thread of its own, and may lack lines; the run goes on") == 1
 
 
 # ---------------------------------------------------------------- tables
 
 
 def test_csv_has_the_lines_of_the_record_and_no_others(tmp_path):
-    made = record(tmp_path, ("csv",))
+    recorder = record(tmp_path, ("csv",))
     path = tmp_path / "csv" / "train.csv"
     assert [row["loss"] for row in table(path)] == ["0.333333", "0.166667"]
-    made.train(**TRAIN, step=7, examples=224, loss=0.1, distance=0.5)  # a new column
+    recorder.train(**TRAIN, step=7, examples=224, loss=0.1, distance=0.5)  # a new column
     assert [row["distance"] for row in table(path)] == ["", "", "0.5"]
-    made.go_back(3)
-    made.write("rollback", step=3, failed=7, why="a test")
+    recorder.go_back(3)
+    recorder.write("rollback", step=3, failed=7, why="a test")
     assert [row["step"] for row in table(path)] == ["3"]
-    made.evaluation(step=3, epoch=1.0, examples=96, eval_count=7, eval_loss=0.5, eval_top1=0.25)
-    made.close()
+    recorder.evaluation(step=3, epoch=1.0, examples=96, eval_count=7, eval_loss=0.5, eval_top1=0.25)
+    recorder.close()
     assert table(tmp_path / "csv" / "eval.csv")[0]["eval_top1"] == "0.25"
-    again = Recorder(tmp_path, sinks=open_sinks(("csv",), tmp_path))  # of a resumed run
-    again.train(**TRAIN, step=4, examples=128, loss=0.2)
-    again.close()
+    resumed = Recorder(tmp_path, sinks=open_sinks(("csv",), tmp_path))  # of a resumed run
+    resumed.train(**TRAIN, step=4, examples=128, loss=0.2)
+    resumed.close()
     assert [row["step"] for row in table(path)] == ["3", "4"]
 
 
 def test_lines_of_ones_own_take_no_kind_of_the_trainer_and_no_path(tmp_path):
-    made = record(tmp_path, ("csv",))
+    recorder = record(tmp_path, ("csv",))
     for kind in ("train", "a/b", "..", ""):
         with pytest.raises(UsageError, match="write: got kind"):
-            made.note(kind, step=6, value=1.0)
-    made.note("of-mine", step=6, value=1.0, anatomy={"compute": "a text"})
-    made.close()
+            recorder.note(kind, step=6, value=1.0)
+    recorder.note("of-mine", step=6, value=1.0, anatomy={"compute": "a text"})
+    recorder.close()
     assert table(tmp_path / "csv" / "of-mine.csv") == [{"step": "6", "value": "1.0"}]
     assert base.numbers({"kind": "of-mine", "value": 1.0, "anatomy": {"compute": None}}) == {"of-mine/value": 1.0}
 
@@ -275,10 +275,10 @@ def test_a_run_and_its_resumption_are_one_run_at_every_tracker_and_say_nothing(t
 
     with sqlite3.connect(tmp_path / "mlflow.db") as database:
         [(run_id, status, artifacts)] = database.execute("select run_uuid, status, artifact_uri from runs").fetchall()
-        found = database.execute("select step, value from metrics where key = 'train/loss' order by step").fetchall()
+        metrics = database.execute("select step, value from metrics where key = 'train/loss' order by step").fetchall()
         params = dict(database.execute("select key, value from params").fetchall())
     database.close()
-    assert (status, found) == ("FINISHED", losses)
+    assert (status, metrics) == ("FINISHED", losses)
     assert (params["experiment.optim.name"], params["workers"]) == (record[0]["experiment"]["optim"]["name"], "1")
 
     first, second = sorted(path for path in (run_dir / "wandb").glob("offline-run-*"))
@@ -287,8 +287,8 @@ def test_a_run_and_its_resumption_are_one_run_at_every_tracker_and_say_nothing(t
         [log] = folder.glob("run-*.wandb")
         assert log.name == f"run-{wandb_id}.wandb"
         assert b"train/loss" in log.read_bytes()
-        kept = {path.suffix for path in (folder / "files" / "media").rglob("*.*")}
-        assert kept == {".png", ".html"}
+        suffixes = {path.suffix for path in (folder / "files" / "media").rglob("*.*")}
+        assert suffixes == {".png", ".html"}
     assert json.loads((run_dir / "sinks.json").read_text())["mlflow"] == run_id
     names = [path.name for path in sorted((tmp_path / artifacts.removeprefix("file://") / "samples").iterdir())]
     assert names == [f"{name}_0000000{step}{end}" for name, end in SAMPLES.items() for step in (1, 5)]

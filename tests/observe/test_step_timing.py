@@ -29,8 +29,8 @@ def parts(rows: list[StepTimes], noted: list[Span] | None = None, step_s: float 
 
 def row(begin_s: float, data_s: float, end_s: float, ended: tuple[float, float]) -> StepTimes:
     """An iteration that waits for its batch, which then needs no transfer."""
-    there = begin_s + data_s
-    return StepTimes(1, begin_s, there, there, there, end_s, ended)
+    ready_s = begin_s + data_s
+    return StepTimes(1, begin_s, ready_s, ready_s, ready_s, end_s, ended)
 
 
 def test_a_wait_for_data_counts_only_while_the_device_is_idle():
@@ -40,14 +40,14 @@ def test_a_wait_for_data_counts_only_while_the_device_is_idle():
     assert (idle["data"], idle["compute"]) == (3.0, 2.0)
     # A step from 10 to 12 lasts 4 s, as the last known one; the wait for the next batch ends 7 s after its start.
     rows = [row(10.0, 0.0, 12.0, (10.0, 10.0)), row(12.0, 7.0, 23.0, (12.0, 19.0))]
-    found = parts(rows, step_s=4.0)
-    assert (found["data"], found["compute"]) == (5.0, 2.0 + 2.0 + 4.0)  # from 14 to 19
+    seconds = parts(rows, step_s=4.0)
+    assert (seconds["data"], seconds["compute"]) == (5.0, 2.0 + 2.0 + 4.0)  # from 14 to 19
     assert parts(rows)["data"] == 0.0  # nothing known: no more than is sure
 
 
 def test_transfer_and_gaps():
-    found = parts([StepTimes(1, 10.0, 11.0, 13.0, 13.0, 20.0, (10.0, 10.0), gap_s=0.5)])
-    assert (found["data"], found["transfer"], found["compute"], found["other"]) == (1.0, 2.0, 7.0, 0.5)
+    seconds = parts([StepTimes(1, 10.0, 11.0, 13.0, 13.0, 20.0, (10.0, 10.0), gap_s=0.5)])
+    assert (seconds["data"], seconds["transfer"], seconds["compute"], seconds["other"]) == (1.0, 2.0, 7.0, 0.5)
     compiled = parts([StepTimes(1, 10.0, 11.0, 13.0, 16.0, 20.0, (10.0, 10.0))])
     assert (compiled["other"], compiled["compute"]) == (3.0, 4.0)
 
@@ -60,8 +60,8 @@ def test_waits_for_buckets_are_exchange_and_what_travels_beside_them_is_hidden()
         Span("wait", "bucket 2 of 2", 14.0, 16.0),
     ]
     window = decompose([row(10.0, 0.0, 20.0, LATER)], None, True, noted)
-    found = window.parts
-    assert (found["exposed"], found["hidden"], found["compute"]) == (3.0, 2.0, 7.0)
+    seconds = window.parts
+    assert (seconds["exposed"], seconds["hidden"], seconds["compute"]) == (3.0, 2.0, 7.0)
     assert SOURCES[window.source] == "measured"
     computing = [(s.begin_s, s.end_s) for s in window.spans if s.track == "compute"]
     assert step_timing.union(computing) == [(10.0, 13.0), (16.0, 20.0)]
@@ -99,9 +99,9 @@ def test_all_parts_but_hidden_add_up():
             rows.append(StepTimes(step, now, at[0], at[1], at[2] if step == 0 else at[1], at[4], ended))
             now = at[4]
         noted = [Span("wait", "b", b, b + d) for b, d in rng.uniform(100, 110, (4, 2)) - [0, 100]]
-        found = parts(rows, noted, step_s=float(rng.exponential(2)))
-        assert sum(v for k, v in found.items() if k != "hidden") == pytest.approx(now - 100.0)
-        assert all(value >= -1e-9 for value in found.values()), found
+        seconds = parts(rows, noted, step_s=float(rng.exponential(2)))
+        assert sum(v for k, v in seconds.items() if k != "hidden") == pytest.approx(now - 100.0)
+        assert all(value >= -1e-9 for value in seconds.values()), seconds
 
 
 def test_long_windows_are_folded_without_loss():
@@ -122,14 +122,14 @@ def test_who_comes_last_to_an_exchange_has_waited_for_nobody():
     rows[:, HEAD:] = exposed
     rows[:, LOCAL.index("exposed")] = exposed.sum(axis=1)
     rows[:, LOCAL.index("compute")] = [4.0, 5.0, 4.0]
-    seen = summary(rows, 2)
-    assert seen.table["exchange"] == (1.0, 1.0, 1.0, 0)  # (1 + 1) / 2 steps
-    assert seen.table["sync"] == (0.5, 1.0, 1.0, 0)
-    assert seen.table["compute"] == (2.0, 2.0, 2.5, 1)
-    assert int(np.argmax(seen.own_s)) == 1
-    assert seen.table.keys() == PARTS.keys()
-    assert seen.step_s == pytest.approx(8.0 / 2)
-    assert dict(zip(PARTS, seen.spent.tolist(), strict=True))["sync"] == [2.0, 1.0, 2.0]
+    result = summary(rows, 2)
+    assert result.table["exchange"] == (1.0, 1.0, 1.0, 0)  # (1 + 1) / 2 steps
+    assert result.table["sync"] == (0.5, 1.0, 1.0, 0)
+    assert result.table["compute"] == (2.0, 2.0, 2.5, 1)
+    assert int(np.argmax(result.own_s)) == 1
+    assert result.table.keys() == PARTS.keys()
+    assert result.step_s == pytest.approx(8.0 / 2)
+    assert dict(zip(PARTS, result.spent.tolist(), strict=True))["sync"] == [2.0, 1.0, 2.0]
 
 
 def test_workers_that_do_not_keep_step_are_compared_by_step():
@@ -143,14 +143,14 @@ def test_workers_that_do_not_keep_step_are_compared_by_step():
         "sync": np.array([0.0, 0.0, 1.0]),
         "other": np.zeros(3),
     }
-    seen = summary_asynchronous(spent)
-    assert (seen.steps, seen.source) == (15.0, "measured")
-    assert seen.table["compute"] == (0.4, 0.5, 0.6, 2)
-    assert seen.table["sync"] == (0.0, 0.05, 0.1, 2)
-    assert seen.table["hidden"] == (0.0, 0.0, 0.0, 0)
-    assert seen.own_s == [0.4, 0.0, 0.7]
-    assert seen.step_s == pytest.approx((0.5 + 1.0) / 2)
-    assert seen.spent.sum(axis=0).tolist() == [10.0, 0.0, 10.0]  # however unequal their steps, time is the same
+    result = summary_asynchronous(spent)
+    assert (result.steps, result.source) == (15.0, "measured")
+    assert result.table["compute"] == (0.4, 0.5, 0.6, 2)
+    assert result.table["sync"] == (0.0, 0.05, 0.1, 2)
+    assert result.table["hidden"] == (0.0, 0.0, 0.0, 0)
+    assert result.own_s == [0.4, 0.0, 0.7]
+    assert result.step_s == pytest.approx((0.5 + 1.0) / 2)
+    assert result.spent.sum(axis=0).tolist() == [10.0, 0.0, 10.0]  # however unequal their steps, time is the same
 
 
 # ---------------------------------------------------------------- the loop's clock
@@ -179,33 +179,33 @@ def batches(count: int, seconds: float):
 
 @pytest.mark.parametrize(("data_s", "step_s"), [(0.004, 0.04), (0.04, 0.004)])
 def test_a_loop_that_waits_for_its_device_or_its_data(data_s, step_s):
-    seen, results = StepTimer(1), []
+    timer, results = StepTimer(1), []
     begin = time.perf_counter()
-    for k, _ in enumerate(seen.batches(batches(20, data_s), 1)):
+    for k, _ in enumerate(timer.batches(batches(20, data_s), 1)):
         results.append(Result(step_s))
-        seen.started(results[-1])
+        timer.started(results[-1])
         if k:
             results[k - 1].wait()  # one step late, as the trainer
     results[-1].wait()
-    seen.pause()
+    timer.pause()
     wall_s = time.perf_counter() - begin
-    window = seen.window()
+    window = timer.window()
     assert window.steps == 20
     assert sum(v for k, v in window.parts.items() if k != "hidden") == pytest.approx(wall_s, rel=0.05)
     assert window.parts["data" if data_s > step_s else "compute"] > 0.75 * wall_s, window.parts
 
 
 def test_what_is_no_training_is_left_out():
-    seen = StepTimer(1)
+    timer = StepTimer(1)
     for first, pause_s in ((1, 0.0), (2, 0.5), (3, 0.0)):
         time.sleep(pause_s)  # an evaluation
         if pause_s:
-            seen.restart()
-        for _ in seen.batches(batches(1, 0.0), first):
-            seen.started(Result(0.0))
+            timer.restart()
+        for _ in timer.batches(batches(1, 0.0), first):
+            timer.started(Result(0.0))
             time.sleep(0.05 * (first == 3))
-        seen.pause()
-        spent_s = sum(seen.window().parts.values())
+        timer.pause()
+        spent_s = sum(timer.window().parts.values())
         assert spent_s < 0.3
     assert spent_s > 0.04
 

@@ -79,13 +79,13 @@ def set_columns(terminal: int, columns: int) -> None:
 
 def read_all(end: int) -> bytes:
     """What comes until the other end is closed."""
-    said = b""
+    output = b""
     try:
         while chunk := os.read(end, 4096):
-            said += chunk
+            output += chunk
     except OSError:
         pass
-    return said
+    return output
 
 
 ASK = "import sys; from jaxmpi.observe.terminal import terminal_columns; print('columns', terminal_columns(sys.stdout))"
@@ -116,5 +116,5 @@ def test_a_pipe_behind_the_launcher_is_one(no_launcher):
     """Open MPI gives each rank a terminal of its own, whatever its own output is."""
     line = [*mpirun_line(1), sys.executable, "-c", ASK]
     env = {**os.environ, "TERM": "xterm"}
-    said = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=ROOT, env=env)
-    assert said.stdout.split() == ["columns", "0"], said
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=ROOT, env=env)
+    assert ended.stdout.split() == ["columns", "0"], ended

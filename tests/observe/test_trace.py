@@ -25,8 +25,8 @@ def test_clocks_are_brought_together():
 def test_of_some_steps():
     noted = [Span("compute", f"step {k}", float(k), k + 0.9) for k in range(1, 31)]
     noted += [Span("travel", "bucket 1 of 1 (w)", b, b + 0.3) for b in (8.5, 9.8, 12.5, 25.5)]
-    kept = select_steps(noted, (10, 20))
-    assert sorted(span.begin_s for span in kept) == [9.8, *map(float, range(10, 13)), 12.5, *map(float, range(13, 21))]
+    spans = select_steps(noted, (10, 20))
+    assert sorted(span.begin_s for span in spans) == [9.8, *map(float, range(10, 13)), 12.5, *map(float, range(13, 21))]
     assert select_steps(noted, (40, 50)) == []
 
 

@@ -215,7 +215,7 @@ def test_optimizers_are_optax(fields, expected):
 def test_clipping_is_optax_s_within_its_roundings(dtype):
     def both(largest: float, grads: dict) -> list[dict]:
         ways = clip_by_global_norm(largest), optax.clip_by_global_norm(largest)
-        return [jax.tree.map(np.asarray, way.update(grads, way.init(grads))[0]) for way in ways]
+        return [jax.tree.map(np.asarray, transform.update(grads, transform.init(grads))[0]) for transform in ways]
 
     rng = np.random.default_rng(0)
     grads = {"w": rng.standard_normal((30, 7), np.float32).astype(dtype), "b": np.zeros(3, dtype)}
@@ -225,8 +225,8 @@ def test_clipping_is_optax_s_within_its_roundings(dtype):
     # Two operations each, in two orders, on normal numbers; a rounding is half of eps.
     assert (off <= 4 * float(jnp.finfo(dtype).eps) / 2 * np.abs(wanted["w"].astype(np.float64))).all()
     assert (got["b"] == 0).all()
-    for kept in (100.0, np.inf):
-        assert (both(kept, grads)[0]["w"] == grads["w"]).all()
+    for limit in (100.0, np.inf):
+        assert (both(limit, grads)[0]["w"] == grads["w"]).all()
     for bad in (np.nan, np.inf):
         got, wanted = both(0.5, {"w": np.array([1.0, bad], dtype)})
         np.testing.assert_array_equal(got["w"].astype(np.float64), wanted["w"].astype(np.float64))
@@ -242,17 +242,17 @@ def test_what_the_table_says_to_be_linear_is(name):
     def noise() -> Any:
         return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32), PARAMS)
 
-    params, states, apart = jax.tree.map(jnp.asarray, PARAMS), [tx.init(PARAMS)] * 3, 0.0
+    params, states, difference = jax.tree.map(jnp.asarray, PARAMS), [tx.init(PARAMS)] * 3, 0.0
     update = jax.jit(tx.update)
     for _ in range(20):
         gradients = [noise(), noise()]
         gradients.append(jax.tree.map(lambda a, b: (a + b) / 2, *gradients))
-        a, b, one = made = [update(g, s, params) for g, s in zip(gradients, states, strict=True)]
-        states = [state for _, state in made]
+        a, b, one = results = [update(g, s, params) for g, s in zip(gradients, states, strict=True)]
+        states = [state for _, state in results]
         off = jax.tree.map(lambda x, y, z: abs((x + y) / 2 - z).max() / abs(z).max(), a[0], b[0], one[0])
-        apart = max(apart, *map(float, jax.tree.leaves(off)))
+        difference = max(difference, *map(float, jax.tree.leaves(off)))
         params = optax.apply_updates(params, one[0])
-    assert apart < 1e-3 or not is_linear(config)
+    assert difference < 1e-3 or not is_linear(config)
     assert not is_linear(Optim("mine", transform=optax.sgd))
 
 
@@ -261,8 +261,8 @@ def test_what_the_table_says_to_be_linear_is(name):
 def test_every_setting_of_an_optimizer_moves_its_params(name):
     """Settings that the table says it takes, and those that all take; `decay_bias` and `ema` have their own tests."""
     everywhere = {"weight_decay": 0.5, "bias_lr_factor": 3.0}
-    own = {"b1": 0.3, "b2": 0.3, "eps": 1e6, "momentum": 0.5, "rate_in_velocity": True}
-    settings = everywhere | {setting: own[setting] for setting in OPTIMIZERS[name].takes}
+    values = {"b1": 0.3, "b2": 0.3, "eps": 1e6, "momentum": 0.5, "rate_in_velocity": True}
+    settings = everywhere | {setting: values[setting] for setting in OPTIMIZERS[name].takes}
     was = run(configured(name=name), 20)
     for setting, value in settings.items():
         now = run(configured(name=name, **{setting: value}), 20)
@@ -333,8 +333,8 @@ def test_biases_run_a_multiple_of_the_rate():
 def test_a_warm_up_may_begin_at_a_rate_of_its_own(workers, start, peak):
     """IBM's: from 0.1 to 0.1 b n / 256 with b = 64, which is less than 0.1 for few workers."""
     config = Schedule("step", boundaries=("30ep", "60ep"), warmup="5ep", warmup_lr=0.1)
-    made = schedule(config, Clock(10, 64 * workers, 900), 0.1 * 64 / 256 * workers, workers)
-    lr = lambda step: np.asarray(made(step)).item()  # noqa: E731
+    rate = schedule(config, Clock(10, 64 * workers, 900), 0.1 * 64 / 256 * workers, workers)
+    lr = lambda step: np.asarray(rate(step)).item()  # noqa: E731
     assert [lr(step) for step in (0, 50, 299, 300, 600)] == pytest.approx(
         [start, peak, peak, peak / 10, peak / 100], rel=1e-6
     )
@@ -344,7 +344,7 @@ def test_a_warm_up_may_begin_at_a_rate_of_its_own(workers, start, peak):
 def test_an_optax_schedule_is_taken_as_it_is_times_the_factor_of_the_workers():
     theirs = optax.warmup_cosine_decay_schedule(0.0, 0.3, 10, 100)
     lr = schedule(Schedule(rate=theirs), CLOCK, 8 * PEAK, 8, factor=8.0)
-    ours, plain_ones = [np.asarray([each(step) for step in (0, 5, 10, 99)]) for each in (lr, theirs)]
+    ours, plain_ones = [np.asarray([rate(step) for step in (0, 5, 10, 99)]) for rate in (lr, theirs)]
     np.testing.assert_array_equal(ours, 8 * plain_ones)
     with pytest.raises(UsageError, match=r"got schedule\.rate and schedule\.decay, warmup; give one of them"):
         Schedule("cosine", warmup="1ep", rate=theirs)
@@ -378,11 +378,11 @@ def in_a_run(folder: Path, transform: str, rate: str, *flags: str) -> tuple[list
 
 @pytest.mark.e2e
 def test_a_run_with_an_optimizer_and_a_schedule_of_optax_resumes_bit_for_bit(tmp_path):
-    whole, said = in_a_run(tmp_path / "a", "optax.adamw", HALVES)
-    assert "lr as schedule.rate says" in said
+    whole, output = in_a_run(tmp_path / "a", "optax.adamw", HALVES)
+    assert "lr as schedule.rate says" in output
     assert [row["lr"] for row in whole] == pytest.approx([0.1 * 0.5**k for k in range(8)], rel=1e-5)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     shutil.rmtree(tmp_path / "b" / "run" / "checkpoints" / "step_00000008")
-    resumed, said = in_a_run(tmp_path / "b", "optax.adamw", HALVES, "--resume")
-    assert "resumed at step 4" in said
+    resumed, output = in_a_run(tmp_path / "b", "optax.adamw", HALVES, "--resume")
+    assert "resumed at step 4" in output
     assert [row["loss"] for row in resumed] == [row["loss"] for row in whole]

@@ -96,15 +96,15 @@ def test_recoveries():
     spent = Recovery("skip", 0)
     with pytest.raises(AgreedError, match="This is number 1, recover_limit is 0"):
         spent.decide(failure, "")
-    back = Recovery("rollback", 3)
+    recovery = Recovery("rollback", 3)
     for left_out in (set(), {4}):
         with pytest.raises(RollBack):
-            back.decide(failure, "")
-        assert back.left_out == left_out
+            recovery.decide(failure, "")
+        assert recovery.left_out == left_out
     with pytest.raises(RollBack):
-        back.decide_on_difference("params differ")
+        recovery.decide_on_difference("params differ")
     with pytest.raises(AgreedError, match=r"params differ\. This is number 4"):
-        back.decide_on_difference("params differ")
+        recovery.decide_on_difference("params differ")
     with pytest.raises(AgreedError, match="params differ"):
         Recovery("skip", 3).decide_on_difference("params differ")
 
@@ -150,9 +150,9 @@ def test_a_flipped_bit_is_found_among_the_workers_of_one_process():
     for third, expected in ((tree, ""), (flipped, "worker 2 differs from the other 3 in w")):
         params = shard_rows([tree, tree, third, tree], workers.mesh)
         by_device = np.asarray(jax.vmap(replica_check.fingerprints)(params))
-        for found in (replica_check.checksums(params, workers), by_device):
-            assert found.shape == (4, 3)
-            text = replica_check.compare_replicas(params, found, workers.mine, workers.processes, 1)
+        for hashes in (replica_check.checksums(params, workers), by_device):
+            assert hashes.shape == (4, 3)
+            text = replica_check.compare_replicas(params, hashes, workers.mine, workers.processes, 1)
             assert text.endswith(expected)
             assert bool(text) == bool(expected)
 
@@ -200,14 +200,14 @@ def test_the_last_checkpoint_of_a_run_is_written_without_a_copy(is_last, expecte
     try:
         one.save({0: state}, {}, None, is_last=is_last)
         one.wait()
-        _, taken = tracemalloc.get_traced_memory()
+        _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     size = state.params["w"].nbytes
-    assert expected * size <= taken <= (expected + 0.5) * size  # isfinite of a leaf takes a quarter of it
-    found = restore(tmp_path / "checkpoints", {0: state}, SoloProcesses(), workers=1, replicated=True)
-    assert found is not None
-    assert (found.states[0].params["w"] == 1).all()
+    assert expected * size <= peak_bytes <= (expected + 0.5) * size  # isfinite of a leaf takes a quarter of it
+    restored = restore(tmp_path / "checkpoints", {0: state}, SoloProcesses(), workers=1, replicated=True)
+    assert restored is not None
+    assert (restored.states[0].params["w"] == 1).all()
 
 
 # ---------------------------------------------------------------- signals
@@ -252,13 +252,13 @@ def test_a_fault_happens_as_often_as_asked_in_the_life_of_a_run_directory(tmp_pa
     monkeypatch.setattr(fault_injection, "_faults", [])
     state = create({"w": jnp.ones(2)}, {}, {}, seed=0, worker=0)
     batch = {"weight": np.ones(3, np.float32)}
-    seen = []
+    is_infinite = []
     for _ in range(2):  # two starts
         fault_injection.request(["nan:step=2,times=2", "nan:rank=1"], 2, [0], tmp_path)
         for step in range(1, 4):
             _, got = fault_injection.inject_at("step", step, (state, batch))
-            seen.append(bool(np.isinf(got["weight"]).any()))
-    assert seen == [False, True, True, False, False, False]
+            is_infinite.append(bool(np.isinf(got["weight"]).any()))
+    assert is_infinite == [False, True, True, False, False, False]
     assert np.isfinite(batch["weight"]).all()
 
 
@@ -288,18 +288,18 @@ def test_one_bit_flips(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- another number of workers
 
 
-def kept(workers, scaled_for, batch):
+def stored_settings(workers, scaled_for, batch):
     return run_directory.StoredSettings(workers, scaled_for, batch, {})
 
 
 @pytest.mark.parametrize(
     ("fields", "stored", "workers", "expected"),
     [
-        ({"local_batch": 8}, kept(4, 4, 32), 4, (8, 0)),
-        ({"local_batch": 8}, kept(4, 4, 32), 3, (0, 32)),
-        ({"local_batch": 8}, kept(3, 4, 32), 3, (0, 32)),
-        ({"effective_batch": 32}, kept(3, 4, 32), 3, (0, 32)),
-        ({"effective_batch": 32}, kept(3, 4, 32), 4, (0, 32)),
+        ({"local_batch": 8}, stored_settings(4, 4, 32), 4, (8, 0)),
+        ({"local_batch": 8}, stored_settings(4, 4, 32), 3, (0, 32)),
+        ({"local_batch": 8}, stored_settings(3, 4, 32), 3, (0, 32)),
+        ({"effective_batch": 32}, stored_settings(3, 4, 32), 3, (0, 32)),
+        ({"effective_batch": 32}, stored_settings(3, 4, 32), 4, (0, 32)),
         ({}, None, 3, (0, 0)),
     ],
 )
@@ -310,18 +310,18 @@ def test_the_effective_batch_is_that_of_the_beginning(fields, stored, workers, e
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("again", "code", "said"), [(False, 130, "interrupted: saved at step"), (True, 130, "leave: not saved")]
+    ("is_repeated", "code", "message"), [(False, 130, "interrupted: saved at step"), (True, 130, "leave: not saved")]
 )
-def test_ctrl_c_saves_one_worker_and_a_second_one_leaves_at_once(again, code, said, tmp_path):
+def test_ctrl_c_saves_one_worker_and_a_second_one_leaves_at_once(is_repeated, code, message, tmp_path):
     line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "--log-every", "1", "experiments/digits.py"]
     line += ["--run-dir", str(tmp_path / "run"), "--inject", "slow:times=0,seconds=0.3"]
     heard = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     job = start([sys.executable, "-c", heard, *line])  # a shell's background job has Ctrl-C ignored
-    for pattern in ("at step 3$", "^jaxmpi: interrupted:")[: 1 + again]:
+    for pattern in ("at step 3$", "^jaxmpi: interrupted:")[: 1 + is_repeated]:
         job.when(pattern)
         time.sleep(2 * failures.ONE_CTRL_C_S)
         job.signal(signal.SIGINT)
     assert job.end() == code, job.out
-    assert said in job.out
-    assert any((tmp_path / "run").glob("checkpoints/*")) != again
+    assert message in job.out
+    assert any((tmp_path / "run").glob("checkpoints/*")) != is_repeated
     assert "Traceback" not in job.out

@@ -91,7 +91,7 @@ class Row(NamedTuple):
     """A fault, and what comes of it."""
 
     args: tuple[str, ...]  # of the trainer
-    said: str = ""  # a pattern that the job prints
+    pattern: str = ""  # a pattern that the job prints
     restarts: int = 2
     code: int = 0
     equal: bool = True  # whether the final state is bitwise that of an undisturbed run
@@ -204,7 +204,7 @@ def test_fault(name, model, undisturbed, tmp_path):
     job = start(trainer(model, run_dir, *case.args, restarts=case.restarts), env)
     code = job.end()
     assert code == case.code, job.out[-6000:]
-    assert re.search(case.said, job.out), job.out[-6000:]
+    assert re.search(case.pattern, job.out), job.out[-6000:]
     noticed_s = None
     if case.within_s is not None:
         noticed_s = job.when(case.ends) - job.when("injecting (?!corrupt|slow)")
@@ -267,8 +267,8 @@ def test_kill_9_of_what_started_the_ranks(whom, model, undisturbed, tmp_path):
     assert len(workers(job.mark)) > RANKS
     os.kill(process_of(job, whom), signal.SIGKILL)
     begin = time.monotonic()
-    while left := left_behind(job.mark, 0):
-        assert time.monotonic() - begin < DIES_S, [words_of(pid) for pid in left]
+    while survivors := left_behind(job.mark, 0):
+        assert time.monotonic() - begin < DIES_S, [words_of(pid) for pid in survivors]
         time.sleep(0.1)
     assert job.end() != 0
     go_on_and_compare(model, tmp_path / "run", undisturbed)
@@ -294,12 +294,12 @@ def test_one_worker_fewer_after_a_death(model, undisturbed, tmp_path):
 def test_a_second_job_is_kept_out_of_a_run_directory(model, undisturbed, tmp_path):
     first = start(trainer(model, tmp_path / "run", *SLOWLY))
     first.when(UNDER_WAY)
-    held = process_of(first, "jaxmpi.train", 1)
-    os.kill(held, signal.SIGSTOP)  # so that it is there as long as it takes
+    pid = process_of(first, "jaxmpi.train", 1)
+    os.kill(pid, signal.SIGSTOP)  # so that it is there as long as it takes
     second = start(trainer(model, tmp_path / "run", "--resume"))
     assert second.end() == 2, second.out
     assert "is in use by process" in second.out
-    os.kill(held, signal.SIGCONT)
+    os.kill(pid, signal.SIGCONT)
     assert first.end() == 0
     assert checkpoint_files(tmp_path / "run", STEPS) == checkpoint_files(undisturbed, STEPS)
 
@@ -318,9 +318,9 @@ def test_a_link_between_hosts_is_cut(model, undisturbed, tmp_path):
 @needs_hosts
 def test_a_host_that_is_gone_is_left_out(model, undisturbed, tmp_path):
     out = without_a_host(model, undisturbed, tmp_path / "run", end_host, stall_timeout_s=8)
-    left = RANKS - RANKS // HOSTS
-    share = -(-64 // left)  # more than the 64 / RANKS before: in slices, so that it takes no more memory
-    assert f"{left} workers x local batch {share} = effective batch 64" in out
+    workers = RANKS - RANKS // HOSTS
+    share = -(-64 // workers)  # more than the 64 / RANKS before: in slices, so that it takes no more memory
+    assert f"{workers} workers x local batch {share} = effective batch 64" in out
     assert f"in slices of {-(-share // 2)}" in out
 
 
@@ -333,7 +333,7 @@ def test_a_host_whose_cable_is_pulled_is_left_out(model, undisturbed, tmp_path, 
 def without_a_host(model, undisturbed, run_dir, lose, stall_timeout_s) -> str:
     """A run that loses its third host on the way, to its end: what it said."""
     slots = RANKS // HOSTS
-    hosts, left = ",".join(f"node{i}:{slots}" for i in range(HOSTS)), RANKS - slots
+    hosts, workers = ",".join(f"node{i}:{slots}" for i in range(HOSTS)), RANKS - slots
     extra = ("--elastic", f"{slots}:{RANKS}", "--launcher-args", f"--host {hosts}")
     job = start(trainer(model, run_dir, *SLOWLY, "--stall-timeout-s", str(stall_timeout_s), restarts=1, extra=extra))
     job.when(UNDER_WAY)
@@ -345,7 +345,7 @@ def without_a_host(model, undisturbed, run_dir, lose, stall_timeout_s) -> str:
     noticed_s = job.when("ended the job") - lost
     assert noticed_s < HANGS_S, job.out[-6000:]
     assert "jaxmpi: no answer from node2\n" in job.out, job.out[-9000:]
-    assert f"with {left} workers" in job.out
+    assert f"with {workers} workers" in job.out
     same_examples(run_dir, undisturbed)
     return job.out
 

@@ -73,7 +73,7 @@ def reference(model, tmp_path_factory):
     """
 
     @functools.cache
-    def made(*parts: Part, args: tuple[str, ...] = ()) -> dict[tuple[str, str], tuple[list[int], int]]:
+    def final_state(*parts: Part, args: tuple[str, ...] = ()) -> dict[tuple[str, str], tuple[list[int], int]]:
         folder = tmp_path_factory.mktemp("reference") / "run"
         for part in parts:
             resume = ["--resume"] * (part is not parts[0])
@@ -82,7 +82,7 @@ def reference(model, tmp_path_factory):
             assert job.end() == 0, job.out
         return saved_state(folder)
 
-    return made
+    return final_state
 
 
 def saved_state(run_dir: Path) -> dict[tuple[str, str], tuple[list[int], int]]:
@@ -103,7 +103,7 @@ class Row(NamedTuple):
     """Faults, who is gone for them, and how many ranks there are."""
 
     args: tuple[str, ...]
-    gone: list[int]
+    lost_ranks: list[int]
     ranks: int = RANKS
     within_s: float = NOTICED_S
     flags: tuple[str, ...] = ()  # of the run that it equals, too
@@ -170,9 +170,9 @@ def test_the_others_do_the_step_again_and_go_on(name, model, reference, tmp_path
     code = job.end()
     assert code == 0, job.out
     lost = record(folder, "lost")
-    assert [rank for line in lost for rank in line["ranks"]] == row.gone, job.out
-    assert lost[-1]["workers"] == row.ranks - len(row.gone)
-    assert f"finished with {row.ranks - len(row.gone)} of {row.ranks} workers" in job.out
+    assert [rank for line in lost for rank in line["ranks"]] == row.lost_ranks, job.out
+    assert lost[-1]["workers"] == row.ranks - len(row.lost_ranks)
+    assert f"finished with {row.ranks - len(row.lost_ranks)} of {row.ranks} workers" in job.out
     assert [(step, count) for step, count, _ in losses(folder)] == expected_steps(), job.out
     assert column(folder, "eval", "step") == [20, 40]
     assert column(folder, "eval", "eval_count") == [360, 360]
@@ -199,7 +199,7 @@ def test_a_bad_exit_that_nobody_is_told_of_ends_the_job(model, tmp_path):
 @pytest.mark.faults
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("args", "code", "said"),
+    ("args", "code", "message"),
     [
         (inject("nan:rank=2,step=25"), 1, "of worker 2 is not finite at step 25"),
         (inject("sigterm:rank=2,step=25"), 75, "asked to leave: saved at step"),
@@ -207,11 +207,11 @@ def test_a_bad_exit_that_nobody_is_told_of_ends_the_job(model, tmp_path):
     ],
     ids=["nan", "sigterm", "kill_all"],
 )
-def test_what_all_decide_together_they_still_do(args, code, said, model, tmp_path):
+def test_what_all_decide_together_they_still_do(args, code, message, model, tmp_path):
     folder = tmp_path / "run"
     job = start(trainer(model, folder, "--on-rank-loss", "shrink", *args))
     assert job.end() == code, job.out
-    assert said in job.out
+    assert message in job.out
 
 
 def expected_steps() -> list[tuple[int, int]]:
@@ -232,11 +232,11 @@ def told_times(job, row: Row, lost: list[dict[str, Any]]) -> None:
 
     That line comes with the next step or some later.
     """
-    fault, gone = job.when("injecting"), job.when(r"is gone\b.*; \d go on")
-    print(f"noticed and shrunk after {gone - fault:.2f} s", end="")
-    assert gone - fault < row.within_s
+    fault, noticed_s = job.when("injecting"), job.when(r"is gone\b.*; \d go on")
+    print(f"noticed and shrunk after {noticed_s - fault:.2f} s", end="")
+    assert noticed_s - fault < row.within_s
     if lost[0]["after"] < STEPS:
-        following = min(at for at, line in job.lines if at > gone and re.match(rf"step \d+/{STEPS} ", line))
+        following = min(at for at, line in job.lines if at > noticed_s and re.match(rf"step \d+/{STEPS} ", line))
         print(f", trained on after {following - fault:.2f} s", end="")
         assert following - fault < row.within_s + NEXT_S
     print()

@@ -21,11 +21,11 @@ class Letters(Mailbox):
     """Post whose letters the test writes and reads."""
 
     def __init__(self) -> None:
-        self.sent: list[tuple[int, dict]] = []
+        self.messages: list[tuple[int, dict]] = []
         self.coming: list[dict] = []
 
     def send(self, to: int, message: dict) -> None:
-        self.sent.append((to, message))
+        self.messages.append((to, message))
 
     def received(self) -> list[dict]:
         come, self.coming = self.coming, []
@@ -34,8 +34,8 @@ class Letters(Mailbox):
 
 def beat(rank: int, count: int, phase: str = "step 7", waits: tuple[str, ...] = (), patience: float = 1.0) -> dict:
     opened = [f"waits for {name}" for name in waits]
-    told = {"waits": list(waits), "open": opened, "host": f"node{rank}"}
-    return {"kind": "beat", "rank": rank, "count": count, "phase": phase, "patience": patience, **told}
+    fields = {"waits": list(waits), "open": opened, "host": f"node{rank}"}
+    return {"kind": "beat", "rank": rank, "count": count, "phase": phase, "patience": patience, **fields}
 
 
 def dog(rank: int = 0, stall_timeout_s: float = 10.0) -> tuple[Watchdog, Letters, io.StringIO]:
@@ -61,14 +61,14 @@ def test_a_rank_that_is_silent_is_named_with_its_last_phase():
     words = ("bucket 3 of 7 (conv1/kernel)",)
     live(watch, letters, range(1, 3), lambda now: [beat(r, 5) for r in (1, 2, 3)])
     live(watch, letters, range(3, 16), lambda now: [beat(r, 5, waits=words) for r in (1, 3)])
-    told = out.getvalue()
-    assert "late: rank 2 on node2" in told
-    assert re.search(r"rank 2 on node2 does not answer, for \d+ s; last in step 7, computes", told)
-    assert "rank 1 on node1: step 7, waits for bucket 3 of 7 (conv1/kernel), for" in told
-    assert "on_stall warn" in told
-    assert [to for to, message in letters.sent if message["kind"] == "ask"] == [1, 3]
-    assert "stacks of rank 0:" in told
-    assert told.count("no progress") == 1
+    output = out.getvalue()
+    assert "late: rank 2 on node2" in output
+    assert re.search(r"rank 2 on node2 does not answer, for \d+ s; last in step 7, computes", output)
+    assert "rank 1 on node1: step 7, waits for bucket 3 of 7 (conv1/kernel), for" in output
+    assert "on_stall warn" in output
+    assert [to for to, message in letters.messages if message["kind"] == "ask"] == [1, 3]
+    assert "stacks of rank 0:" in output
+    assert output.count("no progress") == 1
 
 
 def test_within_the_time_and_while_ranks_move_nothing_is_said():
@@ -120,7 +120,7 @@ def test_where_there_are_hosts_the_second_judge_is_on_another_than_the_first():
     watch, letters, out = dog(rank=2)
     watch.judges = (0, 2)
     live(watch, letters, range(1, 3), lambda now: [beat(r, 5) for r in (0, 1, 3)])
-    assert {to for to, _ in letters.sent} == {0}
+    assert {to for to, _ in letters.messages} == {0}
     live(watch, letters, range(3, 16), lambda now: [beat(3, now)])
     assert "late: rank 0 on node0, rank 1 on node1" in out.getvalue()
 
@@ -156,10 +156,10 @@ def test_ranks_answer_with_their_stacks():
     watch, letters, _ = dog(rank=2)
     letters.coming = [{"kind": "ask", "rank": 0}]
     watch.turn(1.0)
-    [(to, answer)] = [(to, m) for to, m in letters.sent if m["kind"] == "stacks"]
+    [(to, answer)] = [(to, m) for to, m in letters.messages if m["kind"] == "stacks"]
     assert to == 0
     assert "test_ranks_answer_with_their_stacks" in answer["text"]
-    assert {to for to, m in letters.sent if m["kind"] == "beat"} == {0, 1}
+    assert {to for to, m in letters.messages if m["kind"] == "beat"} == {0, 1}
 
 
 def test_it_can_be_off():

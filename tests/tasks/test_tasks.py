@@ -49,19 +49,19 @@ def test_the_examples_train(file, tmp_path):
 def test_the_gan_trains_in_one_process_and_in_eight(ranks, devices, tmp_path):
     options = [*SHORT, "--effective-batch", "64", "--run-dir", str(tmp_path / "run"), "--replica-check-every", "4st"]
     gan = str(Path("experiments/tasks/gan.py"))
-    done = train(ranks, gan, *options) if ranks > 1 else train_here(gan, *options, "--devices", str(devices))
-    assert f"{ranks * devices} workers x local batch {64 // ranks // devices}" in done.out
-    assert_improves("distance", done)
+    ended = train(ranks, gan, *options) if ranks > 1 else train_here(gan, *options, "--devices", str(devices))
+    assert f"{ranks * devices} workers x local batch {64 // ranks // devices}" in ended.out
+    assert_improves("distance", ended)
 
 
 SHORT = ["--train-for", "12st", "--eval-every", "4st"]
 
 
-def assert_improves(figure: str, done: Ended) -> None:
+def assert_improves(figure: str, ended: Ended) -> None:
     """A figure of the last of three evaluations is less than that of the first."""
-    assert done.code == 0, done.out
+    assert ended.code == 0, ended.out
     values = [
-        float(line.split(f" {figure} ")[1].split()[0]) for line in done.out.splitlines() if "evaluation on" in line
+        float(line.split(f" {figure} ")[1].split()[0]) for line in ended.out.splitlines() if "evaluation on" in line
     ]
     assert len(values) == 3
     assert values[-1] < values[0]
@@ -79,25 +79,25 @@ def ratio(pair) -> float:
 def test_iou_is_the_mean_over_classes_of_all_images_together():
     rng = np.random.default_rng(0)
     logits, labels = rng.standard_normal((3, 4, 5, 3)).astype(np.float32), rng.integers(-1, 3, (3, 4, 5))
-    found, counted = logits.argmax(-1), labels >= 0
-    each = []
+    predictions, counted = logits.argmax(-1), labels >= 0
+    ratios = []
     for kind in range(3):
-        both = ((found == kind) & (labels == kind) & counted).sum()
-        either = (((found == kind) | (labels == kind)) & counted).sum()
-        each.append(both / either)
+        both = ((predictions == kind) & (labels == kind) & counted).sum()
+        either = (((predictions == kind) | (labels == kind)) & counted).sum()
+        ratios.append(both / either)
     figures = classes.overlaps(jnp.asarray(logits), {"label": jnp.asarray(labels, jnp.int32)})
-    assert ratio(figures["iou"]) == pytest.approx(np.mean(each), rel=4 * U)
-    assert ratio(figures["accuracy"]) == pytest.approx((found == labels)[counted].mean(), rel=4 * U)
+    assert ratio(figures["iou"]) == pytest.approx(np.mean(ratios), rel=4 * U)
+    assert ratio(figures["accuracy"]) == pytest.approx((predictions == labels)[counted].mean(), rel=4 * U)
 
 
 def test_f1_counts_all_answers_together():
     rng = np.random.default_rng(1)
     logits, labels = rng.standard_normal((6, 4)).astype(np.float32), rng.integers(0, 2, (6, 4)).astype(np.uint8)
-    said = logits > 0
-    hits, misses = (said & (labels == 1)).sum(), (said != (labels == 1)).sum()
+    answers = logits > 0
+    hits, misses = (answers & (labels == 1)).sum(), (answers != (labels == 1)).sum()
     figures = numbers.hits(jnp.asarray(logits), {"label": jnp.asarray(labels)})
     assert ratio(figures["f1"]) == pytest.approx(2 * hits / (2 * hits + misses), rel=4 * U)
-    assert ratio(figures["exact"]) == pytest.approx((said == labels).all(1).mean(), rel=4 * U)
+    assert ratio(figures["exact"]) == pytest.approx((answers == labels).all(1).mean(), rel=4 * U)
 
 
 def test_padding_counts_neither_in_the_loss_nor_in_the_figures_of_tokens():
@@ -109,9 +109,9 @@ def test_padding_counts_neither_in_the_loss_nor_in_the_figures_of_tokens():
         lambda x: classes.counted_cross_entropy(x, jnp.asarray(labels)),
         lambda x: classes.counted_top_k(x, {"label": jnp.asarray(labels)}),
     ):
-        here, there = measure(jnp.asarray(logits)), measure(jnp.asarray(other))
-        assert jax.tree.map(np.ndarray.tolist, jax.tree.map(np.asarray, here)) == jax.tree.map(
-            np.ndarray.tolist, jax.tree.map(np.asarray, there)
+        figures, other_figures = measure(jnp.asarray(logits)), measure(jnp.asarray(other))
+        assert jax.tree.map(np.ndarray.tolist, jax.tree.map(np.asarray, figures)) == jax.tree.map(
+            np.ndarray.tolist, jax.tree.map(np.asarray, other_figures)
         )
 
 
@@ -159,8 +159,8 @@ def by_hand(weigh) -> np.ndarray:
     data, w, sampler = line(50), np.zeros(3), Sampler(50, 12, 0, 1, 0)
     for step in range(STEPS):
         indices = np.asarray(sampler.indices(step).indices)
-        x, y, each = data["x"][indices].astype(np.float64), data["y"][indices], weigh(data["tokens"][indices])
-        w = w - 0.01 * (each * 2 * (x @ w - y)) @ x / each.sum()
+        x, y, weights = data["x"][indices].astype(np.float64), data["y"][indices], weigh(data["tokens"][indices])
+        w = w - 0.01 * (weights * 2 * (x @ w - y)) @ x / weights.sum()
     return w
 
 
@@ -169,17 +169,17 @@ def by_hand(weigh) -> np.ndarray:
 def test_any_number_of_workers_makes_the_steps_of_one(devices, task, weigh, tmp_path):
     means = main.train(lines(tmp_path, task, devices=devices), "lines")
     data = line(13, 1)
-    each = weigh(data["tokens"]).astype(np.float64)
+    weights = weigh(data["tokens"]).astype(np.float64)
     losses = np.square(data["x"] @ by_hand(weigh) - data["y"])
     assert means["eval_count"] == 13
     # Seven steps of sums over 12 examples: a few hundred roundings, of values up to 100 times the loss.
-    assert means["eval_loss"] == pytest.approx((losses * each).sum() / each.sum(), rel=2e4 * U)
+    assert means["eval_loss"] == pytest.approx((losses * weights).sum() / weights.sum(), rel=2e4 * U)
     assert means["eval_far"] == pytest.approx(np.sqrt(losses).mean(), rel=2e4 * U)
 
 
 def loss_with_scalars(params, model_state, batch, key, train):
-    losses, model_state, far = loss(params, model_state, batch, key, train)
-    return losses, model_state, far, {"signed": far, "length": jnp.square(params["w"]).sum()}
+    losses, model_state, errors = loss(params, model_state, batch, key, train)
+    return losses, model_state, errors, {"signed": errors, "length": jnp.square(params["w"]).sum()}
 
 
 @pytest.mark.parametrize(("devices", "fields"), [(1, {}), (3, {}), (1, {"micro_batch": 4})], ids=str)
@@ -187,15 +187,15 @@ def test_figures_of_training_are_those_of_all_examples_since_the_line_before(dev
     task = dataclasses.replace(LINE, loss=loss_with_scalars)
     run = lines(tmp_path, task, devices=devices, log_every=3, monitor="eval_signed", **fields)
     figures = main.train(run, "lines")
-    data, w, sampler, seen = line(50), np.zeros(3), Sampler(50, 12, 0, 1, 0), []
+    data, w, sampler, totals = line(50), np.zeros(3), Sampler(50, 12, 0, 1, 0), []
     for step in range(STEPS):  # the fifth has two examples
         indices = np.asarray(sampler.indices(step).indices)
         x = data["x"][indices].astype(np.float64)
-        far = x @ w - data["y"][indices]
-        seen.append((abs(far).sum(), far.sum(), len(far) * w @ w, len(far)))
-        w = w - 0.01 * 2 * far @ x / len(far)
+        errors = x @ w - data["y"][indices]
+        totals.append((abs(errors).sum(), errors.sum(), len(errors) * w @ w, len(errors)))
+        w = w - 0.01 * 2 * errors @ x / len(errors)
     # Lines come after steps 1, 3, 6 and 7.
-    for row, part in zip(record(run.run_dir, "train"), (seen[:1], seen[1:3], seen[3:6], seen[6:]), strict=True):
+    for row, part in zip(record(run.run_dir, "train"), (totals[:1], totals[1:3], totals[3:6], totals[6:]), strict=True):
         *sums, count = np.sum(part, axis=0)
         got = [row[f"train_{name}"] for name in ("far", "signed", "length")]
         np.testing.assert_allclose(got, np.divide(sums, count), rtol=2e4 * U, atol=2e4 * U)
@@ -204,8 +204,8 @@ def test_figures_of_training_are_those_of_all_examples_since_the_line_before(dev
 
 def test_without_train_metrics_lines_have_the_loss_alone_and_metrics_see_evaluations_only(tmp_path):
     def outputs_of_evaluation(params, model_state, batch, key, train):
-        losses, model_state, far = loss(params, model_state, batch, key, train)
-        return losses, model_state, None if train else far
+        losses, model_state, errors = loss(params, model_state, batch, key, train)
+        return losses, model_state, None if train else errors
 
     run = lines(tmp_path, dataclasses.replace(LINE, loss=outputs_of_evaluation), train_metrics=False)
     assert "eval_far" in main.train(run, "lines")
@@ -224,8 +224,8 @@ def judge_as_a_whole(outputs, labels):
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_function_of_the_whole_set_gets_all_examples_in_order(devices, tmp_path):
-    told = {"whole_set": judge_as_a_whole, "monitor": "eval_rank", "monitor_mode": "max", "eval_every": "3st"}
-    run = lines(tmp_path, devices=devices, **told)
+    settings = {"whole_set": judge_as_a_whole, "monitor": "eval_rank", "monitor_mode": "max", "eval_every": "3st"}
+    run = lines(tmp_path, devices=devices, **settings)
     figures = main.train(run, "lines")
     data = line(13, 1)
     expected = judge_as_a_whole(data["x"] @ by_hand(np.ones_like) - data["y"], data)
@@ -277,9 +277,9 @@ def test_a_bad_function_of_the_whole_set_is_named(function, match, tmp_path):
 
 def pairwise(params, model_state, batch, key, train):
     """l_i: the mean over the worker's real examples j of (r_i - r_j)^2, r = x w - y."""
-    far, real = batch["x"] @ params["w"] - batch["y"], batch["weight"] > 0
-    apart = jnp.where(real[None], jnp.square(far[:, None] - far[None]), 0)
-    return apart.sum(-1) / jnp.maximum(real.sum(dtype=jnp.float32), 1), model_state, far
+    errors, real = batch["x"] @ params["w"] - batch["y"], batch["weight"] > 0
+    distances = jnp.where(real[None], jnp.square(errors[:, None] - errors[None]), 0)
+    return distances.sum(-1) / jnp.maximum(real.sum(dtype=jnp.float32), 1), model_state, errors
 
 
 @pytest.mark.parametrize("devices", [1, 3])
@@ -327,10 +327,10 @@ def test_every_row_makes_with_three_workers_the_steps_of_one(row, tmp_path):
         classes=classes,
     )
     train, held_out = ({"image": line(n)["x"], "label": label(rng, n)} for n in (50, 13))
-    asked = {"model": model._replace(label_shape=shape), "data": Data("array", train=train, validation=held_out)}
+    settings = {"model": model._replace(label_shape=shape), "data": Data("array", train=train, validation=held_out)}
     figures, params = [], []
     for devices in (1, 3):
-        run = lines(tmp_path, row, devices=devices, **asked)
+        run = lines(tmp_path, row, devices=devices, **settings)
         figures.append(main.train(run, row))
         params.append(jaxmpi.load(run.run_dir).params["w"])
     np.testing.assert_allclose(*params, rtol=2e4 * U, atol=U)
@@ -340,23 +340,23 @@ def test_every_row_makes_with_three_workers_the_steps_of_one(row, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("task", "asked"),
+    ("task", "settings"),
     [(LINE, {"monitor_mode": "max"}), (FARTHEST, {}), (FARTHEST, {"monitor_mode": "max"})],
     ids=["by the flag", "by the metric", "by both"],
 )
-def test_the_best_checkpoint_is_that_of_the_monitored_figure(task, asked, tmp_path):
-    asked = {"monitor": "eval_far", "keep_checkpoints": 1, "keep_best": 1, **asked}
-    experiment = lines(tmp_path, task, train_for="4st", eval_every="1st", checkpoint_every="1st", **asked)
+def test_the_best_checkpoint_is_that_of_the_monitored_figure(task, settings, tmp_path):
+    settings = {"monitor": "eval_far", "keep_checkpoints": 1, "keep_best": 1, **settings}
+    experiment = lines(tmp_path, task, train_for="4st", eval_every="1st", checkpoint_every="1st", **settings)
     main.train(experiment, "lines")
     assert jaxmpi.load(experiment.run_dir, best=True).step == 1
     # It only gets better, so the farthest is the first one.
-    kept = sorted(path.name for path in (Path(experiment.run_dir) / "checkpoints").glob("step_*"))
-    assert kept == ["step_00000001", "step_00000004"]
+    folders = sorted(path.name for path in (Path(experiment.run_dir) / "checkpoints").glob("step_*"))
+    assert folders == ["step_00000001", "step_00000004"]
 
 
 def test_scores_of_another_monitor_are_not_compared(tmp_path):
-    each = {"eval_every": "1st", "checkpoint_every": "1st", "keep_checkpoints": 9}
-    experiment = lines(tmp_path, FARTHEST, train_for="2st", **each)
+    periods = {"eval_every": "1st", "checkpoint_every": "1st", "keep_checkpoints": 9}
+    experiment = lines(tmp_path, FARTHEST, train_for="2st", **periods)
     main.train(experiment, "lines")
     main.train(dataclasses.replace(experiment, train_for="4st", monitor="eval_far", resume=True), "lines")
     assert jaxmpi.load(experiment.run_dir, best=True).step == 3  # the first that was judged by `eval_far`

@@ -53,8 +53,8 @@ def test_an_unknown_command_lists_what_exists(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert re.search(r"unknown command 'trian'; did you mean 'train'\? .*: .*models, .*train", said)
+    errors = capsys.readouterr().err
+    assert re.search(r"unknown command 'trian'; did you mean 'train'\? .*: .*models, .*train", errors)
 
 
 MISTAKES = {
@@ -87,8 +87,8 @@ def test_what_no_command_can_take_is_refused_without_jax():
         "print(json.dumps({line: said(line) for line in json.loads(sys.argv[1])}))\n"
     )
     ended = subprocess.run([sys.executable, "-c", code, json.dumps([*MISTAKES])], capture_output=True, text=True)
-    said = json.loads(ended.stdout)
-    assert {line: got for line, got in said.items() if got[0] != 2 or MISTAKES[line] not in got[1]} == {}, ended.stderr
+    exits = json.loads(ended.stdout)
+    assert {line: got for line, got in exits.items() if got[0] != 2 or MISTAKES[line] not in got[1]} == {}, ended.stderr
 
 
 @pytest.mark.e2e
@@ -146,7 +146,7 @@ def test_ctrl_c_in_the_first_second_is_one_line(command, imports, after_s, tmp_p
         assert imported
     time.sleep(after_s)
     job.send_signal(signal.SIGINT)
-    _, said = job.communicate(timeout=60)
-    assert job.returncode == 130, said
-    assert "interrupted" in said
-    assert "Traceback" not in said
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 130, errors
+    assert "interrupted" in errors
+    assert "Traceback" not in errors

@@ -76,9 +76,9 @@ def test_a_pair_with_a_slow_link_is_named():
         "pairs     on one host: 5 to 5 GB/s; slowest rank 0 on a and rank 1 on a",
         "pairs     on two hosts: 0.01 to 0.5 GB/s; slowest rank 1 on a and rank 3 on c",
     ]
-    told = "rank 1 on a and rank 3 on c exchange 0.01 GB/s, pairs on two hosts 0.5 in the median: look at the network"
+    hint = "rank 1 on a and rank 3 on c exchange 0.01 GB/s, pairs on two hosts 0.5 in the median: look at the network"
     [line] = slow_pairs(pairs, hosts)
-    assert line.startswith(told)
+    assert line.startswith(hint)
     assert slow_pairs(pair_speeds(np.full((1, 1), np.nan), ["a"]), ["a"]) == []
 
 
@@ -97,8 +97,8 @@ def test_without_mpi4py_it_says_how_this_environment_comes_by_an_mpi(tmp_path):
     ended = run(["python", "-m", "jaxmpi.tools.cli", "doctor"], timeout_s=100, env={"PYTHONPATH": str(tmp_path)})
     assert ended.code == 0, ended.out
     assert "MPI       not used" in ended.out
-    told = f"- one worker runs, but not several: mpi4py cannot be imported (none here); {getting_mpi()}"
-    assert told in ended.out.splitlines()
+    finding = f"- one worker runs, but not several: mpi4py cannot be imported (none here); {getting_mpi()}"
+    assert finding in ended.out.splitlines()
 
 
 @pytest.mark.slow
@@ -111,10 +111,10 @@ def test_hosts_are_examined_together():
     assert ended.code == 0, ended.out
     assert "ranks     3 on 3 hosts" in ended.out
     assert all(f"host      node{i}: " in ended.out for i in range(3))
-    found = re.search(r"^pairs     on two hosts: (\S+) to (\S+) GB/s", ended.out, re.M)
-    assert found, ended.out
+    speeds = re.search(r"^pairs     on two hosts: (\S+) to (\S+) GB/s", ended.out, re.M)
+    assert speeds, ended.out
     # A card's bucket lets 250 kB of each 1 MiB through at once: at most 1 / (1 - 0.24) of the rate of the wire.
-    assert 0.01 < float(found[1]) <= float(found[2]) < 0.0239 / 0.76 * 1.05
+    assert 0.01 < float(speeds[1]) <= float(speeds[2]) < 0.0239 / 0.76 * 1.05
     assert "exchange  ring32" in ended.out
 
 

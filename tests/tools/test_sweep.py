@@ -27,15 +27,15 @@ def lines(folder):
 def test_a_stopped_sweep_trains_only_what_is_missing(tmp_path):
     """One of the runs diverges, which leaves the others alone."""
     vary = ("--vary", "optim.lr=0.05,1e9", "--seeds", "2", "--out", "sweep")
-    done = run(*vary, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    ended = run(*vary, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
     rows = lines(tmp_path / "sweep")
     assert [("failed" in row, row["seed"]) for row in rows] == [(False, 0), (False, 1), (True, 0), (True, 1)]
     assert rows[0]["eval_loss"] != rows[1]["eval_loss"]
     assert (tmp_path / "sweep" / "report" / "index.html").is_file()
     (tmp_path / "sweep" / "sweep.jsonl").write_text("\n".join(map(json.dumps, rows[1:])))
-    again = run(*vary, cwd=tmp_path)
-    assert [line for line in again.stdout.splitlines() if line[:1].isdigit()] == ["1/4 optim.lr=0.05,seed=0"]
+    resumed = run(*vary, cwd=tmp_path)
+    assert [line for line in resumed.stdout.splitlines() if line[:1].isdigit()] == ["1/4 optim.lr=0.05,seed=0"]
     assert [row["eval_loss"] for row in lines(tmp_path / "sweep") if "failed" not in row][-1] == rows[0]["eval_loss"]
 
 
