@@ -117,13 +117,13 @@ def _apply(
         is_template = operation in ("bcast", "scatter") and is_elsewhere
         leaves = arrays_of(operation, x, comm, op, NO_NUMBERS if is_template else ())
         dtypes = [dtypes_of_reduction(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x) if op]
-    given = given_leaves(operation, x, comm, root)
+    leaf_shapes = given_leaves(operation, x, comm, root)
     if op:
         leaves = [leaf.astype(wide) for leaf, (wide, _) in zip(leaves, dtypes, strict=True)]
     if op == "mean":
-        results = _means(operation, leaves, [narrow for _, narrow in dtypes], comm, given, root)
+        results = _means(operation, leaves, [narrow for _, narrow in dtypes], comm, leaf_shapes, root)
     else:
-        results = _call_each_leaf(operation, leaves, comm, given, op=op, root=root, **options)
+        results = _call_each_leaf(operation, leaves, comm, leaf_shapes, op=op, root=root, **options)
     if op:
         results = [y.astype(narrow) for y, (_, narrow) in zip(results, dtypes, strict=True)]
     if operation == "exscan" and op in ("max", "min") and comm.rank == 0:  # a wider type's would be cut off
@@ -132,12 +132,17 @@ def _apply(
 
 
 def _means(
-    operation: str, leaves: list[jax.Array], dtypes: list[Any], comm: Comm, given: Mapping[str, Any], root: int | None
+    operation: str,
+    leaves: list[jax.Array],
+    dtypes: list[Any],
+    comm: Comm,
+    leaf_shapes: Mapping[str, Any],
+    root: int | None,
 ) -> list[jax.Array]:
     """Sums divided by the number of workers; integers are sent as halves of their bits, whose sums do not wrap."""
     is_integer = [bool(jnp.issubdtype(leaf.dtype, jnp.integer)) for leaf in leaves]
     summands = [halves(leaf) if whole else leaf for leaf, whole in zip(leaves, is_integer, strict=True)]
-    totals = _call_each_leaf(operation, summands, comm, given, op="sum", root=root)
+    totals = _call_each_leaf(operation, summands, comm, leaf_shapes, op="sum", root=root)
     workers = comm.size if root is None or comm.rank == root else 1
     return [
         mean_of_halves(total, workers, leaf.dtype, bool(jnp.issubdtype(dtype, jnp.integer)))
@@ -216,13 +221,13 @@ def allgatherv(x: PyTree, *, counts: Sequence[int] | None = None, comm: Any = No
     """
     comm = communicator_of("allgatherv", comm)
     with refusing_together("allgatherv", comm):
-        rows, given = count_rows("allgatherv", x), None if counts is None else [int(n) for n in counts]
-        if given is not None and (len(given) != comm.size or given[int(comm.rank)] != rows):
+        rows, sizes = count_rows("allgatherv", x), None if counts is None else [int(n) for n in counts]
+        if sizes is not None and (len(sizes) != comm.size or sizes[int(comm.rank)] != rows):
             raise UsageError(
-                f"allgatherv: counts: got {given} with {rows} rows here; expected {comm.size} numbers, of which this "
+                f"allgatherv: counts: got {sizes} with {rows} rows here; expected {comm.size} numbers, of which this "
                 "rank's is the number of its rows"
             )
-    every = given or exchange_counts("allgatherv", comm, rows)
+    every = sizes or exchange_counts("allgatherv", comm, rows)
     return _apply("allgatherv", x, comm, counts=tuple((n,) * comm.size for n in every))
 
 
@@ -322,11 +327,11 @@ def sendrecv(
     """
     comm = communicator_of("sendrecv", comm)
     with refusing_together("sendrecv", comm):
-        sent = arrays_of("sendrecv", sendbuf, comm)
+        leaves = arrays_of("sendrecv", sendbuf, comm)
         places = arrays_of("sendrecv", recvbuf, comm, templates=_templates(source))
-        if len(sent) != len(places):
+        if len(leaves) != len(places):
             raise UsageError(
-                f"sendrecv: got {len(sent)} leaves in sendbuf and {len(places)} in recvbuf; expected as many, or a "
+                f"sendrecv: got {len(leaves)} leaves in sendbuf and {len(places)} in recvbuf; expected as many, or a "
                 "send and a recv"
             )
         options = {
@@ -336,7 +341,7 @@ def sendrecv(
             "recvtag": check_tag("sendrecv", "recvtag", recvtag, comm),
             "status": messages.status_number(status),
         }
-    received = [_call("sendrecv", comm, x, place, **options)[0] for x, place in zip(sent, places, strict=True)]
+    received = [_call("sendrecv", comm, x, place, **options)[0] for x, place in zip(leaves, places, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(recvbuf), received)
 
 
@@ -349,24 +354,24 @@ def _templates(source: int | None) -> tuple[type, ...]:
 
 
 def _call_each_leaf(
-    operation: str, leaves: list[jax.Array], comm: Comm, given: Mapping[str, Any], **options: Any
+    operation: str, leaves: list[jax.Array], comm: Comm, leaf_shapes: Mapping[str, Any], **options: Any
 ) -> list[jax.Array]:
     """Call once per leaf; for elementwise operations once per group of small leaves.
 
     Args:
-        given: `given_leaves`, which ranks compare at the first call.
+        leaf_shapes: `given_leaves`, which ranks compare at the first call.
     """
     row = OPERATIONS[operation]
     is_packed = row.is_elementwise and not row.is_message and comm.size > 1
     results: list[Any] = [None] * len(leaves)
     for group in _group_small_leaves(leaves) if is_packed else [[i] for i in range(len(leaves))]:
         packed = leaves[group[0]] if len(group) == 1 else jnp.concatenate([leaves[i].reshape(-1) for i in group])
-        found = _call(operation, comm, packed, given=given if group[0] == 0 else {}, **options)
+        outputs = _call(operation, comm, packed, given=leaf_shapes if group[0] == 0 else {}, **options)
         if len(group) == 1:
-            results[group[0]] = found[0] if found else None  # a send returns nothing
+            results[group[0]] = outputs[0] if outputs else None  # a send returns nothing
             continue
         ends = np.cumsum([leaves[i].size for i in group]).tolist()
-        for i, part in zip(group, jnp.split(found[0], ends[:-1]), strict=True):
+        for i, part in zip(group, jnp.split(outputs[0], ends[:-1]), strict=True):
             results[i] = part.reshape(leaves[i].shape)
     return results
 

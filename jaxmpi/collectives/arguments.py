@@ -32,14 +32,14 @@ def communicator_of(operation: str, comm: Any) -> Comm:
 # ---------------------------------------------------------------- ranks and tags
 
 
-def _check_index(operation: str, name: str, value: Any, most: int, expected: str) -> int:
+def _check_index(operation: str, name: str, value: Any, limit: int, expected: str) -> int:
     """An integer of Python, NumPy or JAX as int, in [0, most), which ranks compare."""
     try:
         number = operator.index(value)
     except TypeError as error:
         raise UsageError(f"{operation}: {name}: got {value!r}; expected a whole number known to Python") from error
-    if not 0 <= number < most:
-        raise UsageError(f"{operation}: {name}: got {number}; expected a {expected} below {most}")
+    if not 0 <= number < limit:
+        raise UsageError(f"{operation}: {name}: got {number}; expected a {expected} below {limit}")
     return number
 
 
@@ -60,8 +60,8 @@ def check_tag(operation: str, name: str, tag: Any, comm: Comm) -> Any:
     """A tag of a message, or None for any that comes."""
     if tag is None and name != "sendtag" and operation != "send":
         return None
-    most = comm.processes.tags if isinstance(comm, MpiComm) else LEAST_TAGS
-    return _check_index(operation, name, tag, most, "number")
+    limit = comm.processes.tags if isinstance(comm, MpiComm) else LEAST_TAGS
+    return _check_index(operation, name, tag, limit, "number")
 
 
 # ---------------------------------------------------------------- arrays
@@ -102,8 +102,8 @@ def given_leaves(operation: str, x: PyTree, comm: Comm, root: int | None) -> dic
     if not isinstance(comm, MpiComm):
         return {}
     call, shared = MpiCall(operation=operation, comm=comm, root=root), OPERATIONS[operation].shared
-    given = {path: jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)) for path, leaf in named_leaves(x)}
-    return {path: shape_of(leaf, shared(call, leaf)) for path, leaf in given.items()}
+    leaf_shapes = {path: jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)) for path, leaf in named_leaves(x)}
+    return {path: shape_of(leaf, shared(call, leaf)) for path, leaf in leaf_shapes.items()}
 
 
 # ---------------------------------------------------------------- rows and their counts
@@ -122,10 +122,10 @@ def check_rows(operation: str, x: PyTree, comm: Comm) -> None:
 
 def count_rows(operation: str, x: PyTree) -> int:
     """The number of rows that all leaves have."""
-    found = {path: np.shape(leaf)[:1] for path, leaf in named_leaves(x)}
-    if len(set(found.values())) != 1 or () in found.values():
-        raise UsageError(f"{operation}: got leaves of {found} rows; expected as many in each")
-    return next(iter(found.values()))[0]
+    row_counts = {path: np.shape(leaf)[:1] for path, leaf in named_leaves(x)}
+    if len(set(row_counts.values())) != 1 or () in row_counts.values():
+        raise UsageError(f"{operation}: got leaves of {row_counts} rows; expected as many in each")
+    return next(iter(row_counts.values()))[0]
 
 
 def exchange_counts(operation: str, comm: Comm, counts: Any) -> list[Any]:
@@ -146,9 +146,9 @@ def exchange_counts(operation: str, comm: Comm, counts: Any) -> list[Any]:
 def canonical_dtype(operation: str, dtype: Any) -> Any:
     """JAX's dtype for the user's, of numbers or bools; None for None."""
     with suppress(TypeError):
-        known = None if dtype is None else jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
-        if known is None or known == jnp.bool_ or jnp.issubdtype(known, jnp.number):
-            return known
+        canonical = None if dtype is None else jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
+        if canonical is None or canonical == jnp.bool_ or jnp.issubdtype(canonical, jnp.number):
+            return canonical
     raise UsageError(f"{operation}: dtype: got {dtype!r}; expected one of numbers, as jnp.float32")
 
 
@@ -158,28 +158,33 @@ def dtypes_of_reduction(operation: str, path: str, leaf: Any, op: str, dtype: An
     Raises:
         UsageError: the operation is not defined for it.
     """
-    given = jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
-    is_bool, is_integer = given == jnp.bool_, jnp.issubdtype(given, jnp.integer)
-    is_complex = jnp.issubdtype(dtype or given, jnp.complexfloating)
-    where = f"{_name(operation, path)} is {given}"
+    leaf_dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
+    is_bool, is_integer = leaf_dtype == jnp.bool_, jnp.issubdtype(leaf_dtype, jnp.integer)
+    is_complex = jnp.issubdtype(dtype or leaf_dtype, jnp.complexfloating)
+    where = f"{_name(operation, path)} is {leaf_dtype}"
     if op in ("and", "or", "xor"):
         if not is_bool and not is_integer:
             raise UsageError(f"{where}; {op} expects bools or integers")
-        return (jnp.uint8 if is_bool else given), dtype or given
+        return (jnp.uint8 if is_bool else leaf_dtype), dtype or leaf_dtype
     if is_complex and op in ("max", "min"):
-        raise UsageError(f"{_name(operation, path)} is {dtype or given}, which has no order; {op} its parts")
-    if dtype is not None and jnp.issubdtype(given, jnp.complexfloating) and not is_complex:
+        raise UsageError(f"{_name(operation, path)} is {dtype or leaf_dtype}, which has no order; {op} its parts")
+    if dtype is not None and jnp.issubdtype(leaf_dtype, jnp.complexfloating) and not is_complex:
         raise UsageError(f"{where}; dtype: got {dtype}, which would drop its imaginary part; {operation} x.real")
-    if dtype is not None and op == "mean" and jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(given, jnp.inexact):
+    if (
+        dtype is not None
+        and op == "mean"
+        and jnp.issubdtype(dtype, jnp.integer)
+        and jnp.issubdtype(leaf_dtype, jnp.inexact)
+    ):
         raise UsageError(f"{where}; dtype: got {dtype} for a mean; expected one of floats, as jnp.float32")
-    result = dtype or given
+    result = dtype or leaf_dtype
     if dtype is None and (is_bool or is_integer) and op == "mean":
         result = jnp.result_type(float)
     elif dtype is None and is_bool and op == "sum":
         result = jnp.int32
     if is_bool and (op in ("max", "min", "prod") or (op == "mean" and dtype is None)):
         return jnp.uint8, result
-    wide = dtype or (jnp.int32 if is_bool else given)
+    wide = dtype or (jnp.int32 if is_bool else leaf_dtype)
     if wide == jnp.bool_:
         raise UsageError(f"{where}; dtype: got bool for a {op}; expected a type of numbers, as jnp.int32")
     if not jnp.issubdtype(wide, jnp.floating) or jnp.finfo(wide).bits >= 32:

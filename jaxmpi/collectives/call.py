@@ -119,6 +119,6 @@ def to_mpi_dtype(x: jax.Array) -> jax.Array:
     return x if x.dtype.name in NATIVE else lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}[x.dtype.itemsize])
 
 
-def from_mpi_dtype(sent: jax.Array, dtype: Any) -> jax.Array:
+def from_mpi_dtype(x: jax.Array, dtype: Any) -> jax.Array:
     """The inverse of `to_mpi_dtype`."""
-    return sent if sent.dtype == dtype else lax.bitcast_convert_type(sent, dtype)
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

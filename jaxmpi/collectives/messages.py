@@ -35,7 +35,7 @@ import numpy as np
 from jaxmpi.collectives.call import NOBODY, MpiCall, from_mpi_dtype, is_logged, to_mpi_dtype, type_of
 from jaxmpi.comm import c_handlers
 from jaxmpi.comm.diagnosis import Note, message_lost, watch
-from jaxmpi.comm.mpi import MpiComm, made
+from jaxmpi.comm.mpi import MpiComm, open_comms
 from jaxmpi.comm.polling import PROBES, survives_losses, wait
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError, UsageError
@@ -70,11 +70,11 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     """Send, receive, or both, in the order of the program's MPI calls."""
     if unavailable_reason():
         return _by_mpi4jax(call, *operands)
-    given = [operands[-1]] if call.operation == "sendrecv" and not call.receives else []
-    if given:
+    receiver = [operands[-1]] if call.operation == "sendrecv" and not call.receives else []
+    if receiver:
         fill_status(call.status, NOBODY, -1, 0)
     if not call.sends and not call.receives:
-        return given
+        return receiver
     number, effect = open_message(call, call.describe(*operands), *map(jax.typeof, operands)), call.comm.effect
     results: Any = c_handlers.shaped(operands[-1]) if call.receives else ()
     operands = operands[: int(call.sends)]
@@ -83,7 +83,7 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
         came = host_callbacks.call(MESSAGE, operands, results, effect=effect, call=number)
     else:
         came = _message_p.bind(*operands, results=results, effect=effect, words=(number,))
-    return came or given
+    return came or receiver
 
 
 def unavailable_reason() -> str:
@@ -107,7 +107,10 @@ def _compile_error() -> str:
         print(f"jaxmpi: {failures.describe_rank()}: {line}", file=sys.stderr, flush=True)
         return trouble
     handle, library = c_handlers.handle_type(), SOURCE.library()
-    functions = [*c_handlers.addresses(FUNCTIONS), *(ctypes.cast(each, c_void_p).value for each in _callbacks())]
+    functions = [
+        *c_handlers.addresses(FUNCTIONS),
+        *(ctypes.cast(callback, c_void_p).value for callback in _callbacks()),
+    ]
     library.jaxmpi_set_up.argtypes = c_void_p, handle
     library.jaxmpi_open_message.argtypes = c_void_p, handle, handle, c_void_p, c_char_p, c_char_p
     library.jaxmpi_begin.restype = c_void_p
@@ -170,10 +173,10 @@ def fill_status(status: int, source: int, tag: int, size_bytes: int) -> None:
     from mpi4py import MPI
 
     if status:
-        given = _statuses[status]
-        given.Set_source(MPI.PROC_NULL if source == NOBODY else source)
-        given.Set_tag(MPI.ANY_TAG if tag == -1 else tag)
-        given.Set_elements(MPI.BYTE, size_bytes)
+        mpi_status = _statuses[status]
+        mpi_status.Set_source(MPI.PROC_NULL if source == NOBODY else source)
+        mpi_status.Set_tag(MPI.ANY_TAG if tag == -1 else tag)
+        mpi_status.Set_elements(MPI.BYTE, size_bytes)
 
 
 # ---------------------------------------------------------------- calls that C knows
@@ -191,7 +194,7 @@ class Opened(NamedTuple):
 _opened: dict[int, Opened] = {}
 
 
-def open_message(call: MpiCall, what: str, x: Any, place: Any = None) -> int:
+def open_message(call: MpiCall, text: str, x: Any, place: Any = None) -> int:
     """Tell C of a call; return its number.
 
     Args:
@@ -203,19 +206,19 @@ def open_message(call: MpiCall, what: str, x: Any, place: Any = None) -> int:
     from mpi4py import MPI
 
     comm, waits = call.comm, call.comm.processes.waits
-    sent = x if call.sends else None
+    outgoing = x if call.sends else None
     received = (x if place is None else place) if call.receives else None
-    sizes = [0 if each is None else each.size * each.dtype.itemsize for each in (sent, received)]
+    sizes = [0 if array is None else array.size * array.dtype.itemsize for array in (outgoing, received)]
     if max(sizes) >= 1 << 31:
-        raise UsageError(f"{what}: got {max(sizes):,} bytes; expected fewer than 2^31, to which MPI counts: cut it up")
+        raise UsageError(f"{text}: got {max(sizes):,} bytes; expected fewer than 2^31, to which MPI counts: cut it up")
     source = MPI.ANY_SOURCE if call.source is None else call.source
     recvtag = MPI.ANY_TAG if call.recvtag is None else call.recvtag
     most_inline_bytes = INLINE_BYTES if call.operation == "send" else SENDRECV_INLINE_BYTES
     numbers = (  # in the order of `struct call`
-        *(sent is not None, received is not None, *sizes, source, call.dest, call.sendtag, recvtag),
+        *(outgoing is not None, received is not None, *sizes, source, call.dest, call.sendtag, recvtag),
         *(most_inline_bytes, min(comm.processes.tags, np.iinfo(np.int32).max)),
     )
-    sent_type, received_type = (pack_type("" if each is None else type_of(each)) for each in (sent, received))
+    sent_type, received_type = (pack_type("" if array is None else type_of(array)) for array in (outgoing, received))
     # Of a long name the end: file and line of the call.
     place_text = call.line.rpartition(" in ")[0].encode()[-PLACE_BYTES:].decode(errors="ignore").encode()
     header = HEADER.pack(sizes[0], comm.rank, call.sendtag, INLINE, sent_type, place_text)
@@ -224,11 +227,11 @@ def open_message(call: MpiCall, what: str, x: Any, place: Any = None) -> int:
     packed, expected = (c_int32 * len(numbers))(*numbers), received_type.ljust(TYPE_BYTES, b"\0")
     number = SOURCE.library().jaxmpi_open_message(packed, *communicators, status, header, expected)
     if number < 0:
-        raise UsageError(f"{what}: got {MOST_CALLS} messages that were compiled before; compile fewer programs")
-    is_waited_for = sent is not None and (received is None or HEADER.size + sizes[0] > EAGER_BYTES)
+        raise UsageError(f"{text}: got {MOST_CALLS} messages that were compiled before; compile fewer programs")
+    is_waited_for = outgoing is not None and (received is None or HEADER.size + sizes[0] > EAGER_BYTES)
     sources = set() if received is None else set(range(comm.size)) if call.source is None else {call.source}
     partners = (sources | ({call.dest} if is_waited_for else set())) - {comm.rank} or {comm.rank}
-    _opened[number] = Opened(call, what, received, tuple(comm.processes.in_job(sorted(partners))))
+    _opened[number] = Opened(call, text, received, tuple(comm.processes.in_job(sorted(partners))))
     if waits.notes is None:
         waits.notes = functools.partial(_notes, comm)
     return number
@@ -255,11 +258,11 @@ def _callbacks() -> tuple[Any, Any]:
     from mpi4py import MPI
 
     def unexpected(number: int, header: int) -> None:
-        call, what, received, _ = _opened[number]
+        call, text, received, _ = _opened[number]
         message = ctypes.string_at(header, HEADER.size)
         mine, sender = call.comm.processes.in_job([call.comm.rank, HEADER.unpack_from(message)[1]])
         error = UsageError(
-            f"{what}: rank {mine} expects {type_of(received)}, but got a message of rank {sender}: "
+            f"{text}: rank {mine} expects {type_of(received)}, but got a message of rank {sender}: "
             f"{describe_message(message)}; give both the same shape and dtype, or tell the messages apart by tags"
         )
         failures.fail(error, None)
@@ -279,7 +282,7 @@ class MessageRequest:
     def __init__(self, number: int, x: np.ndarray | None, y: np.ndarray | None) -> None:
         """Begin call `number` with what it sends, and the array to receive into."""
         self._arrays = x, y  # C has their addresses until the message has come
-        pointers = [None if each is None else each.ctypes.data for each in (x, y)]
+        pointers = [None if array is None else array.ctypes.data for array in (x, y)]
         self._exchange = SOURCE.library().jaxmpi_begin(number, *pointers)
 
     def Test(self) -> bool:
@@ -307,25 +310,25 @@ def lost_message(number: int) -> TrainingError:
 
 def _notes(comm: MpiComm) -> list[Note]:
     """A communicator's calls that wait in MPI now."""
-    found = (c_int64 * NOTES)()
-    SOURCE.library().jaxmpi_message_notes(found)
-    opened = [(note, _opened[note & 0xFFFFFFFF]) for note in found if note]
-    return [Note(note, each.what, each.partners) for note, each in opened if each.call.comm is comm]
+    note_ids = (c_int64 * NOTES)()
+    SOURCE.library().jaxmpi_message_notes(note_ids)
+    opened = [(note, _opened[note & 0xFFFFFFFF]) for note in note_ids if note]
+    return [Note(note, message.what, message.partners) for note, message in opened if message.call.comm is comm]
 
 
 def _check_no_message_left() -> None:
     """End the job if another rank's message to this one is left."""
-    for comm in [] if survives_losses() else made:
+    for comm in [] if survives_losses() else open_comms:
         if any(comm.headers.Iprobe() for _ in range(PROBES)):
             time.sleep(ALMOST_S)  # a program of another thread may be about to receive it
-        if found := comm.headers.Improbe():
+        if probe := comm.headers.Improbe():
             message = np.zeros(HEADER.size + INLINE_BYTES, np.uint8)
-            found.Recv(message)
+            probe.Recv(message)
             _, sender, tag, *_ = HEADER.unpack_from(message.data)
             receiver, partner = comm.processes.in_job([comm.rank, sender])
-            what = f"rank {partner}: a message of {describe_message(message.data)}: rank {receiver} has not received it"
+            text = f"rank {partner}: a message of {describe_message(message.data)}: rank {receiver} has not received it"
             expected = f"expected a recv or sendrecv there, of that rank and tag {tag}"
-            failures.fail(TrainingError(f"{what}; {expected}"), None)
+            failures.fail(TrainingError(f"{text}; {expected}"), None)
 
 
 call_after_all_scripts(_check_no_message_left)

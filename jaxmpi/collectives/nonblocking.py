@@ -72,23 +72,23 @@ class Handle:
         Raises:
             UsageError: nobody waits for it, or it cannot run beside a program.
         """
-        what, is_message = describe_call(call, operands), operation_of(call).is_message
+        text, is_message = describe_call(call, operands), operation_of(call).is_message
         if not self.is_waited:
-            raise UsageError(f"start: {what} is never waited for; expected y = wait(h) in the function that starts it")
+            raise UsageError(f"start: {text} is never waited for; expected y = wait(h) in the function that starts it")
         may_overlap = call.comm.processes.may_overlap
         reason = "MPI has no MPI_THREAD_MULTIPLE" if not may_overlap else is_message and messages.unavailable_reason()
         if reason:
-            raise UsageError(f"start: {what} cannot run beside a program: {reason}; call {call.operation} itself")
+            raise UsageError(f"start: {text} cannot run beside a program: {reason}; call {call.operation} itself")
         _register_handlers()
         results = _as_sent(call, operation_of(call).results(call, *operands))
         queue = None if is_message else call.comm.cached("started operations", lambda: StartQueue(call.comm))
-        message = messages.open_message(call, what, *operands) if is_message else -1
+        message = messages.open_message(call, text, *operands) if is_message else -1
         # Without the handle, which has arrays of a trace.
-        _started[call.number] = Started(dataclasses.replace(call, handle=None), results, what, queue, message)
+        _started[call.number] = Started(dataclasses.replace(call, handle=None), results, text, queue, message)
 
         def run(*arrays: jax.Array) -> list[jax.Array]:
-            sent = [x if is_message else to_mpi_dtype(x) for x in arrays]  # a message's header names its dtype
-            return host_callbacks.call(START, sent, [], effect=call.comm.effect, call=call.number)
+            operands = [x if is_message else to_mpi_dtype(x) for x in arrays]  # a message's header names its dtype
+            return host_callbacks.call(START, operands, [], effect=call.comm.effect, call=call.number)
 
         return run
 
@@ -250,7 +250,7 @@ class OperationThread:
                 return
             if ended := [operation for operation in operations if operation.advance()]:
                 with self._wake:
-                    self._operations = [each for each in self._operations if each not in ended]
+                    self._operations = [running for running in self._operations if running not in ended]
             else:
                 time.sleep(HURRY_S if self._is_waited_for else CALM_S)
 
@@ -282,7 +282,7 @@ class StartQueue:
         self.mpi = self.control.clone()
         self._to_begin: deque[object] = deque()  # calls in the order of the program
 
-    def start(self, call: MpiCall, what: str, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[None]:
+    def start(self, call: MpiCall, text: str, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[None]:
         """Steps of a collective; its y is filled at the end.
 
         Communicates: 32 bytes to each rank for the comparison, then as the operation.
@@ -293,22 +293,22 @@ class StartQueue:
         """
         mine = object()
         self._to_begin.append(mine)
-        return self._steps(mine, call, what, xs, ys)
+        return self._steps(mine, call, text, xs, ys)
 
-    def _steps(self, mine: object, call: MpiCall, what: str, xs: list, ys: list) -> Iterator[None]:
+    def _steps(self, mine: object, call: MpiCall, text: str, xs: list, ys: list) -> Iterator[None]:
         def late(waited_s: float) -> TrainingError | None:
             is_late = waited_s > TIMEOUT_S or control.is_asked()
-            return late_error(control, what, waited_s, control) if is_late else None
+            return late_error(control, text, waited_s, control) if is_late else None
 
         control = self.control
         while self._to_begin[0] is not mine:
             yield
-        digest = np.frombuffer(fingerprint(what, None).digest, np.uint8)
+        digest = np.frombuffer(fingerprint(text, None).digest, np.uint8)
         digests = np.empty((control.size, len(digest)), np.uint8)
-        with control.waits.waiting(BESIDE, what):
+        with control.waits.waiting(BESIDE, text):
             yield from _until_complete([control.world.Iallgather(digest, digests)], late)
         if (digests != digests[0]).any():
-            raise UsageError(different_calls(dict(zip(control.numbers, control.allgather_object(what), strict=True))))
+            raise UsageError(different_calls(dict(zip(control.numbers, control.allgather_object(text), strict=True))))
         requests = begin(call, self.mpi, xs, ys)
         self._to_begin.popleft()  # behind `begin`, so that ranks begin in one order
         yield from _until_complete(requests, late)
@@ -337,8 +337,8 @@ def begin(call: MpiCall, mpi: Any, xs: list[np.ndarray], ys: list[np.ndarray]) -
     if call.counts:
         width, rank = math.prod(x.shape[1:]), mpi.rank
         counts = [rows[rank] * width for rows in call.counts]
-        sent = x if call.operation == "allgatherv" else [x, [n * width for n in call.counts[rank]]]
-        return [function(sent, [y, counts])]
+        send_buffer = x if call.operation == "allgatherv" else [x, [n * width for n in call.counts[rank]]]
+        return [function(send_buffer, [y, counts])]
     return [function(x, y)]
 
 

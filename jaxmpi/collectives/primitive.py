@@ -87,13 +87,15 @@ def assert_same(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> None
 
 
 def _facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerprint:
-    sent, is_tree = [x.dtype.name for x in operands], list(call.given) not in ([], [""])
-    given = [] if is_tree else [leaf.dtype.name for leaf in call.given.values()]
+    sent_dtypes, is_tree = [x.dtype.name for x in operands], list(call.given) not in ([], [""])
+    leaf_dtypes = [] if is_tree else [leaf.dtype.name for leaf in call.given.values()]
     options: dict[str, Any] = {
         **{"op": call.op, "root": call.root},
         **({"MPI4JAX_DEBUG": "on"} if is_logged() else {}),
         **{f"shape of argument {i}": list(operation_of(call).shared(call, x)) for i, x in enumerate(operands)},
-        "dtypes": [*given, *(f"sent as {name}" for name in sent)] if given not in ([], sent) else sent,
+        "dtypes": [*leaf_dtypes, *(f"sent as {name}" for name in sent_dtypes)]
+        if leaf_dtypes not in ([], sent_dtypes)
+        else sent_dtypes,
         "counts": call.counts,
     }
     if call.operation != "allreduce":  # its transpose sends nothing: a rank's part of a loss may be constant

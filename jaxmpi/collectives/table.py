@@ -85,12 +85,12 @@ def has_slots_for(call: MpiCall, x: Any) -> bool:
 
 def run_in_c(call: MpiCall, number: int, x: jax.Array) -> list[jax.Array]:
     """The same through shared memory, with this call's comparison over ranks, of that number."""
-    sent, [result] = to_mpi_dtype(x), OPERATIONS[call.operation].results(call, x)
+    operand, [result] = to_mpi_dtype(x), OPERATIONS[call.operation].results(call, x)
     # Here the result is x itself.
     keeps_x = call.is_root if call.operation == "bcast" else call.operation in ("reduce", "gather") and not call.is_root
     op, root = ARITHMETIC.index(call.op) if call.op else 0, call.root or 0
     shape = (0,) if keeps_x else result.shape
-    y = comparison_of(call.comm).call(call.operation, number, sent, shape, op, root)
+    y = comparison_of(call.comm).call(call.operation, number, operand, shape, op, root)
     return [x if keeps_x else from_mpi_dtype(y, result.dtype)]
 
 
@@ -117,12 +117,12 @@ def _with_counts(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     """Exchange messages with all ranks; in each turn a rank receives one."""
     size, rank, mpi = call.comm.size, call.comm.rank, call.comm.mpi
     is_gather = call.operation == "allgatherv"
-    sent = [x] * size if is_gather else jnp.split(x, np.cumsum(call.counts[rank])[:-1].tolist())
-    received: dict[int, jax.Array] = {rank: sent[rank]}
+    outgoing = [x] * size if is_gather else jnp.split(x, np.cumsum(call.counts[rank])[:-1].tolist())
+    received: dict[int, jax.Array] = {rank: outgoing[rank]}
     for turn in range(1, size):
         to, source = (rank + turn) % size, (rank - turn) % size
         place = jnp.zeros((call.counts[source][rank], *x.shape[1:]), x.dtype)
-        received[source] = mpi4jax.sendrecv(sent[to], place, source, to, comm=mpi)
+        received[source] = mpi4jax.sendrecv(outgoing[to], place, source, to, comm=mpi)
     return jnp.concatenate([received[source] for source in range(size)])
 
 
@@ -151,9 +151,9 @@ def _at_root(call: MpiCall, ct: jax.Array) -> jax.Array:
     return ct if call.is_root else jnp.zeros_like(ct)
 
 
-def _and_this_ranks(call: MpiCall, back: jax.Array, ct: jax.Array) -> jax.Array:
+def _and_this_ranks(call: MpiCall, cotangent: jax.Array, ct: jax.Array) -> jax.Array:
     """Elsewhere than at root the result was x itself, so its cotangent counts as well."""
-    return back if call.is_root else back + ct
+    return cotangent if call.is_root else cotangent + ct
 
 
 def _sendrecv_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax.Array:
@@ -162,8 +162,8 @@ def _sendrecv_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax.A
             f"{call.describe(ct)} has no transpose: a message may come from any rank; expected a source: give it"
         )
     tags = {} if call.recvtag is None else {"sendtag": call.recvtag, "recvtag": call.sendtag}
-    back = call.derive("sendrecv", source=call.dest, dest=call.source, status=0, **tags)
-    return bind(back, ct, jnp.zeros(x.shape, x.dtype))[0]
+    adjoint = call.derive("sendrecv", source=call.dest, dest=call.source, status=0, **tags)
+    return bind(adjoint, ct, jnp.zeros(x.shape, x.dtype))[0]
 
 
 def _allgatherv_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax.Array:

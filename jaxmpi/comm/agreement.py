@@ -51,7 +51,7 @@ def on_all_ranks(ranks: Any, act: Callable[[], T]) -> list[T]:
                 raise UsageError(failed[1]) from error
             kind = UsageError if failed[0] else AgreedError
             raise kind(f"rank {ranks.in_job([rank])[0]}: {failed[1]}") from error
-    return [each for _, each in rows]
+    return [row for _, row in rows]
 
 
 class Fingerprint(NamedTuple):
@@ -62,13 +62,13 @@ class Fingerprint(NamedTuple):
     digest: bytes
 
 
-def fingerprint(what: str, value: Any) -> Fingerprint:
+def fingerprint(name: str, value: Any) -> Fingerprint:
     """A value with its digest, for one comparison or many."""
     try:
         text = json.dumps(value)  # the order of keys counts: leaves are sent in it
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{what}: ranks cannot compare it: {error}; give numbers, texts, lists, dicts") from error
-    return Fingerprint(what, value, hashlib.sha256(f"{what}\0{text}".encode()).digest())
+        raise UsageError(f"{name}: ranks cannot compare it: {error}; give numbers, texts, lists, dicts") from error
+    return Fingerprint(name, value, hashlib.sha256(f"{name}\0{text}".encode()).digest())
 
 
 _last_numbers: dict[str, int] = {}
@@ -109,31 +109,31 @@ _thread = threading.local()  # by thread, since one that writes a checkpoint has
 
 
 @contextlib.contextmanager
-def without_messages(who: str, why: str, instead: str) -> Iterator[None]:
+def without_messages(caller: str, why: str, instead: str) -> Iterator[None]:
     """Refuse messages of this thread in the block, such as a callback's.
 
     Messages between ranks have no names: one that a callback sends while a step still exchanges could meet that
     exchange on another rank.
 
     Args:
-        who: for the error, such as `callback Confusion: before_step`.
+        caller: for the error, such as `callback Confusion: before_step`.
         why: there may be none.
         instead: the way out.
     """
     before = getattr(_thread, "refusal", None)
-    _thread.refusal = who, why, instead
+    _thread.refusal = caller, why, instead
     try:
         yield
     finally:
         _thread.refusal = before
 
 
-def check_may_send(what: str) -> None:
+def check_may_send(operation: str) -> None:
     """Raise `UsageError` if this thread may not communicate now.
 
     Args:
-        what: is about to, for the error.
+        operation: that is about to send, for the error.
     """
     if refusal := getattr(_thread, "refusal", None):
-        who, why, instead = refusal
-        raise UsageError(f"{who}: got {what} {why}; expected no messages: {instead}")
+        caller, why, instead = refusal
+        raise UsageError(f"{caller}: got {operation} {why}; expected no messages: {instead}")

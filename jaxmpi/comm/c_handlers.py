@@ -43,13 +43,13 @@ def _scopes() -> tuple[ctypes.CDLL, ctypes.CDLL]:
 
 def addresses(names: Sequence[str]) -> list[int]:
     """Addresses of MPI's functions, by their names without `MPI_`."""
-    found = []
+    pointers = []
     for name in (f"MPI_{name}" for name in names):
         function = next((scope[name] for scope in _scopes() if hasattr(scope, name)), None)
         if function is None:
             raise OSError(f"{name} is in no library that is loaded")
-        found.append(ctypes.cast(function, c_void_p).value)
-    return found
+        pointers.append(ctypes.cast(function, c_void_p).value)
+    return pointers
 
 
 class CSource:
@@ -104,10 +104,10 @@ class CSource:
         return host_callbacks.handler_primitive(target or self._target)
 
 
-def say_once(comm: Any, troubles: Sequence[str], what: str) -> None:
+def say_once(comm: Any, troubles: Sequence[str], consequence: str) -> None:
     """Print what programs do without C, on the first rank that has no C; `troubles` of all ranks."""
     if comm.rank == next((rank for rank, trouble in enumerate(troubles) if trouble), None):
-        _print_once(f"{what}, since {troubles[comm.rank]}")
+        _print_once(f"{consequence}, since {troubles[comm.rank]}")
 
 
 @functools.cache

@@ -208,12 +208,12 @@ class CallComparison:
 
     # ------------------------------------------------------------ in a program
 
-    def number(self, what: str) -> int | None:
+    def number(self, text: str) -> int | None:
         """The next traced exchange's number; None if programs compare nothing."""
         if self._library is None:
             return None
         number = len(self._texts) + 1
-        self._texts[number] = f"exchange {number} of {self._where} ({what})"
+        self._texts[number] = f"exchange {number} of {self._where} ({text})"
         return number
 
     def begin(self, number: int) -> None:
@@ -258,8 +258,8 @@ class CallComparison:
 
     def current(self) -> CallId | None:
         """The exchange of this process's programs that has the turn."""
-        held = self._library.jaxmpi_held(self._index) if self._library else 0
-        return CallId(held >> 32, held & 0xFFFFFFFF) if held else None
+        packed = self._library.jaxmpi_held(self._index) if self._library else 0
+        return CallId(packed >> 32, packed & 0xFFFFFFFF) if packed else None
 
     def waiting(self) -> int:
         """Number of an exchange that waits for the turn, or 0."""

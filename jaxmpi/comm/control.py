@@ -51,8 +51,8 @@ class MpiProcesses(SoloProcesses):
         check_launcher(launched(), MPI.COMM_WORLD.size, self.library)
         self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
         self.comms: list[Any] = []  # all communicators, which end together when a rank is lost
-        self._made: list[Any] = []  # those that were made for `world`, which `free` frees
-        self._sent: list[Any] = []  # requests of messages that nobody waits for, kept until the end
+        self._own_comms: list[Any] = []  # those that were made for `world`, which `free` frees
+        self._requests: list[Any] = []  # requests of messages that nobody waits for, kept until the end
         self._registries: list[WaitRegistry] = []
         self.numbers = tuple(range(MPI.COMM_WORLD.size))  # the launcher's, of all ranks
         self.make_communicators(self.clone(MPI.COMM_WORLD))
@@ -82,10 +82,10 @@ class MpiProcesses(SoloProcesses):
         self._local = self._split_host()
         self.local_rank, self.local_size = self._local.rank, self._local.size
 
-    def _keep(self, made: Any) -> Any:
-        self.comms.append(made)
-        self._made.append(made)
-        return made
+    def _keep(self, comm: Any) -> Any:
+        self.comms.append(comm)
+        self._own_comms.append(comm)
+        return comm
 
     def _split_host(self) -> Any:
         from mpi4py import MPI
@@ -135,7 +135,7 @@ class MpiProcesses(SoloProcesses):
                 "message does not concern (JAXMPI_AGREE_TIMEOUT_S sets the time)"
             )
         other = copy.copy(self)
-        other._made, other._registries = [], []
+        other._own_comms, other._registries = [], []
         other.world = other._keep(world) if is_ours else other.clone(world)
         other.rank, other.size, other.numbers = world.rank, world.size, tuple(numbers)
         other.hosts = tuple(self.hosts[rank] for rank in ranks)
@@ -148,10 +148,10 @@ class MpiProcesses(SoloProcesses):
         """Free the communicators that `over` has made; all its ranks come here together, with no message under way."""
         for registry in self._registries:
             watch().remove(registry)
-        for comm in reversed(self._made):
+        for comm in reversed(self._own_comms):
             self.comms.remove(comm)
             comm.Free()
-        self._made = []
+        self._own_comms = []
 
     # ------------------------------------------------------------ agreement
 
@@ -186,8 +186,8 @@ class MpiProcesses(SoloProcesses):
             return self._exchange(self._local.Ibarrier, "a barrier of this host", limit_s)
         self._let_exchanges_end()
         if not wait(self._local.Ibarrier().Test, limit_s):
-            here = [self.numbers[rank] for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
-            raise TrainingError(f"a barrier of this host: one of ranks {here} did not come within {limit_s:g} s")
+            neighbors = [self.numbers[rank] for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+            raise TrainingError(f"a barrier of this host: one of ranks {neighbors} did not come within {limit_s:g} s")
 
     def leader_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
         """Call `make` on this host's first rank, then on the others, which find its cache.
@@ -199,11 +199,13 @@ class MpiProcesses(SoloProcesses):
         """
         message = np.zeros(1, np.uint8)
         if self.local_rank == 0:
-            made = make()
+            result = make()
             for rank in range(1, self.local_size):
                 with lost_ranks_left_out():
-                    self._sent.append(self._local.Isend(message, rank, tag=LEADER))  # so short that it leaves at once
-            return made
+                    self._requests.append(
+                        self._local.Isend(message, rank, tag=LEADER)
+                    )  # so short that it leaves at once
+            return result
         with lost_ranks_left_out():
             if not wait(self._local.Irecv(message, 0, tag=LEADER).Test, timeout_s):
                 leader = self.numbers[self.hosts.index(self.hosts[self.rank])]
@@ -252,10 +254,10 @@ class MpiProcesses(SoloProcesses):
     def allgather_object(self, value: Any) -> list[Any]:
         self.barrier()
         # Polled as well: a blocking MPI_Allgatherv may give garbage when ranks fail.
-        sent, sizes = np.frombuffer(json.dumps(value).encode(), np.uint8), np.empty(self.size, np.int64)
-        wait(self.world.Iallgather(np.array([sent.size], np.int64), sizes).Test, float("inf"))
+        payload, sizes = np.frombuffer(json.dumps(value).encode(), np.uint8), np.empty(self.size, np.int64)
+        wait(self.world.Iallgather(np.array([payload.size], np.int64), sizes).Test, float("inf"))
         received = np.empty(sizes.sum(), np.uint8)
-        wait(self.world.Iallgatherv(sent, (received, sizes.tolist())).Test, float("inf"))
+        wait(self.world.Iallgatherv(payload, (received, sizes.tolist())).Test, float("inf"))
         return [json.loads(part.tobytes()) for part in np.split(received, np.cumsum(sizes)[:-1])]
 
     def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
@@ -289,26 +291,26 @@ class MpiProcesses(SoloProcesses):
 
     # ------------------------------------------------------------ late ranks
 
-    def _exchange(self, begin: Callable[[], Any], what: str, limit_s: float = AGREE_TIMEOUT_S) -> None:
+    def _exchange(self, begin: Callable[[], Any], description: str, limit_s: float = AGREE_TIMEOUT_S) -> None:
         """Begin a message of all ranks, and wait for it.
 
         Where others go on without a rank that dies, those that are late are killed, and the message fails.
         """
         self._let_exchanges_end()
         request = begin()
-        with self.waits.waiting(CONTROL, what, limit_s):
+        with self.waits.waiting(CONTROL, description, limit_s):
             if wait(request.Test, limit_s, self.is_asked):
                 return
             late = self.late()
         if not (failures.kill_ranks(late) and wait(request.Test, 4 * LATE_S)):
             absent = self.in_job(late)
             where = self.waits.where(absent)
-            raise TrainingError(f"{what}: rank {absent} did not answer in time; all ranks must call it{where}")
+            raise TrainingError(f"{description}: rank {absent} did not answer in time; all ranks must call it{where}")
 
     def late(self) -> list[int]:
         """Ranks that do not wait with this one: all that wait tell all others, within LATE_S."""
         byte, others = np.zeros(1, np.uint8), set(range(self.size)) - {self.rank}  # so short that it leaves at once
-        self._sent += [self.world.Isend(byte, rank, tag=HERE) for rank in others]
+        self._requests += [self.world.Isend(byte, rank, tag=HERE) for rank in others]
         came = {rank: self.world.Irecv(np.zeros(1, np.uint8), rank, tag=HERE) for rank in others}
 
         def silent() -> list[int]:
@@ -370,18 +372,18 @@ class MpiMailbox(Mailbox):
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
-        self._sent: dict[int, list[Any]] = collections.defaultdict(list)
+        self._requests: dict[int, list[Any]] = collections.defaultdict(list)
 
     def send(self, to: int, message: dict[str, Any]) -> None:
-        self._sent[to] = [request for request in self._sent[to] if not request.Test()]
-        if len(self._sent[to]) < self.MOST:
-            self._sent[to].append(self.comm.isend(message, to))
+        self._requests[to] = [request for request in self._requests[to] if not request.Test()]
+        if len(self._requests[to]) < self.MOST:
+            self._requests[to].append(self.comm.isend(message, to))
 
     def received(self) -> list[dict[str, Any]]:
-        taken = []
+        messages = []
         while (message := self.comm.improbe()) is not None:
-            taken.append(message.recv())
-        return taken
+            messages.append(message.recv())
+        return messages
 
 
 def abort(code: int) -> NoReturn:

@@ -73,10 +73,10 @@ class Wait:
         return "the other rank must call its part" if self.way == PARTNER else "all ranks must call it as often"
 
 
-def message_lost(what: str, where: str) -> TrainingError:
+def message_lost(description: str, where: str) -> TrainingError:
     """The error of a message not exchanged in time, with ranks' places."""
     return TrainingError(
-        f"{what} has waited {TIMEOUT_S:.0f} s; no message has come or gone: the other rank must call its part "
+        f"{description} has waited {TIMEOUT_S:.0f} s; no message has come or gone: the other rank must call its part "
         f"({EXCHANGE_TIMEOUT} sets the time){where}"
     )
 
@@ -104,18 +104,18 @@ class WaitRegistry:
             watch().add(self)
 
     @contextmanager
-    def waiting(self, way: int, what: str, limit_s: float = TIMEOUT_S) -> Iterator[None]:
+    def waiting(self, kind: int, description: str, limit_s: float = TIMEOUT_S) -> Iterator[None]:
         """Note that this rank waits for all others until the block ends.
 
         Args:
-            way: CONTROL or BESIDE.
-            what: it waits in, for messages.
+            kind: CONTROL or BESIDE.
+            description: of the wait, for messages.
             limit_s: after which the caller gives up.
         """
-        self._counts[way] += 1
-        thread = threading.get_ident() if way == CONTROL else None
-        call = CallId(0, self._counts[way])
-        wait = Wait(way=way, call=call, what=what, limit_s=limit_s, partners=self.others, thread=thread)
+        self._counts[kind] += 1
+        thread = threading.get_ident() if kind == CONTROL else None
+        call = CallId(0, self._counts[kind])
+        wait = Wait(way=kind, call=call, what=description, limit_s=limit_s, partners=self.others, thread=thread)
         self._waits.add(wait)
         try:
             yield
@@ -132,13 +132,13 @@ class WaitRegistry:
 
     def find_program_waits(self) -> None:
         """Update the waits of this process's programs; one that lasts stays the same object."""
-        found: dict[Any, Wait] = {}
+        waits: dict[Any, Wait] = {}
         if call := self.comparison.current() if self.comparison else None:
-            what = self.comparison.text(call.number)
-            found[call] = Wait(way=COMPARED, call=call, what=what, partners=self.others, is_in_program=True)
-        for key, what, partners in self.notes() if self.notes else []:
-            found[key] = Wait(way=PARTNER, call=CallId(0, 0), what=what, partners=partners, is_in_program=True)
-        self._program_waits = {key: self._program_waits.get(key, wait) for key, wait in found.items()}
+            text = self.comparison.text(call.number)
+            waits[call] = Wait(way=COMPARED, call=call, what=text, partners=self.others, is_in_program=True)
+        for key, text, partners in self.notes() if self.notes else []:
+            waits[key] = Wait(way=PARTNER, call=CallId(0, 0), what=text, partners=partners, is_in_program=True)
+        self._program_waits = {key: self._program_waits.get(key, wait) for key, wait in waits.items()}
 
 
 # ---------------------------------------------------------------- the thread that looks at them
@@ -165,7 +165,7 @@ class WaitMonitor:
         self._places: dict[int, str] = {}  # by rank, where it said that it is
         self._ended: set[int] = set()  # ranks whose scripts have ended
         self._to_tell: set[int] = set()  # ranks that wait, and hear if this one's script ends
-        self._sent: list[tuple[Any, np.ndarray]] = []  # requests, and what they send
+        self._requests: list[tuple[Any, np.ndarray]] = []  # requests, and what they send
         self._looks = threading.Lock()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxmpi absent ranks", daemon=True)
@@ -237,18 +237,18 @@ class WaitMonitor:
     def _receive(self) -> None:
         from mpi4py import MPI
 
-        self._sent = [(request, message) for request, message in self._sent if not request.Test()]
+        self._requests = [(request, message) for request, message in self._requests if not request.Test()]
         status, misses = MPI.Status(), 0
         while misses < PROBES:
             probes = (self._comm.Improbe(MPI.ANY_SOURCE, tag, status) for tag in TAGS)
-            if (found := next(filter(None, probes), None)) is None:
+            if (probe := next(filter(None, probes), None)) is None:
                 misses += 1
                 continue
             message, rank = np.zeros(status.Get_count(), np.uint8), status.Get_source()
-            found.Recv(message)
+            probe.Recv(message)
             if status.Get_tag() == WAITS:
-                registry, way, number, count, asks = message.view(np.int32).tolist()
-                self._calls[registry, way, rank] = CallId(number, count)
+                registry, kind, number, count, asks = message.view(np.int32).tolist()
+                self._calls[registry, kind, rank] = CallId(number, count)
                 self._to_tell.add(rank)
                 if asks:
                     self._send(rank, PLACE, np.frombuffer(self.place().encode()[:PLACE_BYTES], np.uint8))
@@ -258,7 +258,7 @@ class WaitMonitor:
                 self._ended.add(rank)
 
     def _send(self, rank: int, tag: int, message: np.ndarray) -> None:
-        self._sent.append((self._comm.Isend(message, rank, tag), message))
+        self._requests.append((self._comm.Isend(message, rank, tag), message))
 
     def _tell(self, registry: WaitRegistry, wait: Wait, ranks: Sequence[int], asks: bool) -> None:
         message = np.array([registry.number, wait.way, *wait.call, asks], np.int32).view(np.uint8)
@@ -272,8 +272,8 @@ class WaitMonitor:
             wait.is_sent = True
         calls = {rank: self._calls.get((registry.number, wait.way, rank)) for rank in wait.partners}
         if wait.way == COMPARED:
-            known = [calls.get(rank) for rank in registry.numbers]
-            theirs = [call.number if call and call.count == wait.call.count else 0 for call in known]
+            latest_calls = [calls.get(rank) for rank in registry.numbers]
+            theirs = [call.number if call and call.count == wait.call.count else 0 for call in latest_calls]
             if set(theirs) - {0, wait.call.number}:
                 raise registry.comparison.refusal(wait.call.number, theirs)
         # Of a message all partners count as absent: no call of theirs is known to be its other half.

@@ -80,17 +80,17 @@ class FaultTolerantComm(RankComm):
         if kind == "allreduce":
             return self.mpi.Allreduce(operands[0], results[0])
         # Moved as integers of equal size, for which MPI has types.
-        sent, received = (x.reshape(-1).view(f"u{x.dtype.itemsize}") for x in (operands[0], results[0]))
+        send_buffer, received = (x.reshape(-1).view(f"u{x.dtype.itemsize}") for x in (operands[0], results[0]))
         if kind == "bcast":
-            np.copyto(received, sent)
+            np.copyto(received, send_buffer)
             return self.mpi.Bcast(received, root)
         if kind != "permute":
-            return getattr(self.mpi, kind.capitalize())(sent, received)
+            return getattr(self.mpi, kind.capitalize())(send_buffer, received)
         received[...] = 0
         if source >= 0 and dest >= 0:
-            self.mpi.Sendrecv(sent, dest, 0, received, source)
+            self.mpi.Sendrecv(send_buffer, dest, 0, received, source)
         elif dest >= 0:
-            self.mpi.Send(sent, dest)
+            self.mpi.Send(send_buffer, dest)
         elif source >= 0:
             self.mpi.Recv(received, source)
 
@@ -190,9 +190,9 @@ def shrink(control: MpiProcesses, why: str) -> list[int]:
                 raise
             revoke(control)
         is_agreed = vote(control, has_met)  # False if another has died meanwhile
-    gone = sorted(set(before) - set(control.numbers))
-    if not gone:
+    lost_ranks = sorted(set(before) - set(control.numbers))
+    if not lost_ranks:
         why = next(filter(None, control.allgather_object(why)), "no rank knows why")  # reason of a rank that knows it
         raise AgreedError(f"a message between ranks has failed though none of them is gone: {why}")
     control.hosts = tuple(control.hosts[before.index(rank)] for rank in control.numbers)
-    return gone
+    return lost_ranks

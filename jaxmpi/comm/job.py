@@ -103,8 +103,8 @@ def _check_alone() -> None:
     """Refuse MPI ranks of an unknown launcher, which would each work alone."""
     mpi = sys.modules.get("mpi4py.MPI")
     ranks = mpi.COMM_WORLD.size if mpi and mpi.Is_initialized() and not mpi.Is_finalized() else 1
-    known = ", or ".join(f"{rank} and {size}" for rank, size, *_ in process.LAUNCHERS.values())
-    way_out = f"expected {known}: set a pair of them for each rank, as in a script that the launcher starts"
+    launchers = ", or ".join(f"{rank} and {size}" for rank, size, *_ in process.LAUNCHERS.values())
+    way_out = f"expected {launchers}: set a pair of them for each rank, as in a script that the launcher starts"
     if ranks > 1:
         raise UsageError(
             f"MPI has {ranks} ranks, but their launcher sets no variable by which they are known; {way_out}"
@@ -143,5 +143,5 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
             "broadcast: got a state of jaxmpi.sharded, which is each rank's own; leave it out; its init makes it alike "
             "from equal params, and jaxmpi.Checkpoints restores it"
         )
-    sent = packed(tree)
-    return unpacked(as_given(processes().bcast(sent, root), sent))
+    buffers = packed(tree)
+    return unpacked(as_given(processes().bcast(buffers, root), buffers))

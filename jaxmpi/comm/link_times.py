@@ -21,9 +21,9 @@ def pings(control: Processes) -> list[tuple[float, float]]:
     The offset is o_r = t_r - (t_send + t_recv) / 2 of the quickest of PINGS trips, by `time.perf_counter`, so it is off
     by half of that trip at most.
     """
-    found, clock = [(0.0, 0.0)] * control.size, np.zeros(1)
+    link_times, clock = [(0.0, 0.0)] * control.size, np.zeros(1)
     if not isinstance(control, MpiProcesses):
-        return found
+        return link_times
     control.barrier()
     for rank in range(1, control.size):
         if control.rank == 0:
@@ -34,14 +34,14 @@ def pings(control: Processes) -> list[tuple[float, float]]:
                 control.world.Recv(clock, rank, tag=CLOCK)
                 end_s = time.perf_counter()
                 times.append((end_s - begin_s, float(clock[0]) - (begin_s + end_s) / 2))
-            found[rank] = min(times)
+            link_times[rank] = min(times)
         elif control.rank == rank:
             wait(control.world.Irecv(clock, 0, tag=CLOCK).Test, float("inf"))  # this rank's turn may be long in coming
             for ping in range(PINGS):
                 if ping:
                     control.world.Recv(clock, 0, tag=CLOCK)
                 control.world.Send(np.array([time.perf_counter()]), 0, tag=CLOCK)
-    return found
+    return link_times
 
 
 def trips(control: Processes, floats: int) -> np.ndarray:
@@ -50,13 +50,13 @@ def trips(control: Processes, floats: int) -> np.ndarray:
     In turn t ranks i and j with i + j = t modulo size exchange, so a rank has one partner a turn, and each pair meets
     once in `size` turns. Turns are not kept in step.
     """
-    found = np.full(control.size, np.nan)
+    trip_times = np.full(control.size, np.nan)
     if not isinstance(control, MpiProcesses):
-        return found[None]
+        return trip_times[None]
     for turn in range(min(control.size, TURNS)):
         if (partner := (turn - control.rank) % control.size) != control.rank:
-            found[partner] = _trip(control.world, control.rank < partner, partner, np.zeros(floats))
-    return control.allgather_array(found)
+            trip_times[partner] = _trip(control.world, control.rank < partner, partner, np.zeros(floats))
+    return control.allgather_array(trip_times)
 
 
 def _trip(world: Any, is_first: bool, partner: int, message: np.ndarray) -> float:

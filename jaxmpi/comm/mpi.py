@@ -102,7 +102,7 @@ class RankComm(Comm):
         return self.shared_sum.sum(vectors, divisor, half)
 
 
-made: list["MpiComm"] = []  # communicators of this process that were not freed
+open_comms: list["MpiComm"] = []  # communicators of this process that were not freed
 
 
 class MpiComm(RankComm):
@@ -113,7 +113,7 @@ class MpiComm(RankComm):
         self.is_freed = False
         # For messages between two ranks, of mpi4py and of programs: they match by rank and tag, in each sender's order.
         self.headers, self.arrays = processes.clone(), processes.clone()
-        made.append(self)
+        open_comms.append(self)
 
     def _move(self, kind: str, x: jax.Array, shape: tuple[int, ...], **options: int) -> jax.Array:
         import mpi4jax
@@ -173,7 +173,7 @@ class MpiComm(RankComm):
         check_member(self)
         color = parse_color(color)
         self.processes.assert_same("split", None)  # polled: it names who is absent, or at another call
-        if len({isinstance(each, str) for each in self.processes.allgather_object(color) if each is not None}) > 1:
+        if len({isinstance(value, str) for value in self.processes.allgather_object(color) if value is not None}) > 1:
             raise UsageError("split: color: got 'host' and numbers; expected one of both of all ranks that take part")
         number = self.hosts[self.rank] if color == "host" else MPI.UNDEFINED if color is None else color
         part = self.processes.world.Split(number, key)
@@ -196,11 +196,11 @@ class MpiComm(RankComm):
         self.processes.assert_same("free", None)  # polled: it names who is absent
         self.is_freed = True
         self.processes.free()  # first: the thread that watches for absent ranks uses what follows
-        for kept in self._cache.values():
-            if hasattr(kept, "close"):
-                kept.close()
+        for resource in self._cache.values():
+            if hasattr(resource, "close"):
+                resource.close()
         self._cache.clear()
-        made.remove(self)
+        open_comms.remove(self)
 
 
 # ---------------------------------------------------------------- what a `comm` argument stands for
@@ -259,11 +259,11 @@ def communicator(comm: Any) -> "MpiComm | SoloComm":
     assert isinstance(control, MpiProcesses)
     if comm == MPI.COMM_WORLD:
         return communicator(None)
-    if (known := comm.Get_attr(_attribute())) is None:
-        known = MpiComm(control.over(comm))
-        comm.Set_attr(_attribute(), known)
-        _free_dropped(known)
-    return known
+    if (ours := comm.Get_attr(_attribute())) is None:
+        ours = MpiComm(control.over(comm))
+        comm.Set_attr(_attribute(), ours)
+        _free_dropped(ours)
+    return ours
 
 
 _dropped: dict[tuple[int, ...], MpiComm] = {}  # of communicators that the user has freed, by number and ranks
@@ -274,8 +274,8 @@ def _attribute() -> int:
     """MPI's key for our communicator as an attribute of the user's."""
     from mpi4py import MPI
 
-    def drop(_comm: Any, _key: int, known: MpiComm) -> None:
-        _dropped[known.processes.waits.number, *known.processes.numbers] = known
+    def drop(_comm: Any, _key: int, dropped: MpiComm) -> None:
+        _dropped[dropped.processes.waits.number, *dropped.processes.numbers] = dropped
 
     return MPI.Comm.Create_keyval(delete_fn=drop)
 

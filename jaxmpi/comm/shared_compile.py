@@ -48,7 +48,7 @@ class SharedJit:
         return self._programs[structure, shapes]
 
     def _compile(self, structure: Any, shapes: tuple, args: tuple) -> Program:
-        function, control, avals = self._function, self._control, [jax.ShapeDtypeStruct(*each) for each in shapes]
+        function, control, avals = self._function, self._control, [jax.ShapeDtypeStruct(*shape) for shape in shapes]
         jax.effects_barrier()  # the control plane speaks only when the exchange is silent
         name = getattr(getattr(function, "func", function), "__name__", "a program")  # of a partial's function, too
         with phase(f"tracing {name}"):

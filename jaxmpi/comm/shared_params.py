@@ -89,8 +89,8 @@ class SharedParams:
         ends = np.cumsum([table_bytes(ranks), *sizes]).tolist()
 
         memory = map_together(self._host, ends[-1], "params; use another strategy: asa")
-        what = "an update of shared params"
-        self._board = SharedCounters(memory=memory, rank=rank, size=ranks, timeout_s=TIMEOUT_S, what=what)
+        purpose = "an update of shared params"
+        self._board = SharedCounters(memory=memory, rank=rank, size=ranks, timeout_s=TIMEOUT_S, what=purpose)
         self._host.host_barrier()
         self._board.check_all_here()
         views = [
@@ -136,6 +136,9 @@ class SharedParams:
         """Arrays over what is there once all ranks have written."""
         self._wait_for_all()
         views, structure = jax.tree.flatten(self._views)
-        seen = [leaf.view() for leaf in views]
-        self._readers, self._arrays = [weakref.ref(leaf) for leaf in seen], [jax.dlpack.from_dlpack(x) for x in seen]
+        arrays = [leaf.view() for leaf in views]
+        self._readers, self._arrays = (
+            [weakref.ref(leaf) for leaf in arrays],
+            [jax.dlpack.from_dlpack(x) for x in arrays],
+        )
         return jax.tree.unflatten(structure, self._arrays)

@@ -84,7 +84,7 @@ class SharedSum:
         # The last rank can divide for all, in cache, but others with cores of their own wait for it meanwhile.
         self.each_divides = self.size <= 3 * (os.cpu_count() or 1)
         self.lock = threading.Lock()  # programs of several threads are in no order
-        self.summed = 0  # chunks, in all calls so far
+        self.chunk_count = 0  # chunks, in all calls so far
         self.free = self.slots  # chunks whose slots are not in use, as far as rank 0 knows
         host_callbacks.register(name, self.add)
 
@@ -144,14 +144,14 @@ class SharedSum:
             TrainingError: a rank has ended, failed, or not moved within the time limit; it is named.
         """
         try:
-            summed = len(operands) - through
-            for source, to in zip(operands[summed:], results[summed:], strict=True):
+            sum_count = len(operands) - through
+            for source, to in zip(operands[sum_count:], results[sum_count:], strict=True):
                 host_callbacks.copy_unless_shared(source, to)
-            vectors, totals = [flat(x) for x in operands[:summed]], [flat(x) for x in results[:summed]]
+            vectors, totals = [flat(x) for x in operands[:sum_count]], [flat(x) for x in results[:sum_count]]
             if half:  # slices, one a rank, on the side of which this rank has its own alone with None for the others
                 whole, mine = (vectors, totals) if half == "scatter" else (totals, vectors)
                 whole = [row for vector in whole for row in vector.reshape(self.size, -1)]
-                mine = [each if rank == self.rank else None for each in mine for rank in range(self.size)]
+                mine = [chunk if rank == self.rank else None for chunk in mine for rank in range(self.size)]
                 vectors, totals = (whole, mine) if half == "scatter" else (mine, whole)
             whole = totals if half == "gather" else vectors  # arrays that all have a size: none is None
             sizes = tuple(x.size for x in whole if x is not None)
@@ -176,13 +176,13 @@ class SharedSum:
         chunks = cut(sizes, min(self.chunk, max(four_a_rank, SHORT)))
         self.board.post(ARRIVED, self.board.call)
         bring = self._bring_slice if half == "gather" else self._add_to_chain
-        lag, first = self.size, self.summed  # the last rank of a chain has added to chunk j - size before chunk j
+        lag, first = self.size, self.chunk_count  # the last rank of a chain has added to chunk j - size before chunk j
         for j in range(len(chunks) + lag):
             if j >= lag:
                 self._take(first + j - lag, chunks[j - lag], totals, divisor, half)
             if j < len(chunks):
                 bring(first + j, chunks[j], vectors, divisor)
-        self.summed += len(chunks)
+        self.chunk_count += len(chunks)
 
     def _together(self, vectors: "Vectors", totals: "Vectors", chunk: "Chunk", divisor: np.float32) -> None:
         """Every rank sums all ranks' rows, where it wants the sum.

@@ -80,7 +80,7 @@ class SharedCounters:
 
     def check_same(self, rank: int) -> None:
         """Refuse a rank that has come to this call with something else."""
-        places = [each * ROW + HEADER + 3 * (self.call % 2) for each in (self.rank, rank)]
+        places = [number * ROW + HEADER + 3 * (self.call % 2) for number in (self.rank, rank)]
         mine, theirs = ([*self.words[place : place + 3]] for place in places)
         odd = " in other parts or with another divisor or half" * (mine[1:] == theirs[1:])
         check(
@@ -131,9 +131,9 @@ class SharedCounters:
     def _sleep(self, rank: int, word: int, value: int) -> None:
         """Sleep until woken, with checks: early wake-ups are lost, and ranks die."""
         waited, pause_s = WaitClock(), 0.002
-        while (seen := self.words[word]) < value:
+        while (current := self.words[word]) < value:
             self.words[word + 1] = 1
-            sleep_on(self.address + 8 * word, seen, pause_s)
+            sleep_on(self.address + 8 * word, current, pause_s)
             self._check_none_failed()
             pause_s, waited_s = min(2 * pause_s, 0.05), waited.look()
             if pause_s == 0.05:
@@ -184,23 +184,23 @@ def digest(sizes: tuple[int, ...], divisor: float, half: str = "") -> int:
 # ---------------------------------------------------------------- memory
 
 
-def map_together(host: HostProcesses, size_bytes: int, what: str) -> mmap.mmap:
+def map_together(host: HostProcesses, size_bytes: int, purpose: str) -> mmap.mmap:
     """Zeroed memory that a host's ranks share; it has no name, and goes with the last that maps it.
 
     A rank that cannot map it gets memory of its own, so that all ranks go on to find out.
 
     Args:
-        what: it is for, and the way out if there is no room, as of `Segment`.
+        purpose: of the memory, and the way out if there is no room, as of `Segment`.
 
     Raises:
         UsageError: there is no room; on all ranks alike.
     """
-    made: list[Segment] = []
+    segments: list[Segment] = []
 
     def make() -> Any:
         try:
-            made.append(Segment(size_bytes, what))
-            return made[0].address
+            segments.append(Segment(size_bytes, purpose))
+            return segments[0].address
         except UsageError as error:
             return str(error)
 
@@ -208,7 +208,7 @@ def map_together(host: HostProcesses, size_bytes: int, what: str) -> mmap.mmap:
     if isinstance(address, str):
         raise UsageError(address)
     try:
-        memory = (made[0] if made else attached(*address)).bytes
+        memory = (segments[0] if segments else attached(*address)).bytes
     except GoneError:
         memory = mmap.mmap(-1, size_bytes)
     host.host_barrier()  # until then the first rank keeps the segment

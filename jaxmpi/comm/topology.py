@@ -133,11 +133,11 @@ def put(states: dict[int, TrainState], workers: Workers) -> TrainState:
     states.clear()
     leaves = []
     for _ in range(len(remaining[0])):
-        each = [rest.pop() for rest in remaining]
+        rows = [rest.pop() for rest in remaining]
         if workers.mesh is None:
-            leaf = jax.device_put(jnp.array(each[0]), jax.local_devices()[0])
+            leaf = jax.device_put(jnp.array(rows[0]), jax.local_devices()[0])
         else:
-            leaf = shard_rows(each, workers.mesh)
+            leaf = shard_rows(rows, workers.mesh)
         leaves.append(jax.block_until_ready(leaf))
     return jax.tree.unflatten(structure, leaves)
 

@@ -100,10 +100,10 @@ def _start_distributed(control: MpiProcesses) -> None:
     if jax.default_backend() != "cpu" or len(set(control.hosts)) == 1:
         return
     every = control.allgather_object(_named_address())  # where gloo listens
-    alone = {rank: address for rank, address in enumerate(every) if address.startswith("127.") or not address}
-    if alone:
+    local = {rank: address for rank, address in enumerate(every) if address.startswith("127.") or not address}
+    if local:
         raise UsageError(
-            f"the host names of ranks {list(alone)} stand for {sorted(set(alone.values()))}, where gloo would listen "
+            f"the host names of ranks {list(local)} stand for {sorted(set(local.values()))}, where gloo would listen "
             "and no other host comes; give them their network's address in /etc/hosts, or use --comm mpi"
         )
 

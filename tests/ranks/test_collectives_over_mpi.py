@@ -17,7 +17,7 @@ from jaxmpi.allreduce import host_engine
 from jaxmpi.collectives import messages
 from jaxmpi.comm.call_comparison import SLOT_BYTES
 from jaxmpi.comm.diagnosis import watch
-from jaxmpi.comm.mpi import made
+from jaxmpi.comm.mpi import open_comms
 from jaxmpi.runtime import host_callbacks
 
 COMM: Any = jaxmpi.world()
@@ -211,7 +211,7 @@ def test_more_communicators_than_mpi4py_has_error_handlers_can_be_used_in_jit():
 @pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
 def test_a_freed_communicator_leaves_nothing_and_is_refused():
     def counts() -> tuple[int, ...]:
-        return len(made), len(COMM.processes.comms), len(watch()._registries), len(mappings())
+        return len(open_comms), len(COMM.processes.comms), len(watch()._registries), len(mappings())
 
     used(COMM.split(0))
     before = []
@@ -263,7 +263,7 @@ def test_what_was_made_for_a_communicator_of_mpi4py_goes_when_that_is_freed():
         theirs.Free()
         with pytest.raises(jaxmpi.UsageError, match="has no part, or that was freed"):
             mpi.allreduce(jnp.ones(2), comm=theirs)
-        kept.append((len(made), len(COMM.processes.comms)))
+        kept.append((len(open_comms), len(COMM.processes.comms)))
     assert len(set(kept[2:])) == 1, kept
 
 
