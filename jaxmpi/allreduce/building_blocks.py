@@ -81,7 +81,7 @@ def alltoall_by_rotation(x: PyTree, comm: Comm) -> PyTree:
 def allgather_by_rotation(x: PyTree, comm: Comm) -> PyTree:
     """`comm.allgather` in which a link between hosts carries each row once."""
     order, place = jnp.asarray(comm.order), ring_index(comm)
-    return ring_all_gather(x, comm, lambda back: order[(place - back) % comm.size])
+    return ring_all_gather(x, comm, lambda distance: order[(place - distance) % comm.size])
 
 
 class SubComm(Comm):
@@ -174,8 +174,8 @@ def mean_of_halves(total: jax.Array, workers: int, dtype: jax.typing.DTypeLike, 
         return lax.div(total, jnp.full_like(total, workers)) if is_whole else total.astype(real) / workers
     shift = jnp.iinfo(dtype).bits // 2
     if workers > MOST_HALVES:
-        what = f"a mean of {jnp.dtype(dtype)}"
-        raise UsageError(f"{what}: got {workers} workers; expected at most {MOST_HALVES}: cast to floats")
+        description = f"a mean of {jnp.dtype(dtype)}"
+        raise UsageError(f"{description}: got {workers} workers; expected at most {MOST_HALVES}: cast to floats")
     high, rest = jnp.divmod(total[..., 0], workers)
     low, rest = jnp.divmod((rest << shift) + total[..., 1], workers)
     whole = (high.astype(dtype) << shift) + low.astype(dtype)

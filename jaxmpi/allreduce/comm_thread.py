@@ -81,8 +81,8 @@ def all_reduce_on_comm_thread(
         number: by which ranks compare the exchange when its program runs, as of `call_order.compared`.
     """
     engine, sums = exchange_handlers().engine, [(strategy, half, x.size) for x in vectors]
-    parts, most = engine.parts(sums), engine.tags // 2  # a resumed exchange has the other half
-    check(parts <= most, f"got {parts} segments of gradients, expected {most} or fewer; use overlap off")
+    parts, limit = engine.parts(sums), engine.tags // 2  # a resumed exchange has the other half
+    check(parts <= limit, f"got {parts} segments of gradients, expected {limit} or fewer; use overlap off")
     of_half = f"{half} of " if half else ""
     labels = labels or [f"{of_half}bucket {i + 1} of {len(vectors)}" for i in range(len(vectors))]
     text = json.dumps({"sums": sums, "labels": [*labels]})

@@ -8,7 +8,7 @@ import jax
 from jaxmpi.allreduce import comm_thread
 from jaxmpi.allreduce.algorithms import Strategy, parse
 from jaxmpi.allreduce.building_blocks import pad
-from jaxmpi.allreduce.host_engine import is_far, summed
+from jaxmpi.allreduce.host_engine import all_reduce_in_program, is_far
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import check
@@ -59,7 +59,7 @@ def try_host_all_reduce(vectors: Sequence[jax.Array], name: str, comm: Comm, hal
     """
     has_thread = is_far(comm) and comm is world() and not comm_thread.unavailable_reason(name, comm)
     if not has_thread or 4 * sum(x.size for x in vectors) <= SHORT_BYTES:
-        if totals := summed(vectors, name, comm, half):
+        if totals := all_reduce_in_program(vectors, name, comm, half):
             return totals
     if not has_thread:
         return None

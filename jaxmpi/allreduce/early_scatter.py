@@ -68,7 +68,7 @@ def scattering(function: Callable[..., tuple], bucket_bytes: int | None, scatter
             for equation in part.equations:
                 values |= zip(equation.outvars, results_of(equation, [*map(read, equation.invars)]), strict=True)
             if bucket:
-                fills = [(each.outvars[0], each.invars[0].val) for each in part.fills]
+                fills = [(fill.outvars[0], fill.invars[0].val) for fill in part.fills]
                 numbers = [jnp.asarray(number, var.aval.dtype) for var, number in fills]
                 leaves = [read(program.outvars[i]) for i in bucket]
                 mine, through = scatter(leaves, [*map(read, part.through), *numbers])
@@ -129,7 +129,7 @@ def parts_of(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> li
         if is_large_fill(equation) and 0 < (first := min(users.get(equation.outvars[0], [0]))) <= last:
             fills[first - 1].append(equation)
             part_of[i] = -1  # in none
-    filled = {each.outvars[0] for part in fills for each in part}
+    filled = {fill.outvars[0] for part in fills for fill in part}
 
     def goes_through(var: Any, k: int) -> bool:
         if var in gradients or var in filled or not can_go(var.aval.dtype):
@@ -187,10 +187,10 @@ def inlined(traced: ClosedJaxpr) -> ClosedJaxpr:
 def results_of(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Apply one equation; operands of literals are not used."""
     pairs = zip(equation.invars, operands, strict=True)
-    taken = {var: x for var, x in pairs if not isinstance(var, Literal)}  # one may be there twice
+    inputs = {var: x for var, x in pairs if not isinstance(var, Literal)}  # one may be there twice
     names = DebugInfo("an equation", equation.primitive.name, None, None)
-    program = core.Jaxpr([], list(taken), equation.outvars, [equation], equation.effects, names)
-    return core.jaxpr_as_fun(ClosedJaxpr(program, ()))(*taken.values())
+    program = core.Jaxpr([], list(inputs), equation.outvars, [equation], equation.effects, names)
+    return core.jaxpr_as_fun(ClosedJaxpr(program, ()))(*inputs.values())
 
 
 def is_large_fill(equation: JaxprEqn) -> bool:

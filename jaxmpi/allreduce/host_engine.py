@@ -3,7 +3,7 @@
 A message through Python takes 0.1 ms of a core, and a sum on another thread two changes of threads: more than a short
 vector takes on the wire. So C carries out schedules (`schedules`), of which it knows only the steps.
 
-- In a program a handler sums vectors in the program's own thread (`summed`).
+- In a program a handler sums vectors in the program's own thread (`all_reduce_in_program`).
 - Beside a program the communication thread carries buckets on (`comm_thread`).
 
 A program holds the key of a plan, a digest of its sums, by which C finds their schedules, and nothing of the process.
@@ -110,16 +110,16 @@ class HostEngine:
 
     def parts(self, sums: Sequence[tuple[str, str, int]]) -> int:
         """How many parts, and so tags, sums take: as many on all ranks. Each is (strategy, half, floats)."""
-        return sum(len(self._schedule(*each)[1]) for each in sums)
+        return sum(len(self._schedule(*spec)[1]) for spec in sums)
 
     def learn(self, text: str) -> None:
         """Compare the plan of a program over ranks, which come here together, and let the program find it."""
-        about = json.loads(text)
-        facts = {name: [each[i] for each in about["sums"]] for i, name in enumerate(("strategy", "half", "floats"))}
+        plan = json.loads(text)
+        facts = {name: [row[i] for row in plan["sums"]] for i, name in enumerate(("strategy", "half", "floats"))}
         self.control.compare(fingerprint("the exchange beside a program", facts))
         key = key_of(text)
-        _labels[key] = about["labels"]
-        self.add_plan(key, [(strategy, half, n) for strategy, half, n in about["sums"]])
+        _labels[key] = plan["labels"]
+        self.add_plan(key, [(strategy, half, n) for strategy, half, n in plan["sums"]])
 
     def add_plan(self, key: int, sums: Sequence[tuple[str, str, int]]) -> None:
         """Let programs find sums by this key."""
@@ -127,7 +127,7 @@ class HostEngine:
 
         if key in self._plans:
             return
-        schedules = [self._schedule(*each) for each in sums]
+        schedules = [self._schedule(*spec) for spec in sums]
         records = np.array(  # `struct record` in C
             [
                 (steps.ctypes.data, parts.ctypes.data, len(parts), self.group.window, scratch_bytes)
@@ -146,9 +146,9 @@ class HostEngine:
         del _engines[self.number]
 
 
-def key_of(about: Any) -> int:
+def key_of(value: Any) -> int:
     """A digest, by which programs know a plan."""
-    return int.from_bytes(hashlib.sha256(repr(about).encode()).digest()[:8], "little") >> 1
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little") >> 1
 
 
 def words_of(key: int) -> tuple[int, int]:
@@ -168,17 +168,19 @@ def is_far(comm: Comm) -> TypeGuard[MpiComm]:
 def program_engine(comm: MpiComm) -> HostEngine | None:
     """The engine of this communicator's programs; None unless all ranks have C. All come here together at first."""
 
-    def made() -> HostEngine | None:
+    def open_engine() -> HostEngine | None:
         if unavailable_reason(comm):
             return None
         engine = HostEngine(comm)
         comparison_of(comm).name_errors_of(engine.mpi)
         return engine
 
-    return comm.cached("host engine", made)
+    return comm.cached("host engine", open_engine)
 
 
-def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = "") -> list[jax.Array] | None:
+def all_reduce_in_program(
+    vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = ""
+) -> list[jax.Array] | None:
     """Sums f32[n], or halves of them, in the program's thread; with the half CHUNK f32[n / w] -> f32[n].
 
     Several are under way at once. None if C has them not, on all ranks alike, which trace the program together.
@@ -207,16 +209,16 @@ def _name(key: int, index: int) -> str:
 
 def _read_spans() -> tuple[list[Span], list[Span]]:
     """Waits of programs for sums, and buckets' ways: those that ended since the last call, and a wait under way."""
-    taken = np.empty((MOST_SPANS + 1, 5), np.int64)
-    last = taken[MOST_SPANS:]
-    count = library().jaxmpi_sum_spans(c_void_p(taken.ctypes.data), c_void_p(last.ctypes.data))
+    buffer = np.empty((MOST_SPANS + 1, 5), np.int64)
+    last = buffer[MOST_SPANS:]
+    count = library().jaxmpi_sum_spans(c_void_p(buffer.ctypes.data), c_void_p(last.ctypes.data))
     ended, running = (
         [
             Span(TRACKS[track], _name(key, index), begin_ns / 1e9, max(begin_ns, end_ns) / 1e9)
             for track, key, index, begin_ns, end_ns in rows.tolist()
             if track
         ]
-        for rows in (taken[:count], last)
+        for rows in (buffer[:count], last)
     )
     return ended, running
 
@@ -229,13 +231,13 @@ def library() -> ctypes.CDLL:
     """The compiled engine, which has got MPI's functions and the callbacks below."""
     from mpi4py import MPI
 
-    made = SOURCE.library()
+    engine = SOURCE.library()
     callbacks = (_failed, _waits, _learn)
-    pointers = *c_handlers.addresses(FUNCTIONS), *(ctypes.cast(each, c_void_p).value for each in callbacks)
-    made.jaxmpi_sum_setup((c_void_p * len(pointers))(*pointers), c_handlers.handle_type()(MPI._handleof(MPI.BYTE)))
-    made.jaxmpi_beside_run.restype = None
+    pointers = *c_handlers.addresses(FUNCTIONS), *(ctypes.cast(callback, c_void_p).value for callback in callbacks)
+    engine.jaxmpi_sum_setup((c_void_p * len(pointers))(*pointers), c_handlers.handle_type()(MPI._handleof(MPI.BYTE)))
+    engine.jaxmpi_beside_run.restype = None
     progress.add_reader(_read_spans)
-    return made
+    return engine
 
 
 FUNCTIONS = "Isend", "Irecv", "Testsome"  # in the order in `scheduled_sums.h`; the callbacks follow
@@ -283,7 +285,7 @@ def _learn(number: int, text: int, length: int) -> None:
     _engines[number].learn(ctypes.string_at(text, length).decode())
 
 
-def late_error(control: MpiProcesses, what: str, waited_s: float, waiting: MpiProcesses) -> TrainingError:
+def late_error(control: MpiProcesses, description: str, waited_s: float, waiting: MpiProcesses) -> TrainingError:
     """The error of what has waited too long, with the ranks that are late; all ranks that wait find them together.
 
     Args:
@@ -291,6 +293,6 @@ def late_error(control: MpiProcesses, what: str, waited_s: float, waiting: MpiPr
     """
     late = control.in_job(control.late())
     return TrainingError(
-        f"{what} has waited {waited_s:.0f} s for rank {late}; all ranks must exchange as often "
+        f"{description} has waited {waited_s:.0f} s for rank {late}; all ranks must exchange as often "
         f"(JAXMPI_EXCHANGE_TIMEOUT_S sets the time){waiting.waits.where(late)}"
     )

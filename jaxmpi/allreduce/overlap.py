@@ -35,44 +35,44 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 
 # ---------------------------------------------------------------- whether
 
-UNFIT = "exchange.overlap: got {asked}, but {reason}; use off or auto"
+UNFIT = "exchange.overlap: got {setting}, but {reason}; use off or auto"
 
 
-def chosen_in_memory(asked: str, unfit: str) -> tuple[bool, str]:
+def chosen_in_memory(setting: str, unfit: str) -> tuple[bool, str]:
     """Choose whether shared-memory sums run beside the backward pass, with the reason.
 
     Args:
-        asked: auto, on or off; auto is on, since gradients then do not exist together.
+        setting: auto, on or off; auto is on, since gradients then do not exist together.
         unfit: why they cannot; empty if they can.
 
     Raises:
         UsageError: on, if it cannot be; or an unknown value.
     """
-    check(not (asked == "on" and unfit), UNFIT.format(asked=asked, reason=unfit))
-    reason = "as set" if asked == "off" else unfit
-    on = "as asked" if asked == "on" else "gradients do not exist together so"
+    check(not (setting == "on" and unfit), UNFIT.format(setting=setting, reason=unfit))
+    reason = "as set" if setting == "off" else unfit
+    on = "as asked" if setting == "on" else "gradients do not exist together so"
     return not reason, f"overlap off: {reason}" if reason else f"overlap on: {on}"
 
 
-def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool, str]:
+def chosen(setting: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool, str]:
     """Choose whether the exchange runs beside the backward pass, with the reason.
 
     Args:
-        asked: auto, on or off. auto is on if ranks are on several hosts: inside one, an exchange is work for
+        setting: auto, on or off. auto is on if ranks are on several hosts: inside one, an exchange is work for
             memory and cores, of which the backward pass leaves none.
         unfit: why the step cannot hide an exchange; empty if it can.
 
     Raises:
         UsageError: on, if it cannot be; or an unknown value.
     """
-    if asked == "off":
+    if setting == "off":
         return False, "overlap off: as set"
     is_on_one_host = isinstance(comm, MpiComm) and comm.size > 1 and len(set(comm.hosts)) == 1
-    if asked == "auto" and not unfit and is_on_one_host:
+    if setting == "auto" and not unfit and is_on_one_host:
         return False, "overlap off: all ranks are on one host"  # the reason that no option changes
     reason = unfit or unavailable_reason(strategy, comm)
-    check(not (asked == "on" and comm.size > 1 and reason), UNFIT.format(asked=asked, reason=reason))
-    on = "as asked" if asked == "on" else f"ranks are on {len(set(comm.hosts))} hosts"
+    check(not (setting == "on" and comm.size > 1 and reason), UNFIT.format(setting=setting, reason=reason))
+    on = "as asked" if setting == "on" else f"ranks are on {len(set(comm.hosts))} hosts"
     return not reason, f"overlap off: {reason}" if reason else f"overlap on: {on}"
 
 
@@ -135,5 +135,5 @@ def exchange(
             workers.assert_same(choice.fingerprint(tree, TRACED))
             number = number_of(workers, f"beside its program: {choice.describe(leaves)}, {caller()}")
     choice = choice._replace(beside=Beside(tuple(labels), portable, number))
-    given = [block_transforms(jnp.asarray(leaf), workers) for leaf in leaves]
-    return jax.tree.unflatten(structure, choice.program(given)(given))
+    wrapped_leaves = [block_transforms(jnp.asarray(leaf), workers) for leaf in leaves]
+    return jax.tree.unflatten(structure, choice.program(wrapped_leaves)(wrapped_leaves))

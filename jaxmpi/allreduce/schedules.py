@@ -67,9 +67,9 @@ class Group:
         return self._subgroup(self.order[self.inside.place :: self.inside.size])
 
     def _subgroup(self, order: Sequence[int]) -> "Group":
-        made = Group(self.rank, order, self.hosts, range(len(order)))  # numbered as `building_blocks.SubComm` does
-        made.message_bytes = self.message_bytes
-        return made
+        subgroup = Group(self.rank, order, self.hosts, range(len(order)))  # numbered as `building_blocks.SubComm` does
+        subgroup.message_bytes = self.message_bytes
+        return subgroup
 
 
 class Schedule:
@@ -93,10 +93,10 @@ class Schedule:
         self._used_bytes = used_bytes
 
     def _allocate(self, floats: int, size_bytes: int) -> Span:
-        made = Span(4 * self._used_bytes + SCRATCH, floats, size_bytes)
+        span = Span(4 * self._used_bytes + SCRATCH, floats, size_bytes)
         self._used_bytes += -(-max(1, size_bytes) // LINE_BYTES) * LINE_BYTES
         self.scratch_bytes = max(self.scratch_bytes, self._used_bytes)
-        return made
+        return span
 
     def floats(self, count: int) -> Span:
         """Scratch memory for floats."""
@@ -136,10 +136,10 @@ class Schedule:
         """Go on when all messages have come and gone."""
         self.steps.append(WAIT)
 
-    def pass_on(self, sent: Span, received: Span, group: Group) -> None:
+    def pass_on(self, outgoing: Span, received: Span, group: Group) -> None:
         """Send to the next place and receive from the one before."""
         self.receive(received, group.order[group.place - 1])
-        self.send(sent, group.order[(group.place + 1) % group.size])
+        self.send(outgoing, group.order[(group.place + 1) % group.size])
         self.wait()
 
     def add(self, to: Span, summands: Sequence[Span], from_zero: bool = False) -> None:
@@ -151,9 +151,9 @@ class Schedule:
         """The row's encoding: the row itself if there is none."""
         if self.is_exact:
             return row
-        made = self.message(row.floats)
-        self.steps += ENCODE, self.wire.number, made.place, self._source(row), row.floats
-        return made
+        message = self.message(row.floats)
+        self.steps += ENCODE, self.wire.number, message.place, self._source(row), row.floats
+        return message
 
     def decode(self, message: Span, to: Span) -> None:
         """Decode a message, which is there already if there is no encoding."""
@@ -211,13 +211,13 @@ def in_columns(n: int, group: Group, wire: Wire, sum: SumSchedule) -> Iterator[P
 def gather_round_ring(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
     """Pass encoded results round the ring: row 0 is this rank's, row i comes from i places back."""
     with schedule.scratch():
-        sent = schedule.encode(rows[0])
-        schedule.decode(sent, rows[0])
+        outgoing = schedule.encode(rows[0])
+        schedule.decode(outgoing, rows[0])
         longest = max(row.floats for row in rows)
         spare = [] if schedule.is_exact else [schedule.message(longest), schedule.message(longest)]
         for i, row in enumerate(rows[1:]):
             size_bytes = schedule.wire.size_bytes(row.floats)
             received = Span(spare[i % 2].place, row.floats, size_bytes) if spare else row
-            schedule.pass_on(sent, received, group)
+            schedule.pass_on(outgoing, received, group)
             schedule.decode(received, row)
-            sent = received
+            outgoing = received

@@ -95,9 +95,9 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def decode_blocks(sent: tuple[jax.Array, jax.Array]) -> jax.Array:
+def decode_blocks(message: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Halves or multiples times their blocks' scales, f32[..., ceil(n / BLOCK)]."""
-    numbers, scale = sent
+    numbers, scale = message
     return of_blocks(in_blocks(numbers).astype(jnp.float32) * scale[..., None], numbers.shape[-1])
 
 
@@ -147,7 +147,7 @@ def host_wire(name: str) -> HostWire:
     """
     wire = lookup(WIRES, name, "wire")
     if wire is PACKAGED_WIRES["32"]:
-        return HostWire(wire.size_bytes, lambda x: x.view(np.uint8), lambda sent, n: sent.view(np.float32), True)
+        return HostWire(wire.size_bytes, lambda x: x.view(np.uint8), lambda message, n: message.view(np.float32), True)
     return in_c(wire) if is_packaged(wire) and codec() else through_program(wire)
 
 
@@ -183,13 +183,13 @@ def in_c(wire: Wire) -> HostWire:
     assert library
 
     def encode(x: np.ndarray) -> np.ndarray:
-        x, sent = np.ascontiguousarray(x, np.float32), np.empty(wire.size_bytes(x.size), np.uint8)
-        library.jaxmpi_encode(wire.number, sent.ctypes, x.ctypes, c_int64(x.size))
-        return sent
+        x, message = np.ascontiguousarray(x, np.float32), np.empty(wire.size_bytes(x.size), np.uint8)
+        library.jaxmpi_encode(wire.number, message.ctypes, x.ctypes, c_int64(x.size))
+        return message
 
-    def decode(sent: np.ndarray, n: int) -> np.ndarray:
-        sent, x = np.ascontiguousarray(sent), np.empty(n, np.float32)
-        library.jaxmpi_decode(wire.number, x.ctypes, sent.ctypes, c_int64(n))
+    def decode(message: np.ndarray, n: int) -> np.ndarray:
+        message, x = np.ascontiguousarray(message), np.empty(n, np.float32)
+        library.jaxmpi_decode(wire.number, x.ctypes, message.ctypes, c_int64(n))
         return x
 
     return HostWire(wire.size_bytes, encode, decode)
@@ -204,7 +204,7 @@ def through_program(wire: Wire) -> HostWire:
     encode, decode = jax.jit(wire.encode), jax.jit(wire.decode)
 
     @functools.cache
-    def sent(n: int) -> tuple[list[jax.ShapeDtypeStruct], Any]:
+    def encoded_shapes(n: int) -> tuple[list[jax.ShapeDtypeStruct], Any]:
         return jax.tree.flatten(jax.eval_shape(wire.encode, jax.ShapeDtypeStruct((n,), jnp.float32)))
 
     def to_bytes(x: np.ndarray) -> np.ndarray:
@@ -212,22 +212,22 @@ def through_program(wire: Wire) -> HostWire:
         return np.concatenate([np.asarray(leaf).reshape(-1).view(np.uint8) for leaf in leaves])
 
     def to_floats(message: np.ndarray, n: int) -> np.ndarray:
-        leaves, structure = sent(n)
+        leaves, structure = encoded_shapes(n)
         cuts = np.cumsum([leaf.size * leaf.dtype.itemsize for leaf in reversed(leaves)])[:-1]
         parts = np.split(message, cuts)[::-1]
         arrays = [part.view(leaf.dtype).reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
         return np.asarray(decode(jax.tree.unflatten(structure, arrays)))
 
-    return HostWire(lambda n: sum(x.size * x.dtype.itemsize for x in sent(n)[0]), to_bytes, to_floats)
+    return HostWire(lambda n: sum(x.size * x.dtype.itemsize for x in encoded_shapes(n)[0]), to_bytes, to_floats)
 
 
 # ---------------------------------------------------------------- the table
 
 
 WIRES: dict[str, Wire] = {
-    "32": Wire(lambda x: x, lambda sent: sent, code="F32"),
+    "32": Wire(lambda x: x, lambda x: x, code="F32"),
     "16": Wire(encode_f16, decode_blocks, BLOCK, "F16"),
-    "bf16": Wire(lambda x: x.astype(jnp.bfloat16), lambda sent: sent.astype(jnp.float32), code="BF16"),
+    "bf16": Wire(lambda x: x.astype(jnp.bfloat16), lambda message: message.astype(jnp.float32), code="BF16"),
     "8": Wire(encode_i8, decode_blocks, BLOCK, "I8"),
 }
 PACKAGED_WIRES = dict(WIRES)  # before a user adds or replaces rows

@@ -46,16 +46,16 @@ def schedule_scatter(rows: Sequence[Span], group: Group, schedule: Schedule) -> 
 
 def schedule_gather(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
     """ASA's second half: inside a host from each to all at once, else round a ring, which loads each link once."""
-    around = [rows[group.numbers[(group.place - back) % group.size]] for back in range(group.size)]
+    around = [rows[group.numbers[(group.place - distance) % group.size]] for distance in range(group.size)]
     if not group.is_one_host:
         return gather_round_ring(around, group, schedule)
     with schedule.scratch():
-        sent = schedule.encode(around[0])
-        schedule.decode(sent, around[0])
+        message = schedule.encode(around[0])
+        schedule.decode(message, around[0])
         landings = [schedule.landing(row) for row in around[1:]]
-        for back, landing in enumerate(landings, 1):
-            schedule.receive(landing, group.order[(group.place - back) % group.size])
-            schedule.send(sent, group.order[(group.place + back) % group.size])
+        for distance, landing in enumerate(landings, 1):
+            schedule.receive(landing, group.order[(group.place - distance) % group.size])
+            schedule.send(message, group.order[(group.place + distance) % group.size])
         schedule.wait()
         for landing, row in zip(landings, around[1:], strict=True):
             schedule.decode(landing, row)

@@ -74,9 +74,9 @@ def all_to_root(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     Vectors come one after another and are added in rank order. Rank 0 receives and sends w - 1 vectors, the others one
     each: the naive way, to compare with. Rounds twice.
     """
-    sent, total = wire.encode(x), x
+    message, total = wire.encode(x), x
     for rank in range(1, comm.size):
-        total = total + wire.decode(comm.permute(sent, [(rank, 0)]))
+        total = total + wire.decode(comm.permute(message, [(rank, 0)]))
     result = wire.encode(total)
     for rank in range(1, comm.size):
         received = comm.permute(result, [(0, rank)])
@@ -89,10 +89,10 @@ def all_to_root_seconds(net: Net, n: float, wire: str) -> float:
 
     Messages go one after another, and one rank adds: the growth with w that Gibiansky 2017 begins with.
     """
-    alone = net._replace(slots=1)  # a rank that does not send or receive waits, and leaves its core to the others
-    inside = (net.slots - 1) * turn(alone._replace(slots=2), n, wire, 0)
-    between = (net.workers - net.slots) * turn(alone, n, wire, 1)
-    return 2 * (inside + between) + (net.workers - 1) * (add(alone, n) + code(alone, n, wire) / 2)
+    single_slot = net._replace(slots=1)  # a rank that does not send or receive waits, and leaves its core to the others
+    inside = (net.slots - 1) * turn(single_slot._replace(slots=2), n, wire, 0)
+    between = (net.workers - net.slots) * turn(single_slot, n, wire, 1)
+    return 2 * (inside + between) + (net.workers - 1) * (add(single_slot, n) + code(single_slot, n, wire) / 2)
 
 
 ROOT = StrategySpec(all_to_root, ALL, crosses=True, seconds=all_to_root_seconds)

@@ -42,7 +42,7 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
     _, part = coloured_cut(x.size, comm.size, colours)
     packets = packets_of(x.size, k, height)
     rows_of_packets = packets * packet_length(part, packets)
-    own = jax.vmap(lambda row: pad(row, rows_of_packets))(pad(x, k * part).reshape(k, part)).reshape(k, packets, -1)
+    blocks = jax.vmap(lambda row: pad(row, rows_of_packets))(pad(x, k * part).reshape(k, part)).reshape(k, packets, -1)
     depth = jnp.asarray(forest.depth)[:, place]  # depth of this place in each tree
     interior_tree = jnp.asarray(forest.interior_tree)[place]  # the one tree in which it has children
     colour = [jnp.asarray(row)[place] for row in forest.colour]  # in each round, the tree in which it has a parent
@@ -67,8 +67,8 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
             arrived = put(arrived, colour[i], comm.permute(take(down, interior_tree), pairs))
         return up, arrived, rows
 
-    still, turns = jax.tree.map(jnp.zeros_like, wire.encode(own[:, 0])), packets + 2 * height
-    _, down, rows = comm.loop(turns, step, (still, still, own))
+    still, turns = jax.tree.map(jnp.zeros_like, wire.encode(blocks[:, 0])), packets + 2 * height
+    _, down, rows = comm.loop(turns, step, (still, still, blocks))
     return landed(turns, down, rows).reshape(k, -1)[:, :part].reshape(-1)[: x.size]
 
 
@@ -102,16 +102,16 @@ def up_and_down(rows: Sequence[Span], group: Group, schedule: Schedule, forest: 
             total = schedule.floats(mine.floats)
             schedule.add(total, received, from_zero=True)  # so no sum is -0
             schedule.add(mine, [mine, total])
-        sent = schedule.encode(mine)
+        outgoing = schedule.encode(mine)
         if above >= 0:
-            schedule.send(sent, group.order[above])
+            schedule.send(outgoing, group.order[above])
             schedule.wait()
-            sent = schedule.landing(mine)
-            schedule.receive(sent, group.order[above])
+            outgoing = schedule.landing(mine)
+            schedule.receive(outgoing, group.order[above])
             schedule.wait()
-        schedule.decode(sent, mine)
+        schedule.decode(outgoing, mine)
         for child in children:
-            schedule.send(sent, child)
+            schedule.send(outgoing, child)
         schedule.wait()
 
 
@@ -187,35 +187,35 @@ def schedule(edges: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int,
     There are as many rounds as the busiest place has edges (Koenig 1916). The ends of an edge may have no free round in
     common. The edge then swaps two rounds along the path that is in its way. An edge is (tree, child, parent).
     """
-    taken: dict[tuple[str, int, int], tuple[int, int, int]] = {}  # (end, place, round): the edge
+    edge_at: dict[tuple[str, int, int], tuple[int, int, int]] = {}  # (end, place, round): the edge
 
     def ends(edge: tuple[int, int, int]) -> list[tuple[str, int]]:
         return [("child", edge[1]), ("parent", edge[2])]
 
     def free(end: tuple[str, int]) -> int:
-        return next(i for i in range(len(edges)) if (*end, i) not in taken)
+        return next(i for i in range(len(edges)) if (*end, i) not in edge_at)
 
     for edge in edges:
         child, end = ends(edge)
         mine, other = free(child), free(end)
         path, at = [], mine
-        while (step := taken.get((*end, at))) is not None:
+        while (step := edge_at.get((*end, at))) is not None:
             path.append((step, at))
             [end] = [e for e in ends(step) if e != end]
             at = other if at == mine else mine
         for step, at in path:
             for e in ends(step):
-                taken.pop((*e, at), None)
+                edge_at.pop((*e, at), None)
         moved = [(step, other if at == mine else mine) for step, at in path]
         for step, at in [*moved, (edge, mine)]:
-            taken |= {(*e, at): step for e in ends(step)}
-    count = max((i for _, _, i in taken), default=-1) + 1
-    return [[edge for (end, _, at), edge in taken.items() if end == "child" and at == i] for i in range(count)]
+            edge_at |= {(*e, at): step for e in ends(step)}
+    count = max((i for _, _, i in edge_at), default=-1) + 1
+    return [[edge for (end, _, at), edge in edge_at.items() if end == "child" and at == i] for i in range(count)]
 
 
-def message_of(length: int, most: int) -> int:
+def message_of(length: int, limit: int) -> int:
     """Floats of a packet's messages: whole blocks, and as even as possible."""
-    messages = max(1, -(-length // most))
+    messages = max(1, -(-length // limit))
     return max(1, -(-length // messages // BLOCK)) * BLOCK
 
 
@@ -229,10 +229,10 @@ def coloured_trees_seconds(net: Net, n: float, wire: str, colours: int) -> float
     """
     k, arity, height = tree_shape(net.workers, colours)
     crossing = 0 if net.hosts == 1 else 1 if k == 1 else net.slots
-    most = HOST_MESSAGE_BYTES if net.hosts == 1 else MESSAGE_BYTES
-    message = min(n / (k * packets_of(n, k, height)), most / wire_format(wire)[1])
-    sent, added = most_edges(net.workers, k, arity) * n / k, arity * n / k
-    volume = turn(net, sent, wire, crossing) - turn(net, 0, wire, crossing)
+    message_limit = HOST_MESSAGE_BYTES if net.hosts == 1 else MESSAGE_BYTES
+    message = min(n / (k * packets_of(n, k, height)), message_limit / wire_format(wire)[1])
+    sent_floats, added = most_edges(net.workers, k, arity) * n / k, arity * n / k
+    volume = turn(net, sent_floats, wire, crossing) - turn(net, 0, wire, crossing)
     return 2 * height * turn(net, message, wire, crossing) + volume + add(net, added) + code(net, n + added, wire)
 
 

@@ -73,7 +73,7 @@ def chunks_by_host(comm: Comm, cross: Halves) -> tuple[int, ...]:
     """
     ranks = [[rank for rank in comm.order if comm.hosts[rank] == host] for host in sorted(set(comm.hosts))]
     between = cross.chunks(split_by_host(comm)[1])
-    places = {rank: (place, host) for host, each in enumerate(ranks) for place, rank in enumerate(each)}
+    places = {rank: (place, host) for host, host_ranks in enumerate(ranks) for place, rank in enumerate(host_ranks)}
     return tuple(places[rank][0] * len(ranks) + between[places[rank][1]] for rank in range(comm.size))
 
 
@@ -97,26 +97,26 @@ def schedule_by_host(
     """The steps of `by_host`; inside a host each rank exchanges with all others at once."""
     inside, count = group.inside, len(rows) // group.inside.size
     by_place = [rows[i * count : (i + 1) * count] for i in range(inside.size)]
-    own, peers = by_place[inside.place], [i for i in range(inside.size) if i != inside.place]
+    own_rows, peers = by_place[inside.place], [i for i in range(inside.size) if i != inside.place]
     if reduces:
         with schedule.scratch():
-            received = {i: [schedule.floats(row.floats) for row in own] for i in peers}
+            received = {i: [schedule.floats(row.floats) for row in own_rows] for i in peers}
             for i in peers:
                 swap(by_place[i], received[i], inside.order[i], schedule)
             schedule.wait()
-            for c, row in enumerate(own if peers else ()):
+            for c, row in enumerate(own_rows if peers else ()):
                 schedule.add(row, [received[i][c] if i in received else row for i in range(inside.size)])
     if group.between.size > 1:
-        cross(own, group.between, schedule)
+        cross(own_rows, group.between, schedule)
     if gathers:
         for i in peers:
-            swap(own, by_place[i], inside.order[i], schedule)
+            swap(own_rows, by_place[i], inside.order[i], schedule)
         schedule.wait()
 
 
-def swap(sent: Sequence[Span], received: Sequence[Span], rank: int, schedule: Schedule) -> None:
+def swap(outgoing: Sequence[Span], received: Sequence[Span], rank: int, schedule: Schedule) -> None:
     """Exchange equally many rows with a rank, at 32 bits."""
-    for row, theirs in zip(sent, received, strict=True):
+    for row, theirs in zip(outgoing, received, strict=True):
         schedule.receive(theirs, rank)
         schedule.send(row, rank)
 

@@ -32,7 +32,7 @@ def all_gather(chunk: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     place = ring_index(comm)
     # Encoded once, forwarded as it is, and decoded by all, its maker too: encoding anew at every hop would round w - 1
     # times, and leave each worker with other bits.
-    rows = ring_all_gather(wire.encode(chunk), comm, lambda back: (place + 1 - back) % comm.size)
+    rows = ring_all_gather(wire.encode(chunk), comm, lambda distance: (place + 1 - distance) % comm.size)
     return wire.decode(rows).reshape(-1)
 
 
@@ -54,7 +54,9 @@ def schedule_scatter(rows: Sequence[Span], group: Group, schedule: Schedule) -> 
 
 def schedule_gather(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
     """The steps of `all_gather`."""
-    gather_round_ring([rows[(group.place + 1 - back) % group.size] for back in range(group.size)], group, schedule)
+    gather_round_ring(
+        [rows[(group.place + 1 - distance) % group.size] for distance in range(group.size)], group, schedule
+    )
 
 
 def ring_seconds(net: Net, n: float, wire: str) -> float:

@@ -148,11 +148,11 @@ def turn(net: Net, floats: float, wire: str, crossing: int) -> float:
 
     `crossing` of a host's ranks send from host to host. An encoding of several arrays travels as so many messages.
     """
-    count, each = wire_format(wire)
-    inside = (count * net.inside.alpha_s + floats * each * net.inside.beta_s_per_byte) * net.crowd
+    count, float_bytes = wire_format(wire)
+    inside = (count * net.inside.alpha_s + floats * float_bytes * net.inside.beta_s_per_byte) * net.crowd
     if crossing == 0:
         return inside
-    between = count * net.between.alpha_s * net.crowd + crossing * floats * each * net.between.beta_s_per_byte
+    between = count * net.between.alpha_s * net.crowd + crossing * floats * float_bytes * net.between.beta_s_per_byte
     return between if crossing >= net.slots else max(inside, between)
 
 
@@ -178,5 +178,7 @@ def crossings(hosts: int, slots: int, distance: int) -> int:
 def wire_format(wire: str) -> tuple[int, float]:
     """(arrays, bytes a float) of a wire, scales included."""
     n = 1024 * BLOCK
-    sent = jax.tree.leaves(jax.eval_shape(lookup(WIRES, wire, "wire").encode, jax.ShapeDtypeStruct((n,), jnp.float32)))
-    return len(sent), sum(leaf.size * leaf.dtype.itemsize for leaf in sent) / n
+    leaves = jax.tree.leaves(
+        jax.eval_shape(lookup(WIRES, wire, "wire").encode, jax.ShapeDtypeStruct((n,), jnp.float32))
+    )
+    return len(leaves), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / n

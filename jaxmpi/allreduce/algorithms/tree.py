@@ -50,8 +50,8 @@ def pairwise(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 def double(blocks: PyTree, comm: Comm, pairs: Pairs, mine: jax.Array | int, count: int) -> PyTree:
     """Send the `count` rows around `mine`; receive the partner's beside them."""
     start = mine // count * count
-    sent = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, count), blocks)
-    received = comm.permute(sent, pairs)
+    outgoing = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, count), blocks)
+    received = comm.permute(outgoing, pairs)
     return jax.tree.map(
         lambda leaf, rows: lax.dynamic_update_slice_in_dim(leaf, rows, start ^ count, 0), blocks, received
     )
@@ -63,10 +63,10 @@ def schedule_pairwise(rows: Sequence[Span], group: Group, schedule: Schedule) ->
     mine = list(range(group.size))  # rows that are still summed here
     for level, partner in enumerate(partners):
         low, high = mine[: len(mine) // 2], mine[len(mine) // 2 :]
-        given, mine = (low, high) if group.place >> level & 1 else (high, low)
+        outgoing, mine = (low, high) if group.place >> level & 1 else (high, low)
         with schedule.scratch():
             received = [schedule.message(rows[i].floats) for i in mine]
-            for i, theirs in zip(given, received, strict=True):
+            for i, theirs in zip(outgoing, received, strict=True):
                 schedule.receive(theirs, partner)
                 schedule.send(schedule.encode(rows[i]), partner)
             schedule.wait()
@@ -79,8 +79,8 @@ def schedule_pairwise(rows: Sequence[Span], group: Group, schedule: Schedule) ->
             theirs = {i ^ len(results): schedule.landing(rows[i ^ len(results)]) for i in sorted(results)}
             for _, received in sorted(theirs.items()):
                 schedule.receive(received, partner)
-            for _, sent in sorted(results.items()):
-                schedule.send(sent, partner)
+            for _, result in sorted(results.items()):
+                schedule.send(result, partner)
             schedule.wait()
             for i, received in theirs.items():
                 schedule.decode(received, rows[i])
