@@ -121,23 +121,23 @@ def calls(operation: str, rounds: int) -> dict[str, dict[str, list[float]]]:
         together.Barrier()
         return together.allreduce(harness.seconds(run), MPI.MAX)
 
-    found = {}
+    results = {}
     for size in SIZES:
         repeats = max(1, min(CALLS_MOST, (1 << 20) // size))
-        x, sent = jnp.ones(size // 4, jnp.float32), np.ones(size // 4, np.float32)
+        x, message = jnp.ones(size // 4, jnp.float32), np.ones(size // 4, np.float32)
         out = np.empty((workers if operation in ("allgather", "gather", "scatter") else 1, size // 4), np.float32)
 
-        def by_mpi4py(sent: Any = sent, out: Any = out, repeats: int = repeats) -> None:
+        def by_mpi4py(message: Any = message, out: Any = out, repeats: int = repeats) -> None:
             for _ in range(repeats):
-                by["mpi4py"](sent, out)
+                by["mpi4py"](message, out)
 
         programs = {name: looped(by[name], repeats) for name in ("jaxmpi", "mpi4jax")}
         runs: dict[str, Any] = {
             name: lambda program=program, x=x: program(x).block_until_ready() for name, program in programs.items()
         }
         timed = harness.take_turns(runs | {"mpi4py": by_mpi4py}, rounds, warm_up=3, clock=slowest, swap=True)
-        found[str(size)] = {name: [s / repeats for s in values] for name, values in timed.items()}
-    return found
+        results[str(size)] = {name: [s / repeats for s in values] for name, values in timed.items()}
+    return results
 
 
 def overlap(goal_s: float, rounds: int) -> dict[str, list[float]]:
@@ -158,28 +158,28 @@ def overlap(goal_s: float, rounds: int) -> dict[str, list[float]]:
 
     a, n, floats = jnp.eye(256) / 2, 20, 1 << 20
     for _ in range(4):  # a time is not quite in proportion to an amount
-        alone, sent = jax.jit(lambda a, n=n: compute(n, a)), jax.jit(lambda x: mpi.allreduce(x, "max"))
+        computation, exchange = jax.jit(lambda a, n=n: compute(n, a)), jax.jit(lambda x: mpi.allreduce(x, "max"))
         x = jnp.ones(floats)
         runs: dict[str, Any] = {
-            "compute": lambda alone=alone: alone(a).block_until_ready(),
-            "exchange": lambda sent=sent, x=x: sent(x).block_until_ready(),
+            "compute": lambda computation=computation: computation(a).block_until_ready(),
+            "exchange": lambda exchange=exchange, x=x: exchange(x).block_until_ready(),
         }
         timed = harness.take_turns(runs, 3, warm_up=2)
         took = jaxmpi.broadcast(np.array([np.median(timed["compute"]), np.median(timed["exchange"])]))
         n, floats = int(n * goal_s / took[0]), int(floats * goal_s / took[1])
     x = jnp.ones(floats)
 
-    def beside(a: Any, x: Any) -> Any:
+    def start_and_wait(a: Any, x: Any) -> Any:
         handle = jaxmpi.start(mpi.allreduce, x, "max")
-        done = compute(n, a)
-        return done, jaxmpi.wait(handle, after=done)
+        values = compute(n, a)
+        return values, jaxmpi.wait(handle, after=values)
 
-    alone, sent = jax.jit(lambda a: compute(n, a)), jax.jit(lambda x: mpi.allreduce(x, "max"))
-    both = jax.jit(beside)
+    computation, exchange = jax.jit(lambda a: compute(n, a)), jax.jit(lambda x: mpi.allreduce(x, "max"))
+    both = jax.jit(start_and_wait)
     runs = {
-        "compute": lambda: alone(a).block_until_ready(),
-        "exchange": lambda: sent(x).block_until_ready(),
-        "in sequence": lambda: (alone(a).block_until_ready(), sent(x).block_until_ready()),
+        "compute": lambda: computation(a).block_until_ready(),
+        "exchange": lambda: exchange(x).block_until_ready(),
+        "in sequence": lambda: (computation(a).block_until_ready(), exchange(x).block_until_ready()),
         "start and wait": lambda: jax.block_until_ready(both(a, x)),
     }
     return harness.take_turns(runs, rounds, warm_up=2)
@@ -187,11 +187,11 @@ def overlap(goal_s: float, rounds: int) -> dict[str, list[float]]:
 
 def show_calls(options: argparse.Namespace) -> dict[str, Any]:
     """Print a table for each operation and number of ranks."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for operation, ranks in itertools.product(options.operations, options.ranks):
         job = {"ranks": ranks, "env": {"JAX_PLATFORMS": "cpu"}}
         measured = harness.on_ranks(calls, operation, options.rounds, **job)
-        found.setdefault(operation, {})[str(ranks)] = measured
+        results.setdefault(operation, {})[str(ranks)] = measured
         rows = []
         for size, by in measured.items():
             micro = [f"{1e6 * float(np.median(values)):.1f}" for values in by.values()]
@@ -199,20 +199,20 @@ def show_calls(options: argparse.Namespace) -> dict[str, Any]:
             rows.append([size, *micro, harness.interval(ratio, 2)])
         print(f"\n{operation}, {ranks} ranks, us a call\n")
         print(harness.table(("bytes", "jaxmpi", "mpi4jax", "mpi4py", "jaxmpi / mpi4jax (goal 1.0)"), rows), flush=True)
-    return found
+    return results
 
 
 def show_overlap(options: argparse.Namespace) -> dict[str, Any]:
     """Print seconds, and the ratio to the longer of both."""
     job = {"ranks": 2, "rate": options.rate, "env": {"JAX_PLATFORMS": "cpu"}}
-    found = harness.on_ranks(overlap, options.ms / 1e3, options.rounds, **job)
-    longer = np.maximum(found["compute"], found["exchange"])
+    times = harness.on_ranks(overlap, options.ms / 1e3, options.rounds, **job)
+    longer = np.maximum(times["compute"], times["exchange"])
     rows = [
         [name, f"{np.median(values):.3f}", harness.interval(np.array(values) / longer, 2)]
-        for name, values in found.items()
+        for name, values in times.items()
     ]
     print(harness.table(("two ranks", "s", "of the longer (goal 1.15)"), rows))
-    return found
+    return times
 
 
 def main() -> None:

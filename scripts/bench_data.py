@@ -243,8 +243,8 @@ def rounds(names: list[str], folder: Path, options: argparse.Namespace) -> dict[
     """Images/s: medians of jobs that take turns."""
     job = partial(harness.on_ranks, images_per_s, timeout_s=300)
     runs: dict[str, Any] = {name: partial(job, name, str(folder), options.cores, options.seconds) for name in names}
-    found = harness.take_turns(runs, options.rounds, clock=harness.result)
-    return {name: statistics.median(values) for name, values in found.items()}
+    rates = harness.take_turns(runs, options.rounds, clock=harness.result)
+    return {name: statistics.median(values) for name, values in rates.items()}
 
 
 # ---------------------------------------------------------------- tables
@@ -253,22 +253,22 @@ def rounds(names: list[str], folder: Path, options: argparse.Namespace) -> dict[
 def show_peers(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Print images/s and core, with ratios to the bare decode and the best other."""
     names = options.only or list(CONTENDERS)
-    found = rounds(names, folder, options)
-    bases = found.get("bare"), max((found[n] for n in names if not n.startswith(("jaxmpi", "bare"))), default=None)
+    rates = rounds(names, folder, options)
+    bases = rates.get("bare"), max((rates[n] for n in names if not n.startswith(("jaxmpi", "bare"))), default=None)
     rows = [
         [name, f"{rate:.0f}", *(f"{rate / base:.2f}" if base else "-" for base in bases)]
-        for name, rate in sorted(found.items(), key=lambda item: -item[1])
+        for name, rate in sorted(rates.items(), key=lambda item: -item[1])
     ]
     print(harness.table(("peers", "images/s", "of bare", "of the best other"), rows))
-    return found
+    return rates
 
 
 def show_formats(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Print images/s and core of every format."""
-    found = rounds(list(FORMATS), folder, options)
-    rows = [[name, f"{rate:.0f}", f"{rate / found['imagefolder']:.2f}"] for name, rate in found.items()]
+    rates = rounds(list(FORMATS), folder, options)
+    rows = [[name, f"{rate:.0f}", f"{rate / rates['imagefolder']:.2f}"] for name, rate in rates.items()]
     print(harness.table(("format", "images/s", "of folder"), rows))
-    return found
+    return rates
 
 
 PARTS = {"peers": show_peers, "formats": show_formats}

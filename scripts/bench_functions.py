@@ -160,9 +160,9 @@ def plain_steps(
     first, second, rows = jax.jit(gradient), jax.jit(update), []
     for batch in batches:
         begin = time.perf_counter()
-        taken = [np.take(array, batch, axis=0) for array in (images, labels)]
+        batch_arrays = [np.take(array, batch, axis=0) for array in (images, labels)]
         shuffled = time.perf_counter()
-        _, flat, stats = first(*taken, params, stats)
+        _, flat, stats = first(*batch_arrays, params, stats)
         params = jax.block_until_ready(second(flat, params))
         spent = {"shuffle_s": shuffled - begin, "total_s": time.perf_counter() - begin}
         rows.append(dict.fromkeys(COUNTED, 0.0) | spent)

@@ -230,8 +230,8 @@ def measure(model: str, dtype: str, options: argparse.Namespace, sides: list[str
             ask(SETTLE)
         peak = {name: int(ask(0)) for name, ask in asks.items()}
         runs = {name: partial(ask, options.steps) for name, ask in asks.items()}
-        found = harness.take_turns(runs, options.rounds, warm_up=SETTLE, clock=harness.result, swap=True)
-    seconds = {name: [turn_s / options.steps for turn_s in values] for name, values in found.items()}
+        times = harness.take_turns(runs, options.rounds, warm_up=SETTLE, clock=harness.result, swap=True)
+    seconds = {name: [turn_s / options.steps for turn_s in values] for name, values in times.items()}
     return {"model": model, "dtype": dtype, "batch": options.batch, "seconds": seconds, "peak_bytes": peak}
 
 
@@ -276,8 +276,8 @@ def step_seconds(model: str, dtype: str, batch: int, rounds: int, steps: int) ->
             name: Jaxmpi(dataclasses.replace(config, exchange=form), False, "", workers) for name, form in FORMS.items()
         }
         runs = {name: partial(side.steps, steps) for name, side in sides.items()}
-        found = harness.take_turns(runs, rounds, warm_up=SETTLE, clock=harness.together, swap=True)
-    return {name: [turn_s / steps for turn_s in seconds] for name, seconds in found.items()}
+        times = harness.take_turns(runs, rounds, warm_up=SETTLE, clock=harness.together, swap=True)
+    return {name: [turn_s / steps for turn_s in seconds] for name, seconds in times.items()}
 
 
 def exchange_table(options: argparse.Namespace) -> tuple[str, list[str]]:
@@ -285,7 +285,7 @@ def exchange_table(options: argparse.Namespace) -> tuple[str, list[str]]:
 
     Times are by rank 0's clock; ratios are to a step without an exchange.
     """
-    rows, found, failed, table = [], [], [], ""
+    rows, results, failed, table = [], [], [], ""
     for model, dtype in itertools.product(options.models, options.dtypes):
         sizes = options.batch, options.rounds, options.steps
         env = {"JAX_PLATFORMS": "cpu"} if options.dry else {}
@@ -294,14 +294,14 @@ def exchange_table(options: argparse.Namespace) -> tuple[str, list[str]]:
         except (harness.JobFailed, UsageError) as error:
             failed.append(f"{model}, {dtype}: {error}")
             continue
-        alone = np.array(seconds["no exchange"])
+        baseline = np.array(seconds["no exchange"])
         for form, values in seconds.items():
             images = quartiles(options.ranks * options.batch / np.array(values))
-            rows.append([model, dtype, form, images, quartiles(np.array(values) / alone, ".2f")])
-        found.append({"model": model, "dtype": dtype, "batch": options.batch, "seconds": seconds})
+            rows.append([model, dtype, form, images, quartiles(np.array(values) / baseline, ".2f")])
+        results.append({"model": model, "dtype": dtype, "batch": options.batch, "seconds": seconds})
         table = harness.table(("model", "dtype", "exchange", "images/s", "step / step without"), rows)
         if options.out:
-            harness.save(options.out.with_suffix(".json"), {"facts": machine(options.dry), "rows": found})
+            harness.save(options.out.with_suffix(".json"), {"facts": machine(options.dry), "rows": results})
             options.out.with_suffix(".md").write_text(table + "\n")
     return table, failed
 
@@ -326,16 +326,16 @@ def machine(dry: bool) -> dict[str, Any]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     has_driver = not dry and shutil.which(query[0])
     card = subprocess.run(query, capture_output=True, text=True).stdout.strip() if has_driver else ""
-    found = provenance.versions()
+    versions = provenance.versions()
     for package in importlib.metadata.distributions():
         if package.name.lower().startswith(("torch", "jax-cuda", "nvidia-cud", "nvidia-nccl", "triton")):
-            found[package.name.lower()] = package.version
+            versions[package.name.lower()] = package.version
     return {
         "GPU, driver, memory": card or "none used: nothing here is a measurement",
         "GB": "as XLA plans the step; PyTorch counts none on a CPU" if dry else "the most that an allocator had in use",
         "machine": f"{platform.machine()}, {process.cores()} cores, {platform.system()} {platform.release()}",
         "commit": provenance.commit(ROOT),
-        "versions": ", ".join(f"{name} {version}" for name, version in found.items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
 
 

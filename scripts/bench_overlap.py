@@ -104,26 +104,26 @@ def in_jax() -> tuple[Callable, Callable, Any]:
     return gradients, descend, tx.init
 
 
-def with_jaxmpi(strategy: str, beside: bool) -> Callable[[int], Timed]:
+def with_jaxmpi(strategy: str, overlaps: bool) -> Callable[[int], Timed]:
     """The step in one jit, the exchange beside it or in it."""
 
     def build(batch: int) -> Timed:
         order, (gradients, descend, init) = Order(), in_jax()
         gradients = order.record(gradients)
         options = {"strategy": strategy, "bucket_bytes": BUCKET_BYTES, "order": order}
-        mean = partial(overlap.exchange if beside else jaxmpi.exchange, **options)
+        mean = partial(overlap.exchange if overlaps else jaxmpi.exchange, **options)
 
         def step(params: Any, state: Any, *data: Any) -> Any:
             grads, value = gradients(params, *data)
             return *descend(mean(grads), state, params), value
 
-        def alone(params: Any, state: Any, *data: Any) -> Any:
+        def local_step(params: Any, state: Any, *data: Any) -> Any:
             grads, value = gradients(params, *data)
             return *descend(grads, state, params), value
 
         params = jax.tree.map(jnp.asarray, initial_params())
         state, data = init(params), jax.tree.map(jnp.asarray, random_batch(int(jaxmpi.world().rank), batch))
-        run, compute = (Loop(jax.jit(f), params, state, data) for f in (step, alone))
+        run, compute = (Loop(jax.jit(f), params, state, data) for f in (step, local_step))
         exchange = jax.jit(lambda tree: mean(jax.tree.map(lambda x: x * 2, tree)))
 
         def first_s() -> float:
@@ -254,12 +254,12 @@ def torch_step(net: Any, data: tuple) -> Callable[[], float]:
 
 
 CONTENDERS: dict[str, Callable[[int], Timed]] = {
-    "ring32": with_jaxmpi("ring32", beside=True),
-    "asa32": with_jaxmpi("asa32", beside=True),
-    "ring16": with_jaxmpi("ring16", beside=True),
-    "color4": with_jaxmpi("color4", beside=True),
-    "color4, no overlap": with_jaxmpi("color4", beside=False),
-    "ring32, no overlap": with_jaxmpi("ring32", beside=False),
+    "ring32": with_jaxmpi("ring32", overlaps=True),
+    "asa32": with_jaxmpi("asa32", overlaps=True),
+    "ring16": with_jaxmpi("ring16", overlaps=True),
+    "color4": with_jaxmpi("color4", overlaps=True),
+    "color4, no overlap": with_jaxmpi("color4", overlaps=False),
+    "ring32, no overlap": with_jaxmpi("ring32", overlaps=False),
     "JAX psum": with_psum,
     "PyTorch DDP": with_ddp,
 }
@@ -320,7 +320,7 @@ def cells(name: str, rounds: list[dict[str, float]]) -> list[str]:
     """A row of a contender: medians over rounds, with the smallest and largest of the last two figures."""
     shown = [name]
     for key in rounds[0]:
-        low, middle, high = np.percentile([each[key] for each in rounds], (0, 50, 100))
+        low, middle, high = np.percentile([times[key] for times in rounds], (0, 50, 100))
         spread = f" ({low:.2f}-{high:.2f})" if key in ("step / bound", "hidden") else ""
         shown.append("-" if math.isnan(middle) else f"{middle:.3f}{spread}")
     return shown
@@ -340,15 +340,15 @@ def main() -> None:
         print("PyTorch DDP is left out: torch cannot be imported", file=sys.stderr)
     runs = {name: partial(job, name, batches, options) for name in options.contenders if name not in absent}
     times = harness.take_turns(runs, options.rounds, clock=harness.result)
-    losses = {f"{each[0]['loss']:.3f}" for rounds in times.values() for each in rounds}
-    results = {name: [[figures(batch) for batch in each] for each in rounds] for name, rounds in times.items()}
+    losses = {f"{by_batch[0]['loss']:.3f}" for rounds in times.values() for by_batch in rounds}
+    results = {name: [[figures(batch) for batch in by_batch] for by_batch in rounds] for name, rounds in times.items()}
     size_bytes = sum(x.nbytes for x in initial_params().values())
     limit_s = 2 * (options.hosts - 1) / options.hosts * 8 * size_bytes / (FRAME_PAYLOAD * bits_per_s(options.rate))
     print(f"{options.hosts} hosts x {options.rate}, {os.cpu_count()} cores, {size_bytes / 1e6:.1f} MB of gradients")
     print(f"limit of the links for 32 bits: {limit_s:.3f} s")
     print(f"loss of the first step, all contenders: {', '.join(sorted(losses))}")
     for i, batch in enumerate(batches):
-        rows = [cells(name, [each[i] for each in rounds]) for name, rounds in results.items()]
+        rows = [cells(name, [by_batch[i] for by_batch in rounds]) for name, rounds in results.items()]
         headings = ["", *next(iter(results.values()))[0][i]]
         print(f"\nbatch {batch} a rank\n\n{harness.table(headings, rows)}")
     facts = {"hosts": options.hosts, "rate": options.rate, "size_bytes": size_bytes, "limit_s": limit_s}

@@ -84,7 +84,7 @@ def slowest_rank(runs: dict[str, harness.Run], rounds: int, warm_up: int) -> dic
     """The slowest rank's seconds of each run's rounds; collective over all ranks."""
     mine = harness.take_turns(runs, rounds, warm_up=warm_up, clock=harness.together, swap=True)
     every = processes().allgather_object(mine)
-    return {name: np.max([each[name] for each in every], axis=0).tolist() for name in runs}
+    return {name: np.max([rank_times[name] for rank_times in every], axis=0).tolist() for name in runs}
 
 
 def main() -> None:
@@ -101,8 +101,8 @@ def main() -> None:
     for tree, strategy in itertools.product(options.trees, strategies):
         names = [strategy, SHARDED + strategy]
         arguments = (tree, options.optimizer, names, options.rounds)
-        found = harness.on_ranks(measured, *arguments, ranks=options.ranks, rate=options.rate, env=env)
-        (*whole, whole_bytes), (*sharded, shard_bytes) = found.values()
+        results = harness.on_ranks(measured, *arguments, ranks=options.ranks, rate=options.rate, env=env)
+        (*whole, whole_bytes), (*sharded, shard_bytes) = results.values()
         ratios = [a / b for a, b in zip(sharded, whole, strict=True)]
         times = [harness.interval(seconds, 4) for seconds in (whole, sharded)]
         shares = [f"{shard_bytes / 1e6:.1f}", f"{shard_bytes / whole_bytes:.4f}"]

@@ -77,15 +77,17 @@ def wait_for_shuffle(memory: MemoryShuffle, epoch: int) -> None:
 def bare_alltoallv(memory: MemoryShuffle, epoch: int) -> Callable[[], None]:
     """Bare exchange of the same segments; it needs an idle communicator."""
     group, source, sampler = memory.group, memory.source, memory.sampler
-    whose = place_owners(len(source), sampler.effective_batch, group.size)
-    before, order = record_owners(sampler.epoch_order(epoch), whose), sampler.epoch_order(epoch + 1)
-    planned = list(plan_moves(order, before, whose, source.lengths, group.rank, group.size))
-    sent = np.ones(max(int(m.sent_bytes.sum()) for m in planned), np.uint8)
+    owners = place_owners(len(source), sampler.effective_batch, group.size)
+    before, order = record_owners(sampler.epoch_order(epoch), owners), sampler.epoch_order(epoch + 1)
+    planned = list(plan_moves(order, before, owners, source.lengths, group.rank, group.size))
+    outgoing = np.ones(max(int(m.sent_bytes.sum()) for m in planned), np.uint8)
     received = np.ones(max(int(m.received_bytes.sum()) for m in planned), np.uint8)
 
     def work() -> None:
         for move in planned:
-            group.Alltoallv(alltoallv_buffer(sent, move.sent_bytes), alltoallv_buffer(received, move.received_bytes))
+            group.Alltoallv(
+                alltoallv_buffer(outgoing, move.sent_bytes), alltoallv_buffer(received, move.received_bytes)
+            )
 
     return work
 
@@ -100,7 +102,7 @@ def main() -> None:
     print(f"{size}; medians of {options.rounds}, {os.cpu_count()} cores")
     print("\n" + harness.table(("ranks", "group", "MB a worker", "shuffle s", "bare Alltoallv s", "bare / shuffle")))
     env, rate = {"OMPI_MCA_mpi_yield_when_idle": "1"}, options.rate if options.hosts else ""
-    found = []
+    rows = []
     for ranks in options.hosts or options.ranks:
         for row in harness.on_ranks(time_shuffles, options.mb, options.rounds, ranks=ranks, rate=rate, env=env):
             ours, bare = (statistics.median(row[k]) if row[k] else 0.0 for k in ("ours_s", "bare_s"))
@@ -108,8 +110,8 @@ def main() -> None:
             shown = [f"{ours:.3f}", f"{bare:.3f}", f"{ratio:.2f}"] if ours else ["indices only", "-", "-"]
             print(harness.row([ranks, row["group"], f"{row['kept_bytes'] / 1e6:.1f}", *shown]), flush=True)
             row |= {"ranks": ranks, "MB": row["kept_bytes"] / 1e6, "shuffle_s": ours, "ratio": ratio}
-            found.append(row)
-    harness.save(options.json, found)
+            rows.append(row)
+    harness.save(options.json, rows)
 
 
 if __name__ == "__main__":

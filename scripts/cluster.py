@@ -128,12 +128,12 @@ def begin(hosts: int) -> None:
     The kernel kills this process when its parent ends, however that happens. The group is one for all clusters, of the
     weight that the hosts of the last have one by one. Where there can be none it is left out.
     """
-    for group, weight, usual, most in GROUPS:
+    for group, weight, usual, limit in GROUPS:
         with contextlib.suppress(OSError):
             group.mkdir(exist_ok=True)
             if (group / weight).exists():
                 (group / "cgroup.procs").write_text("0")
-                (group / weight).write_text(str(min(hosts * usual, most)))
+                (group / weight).write_text(str(min(hosts * usual, limit)))
                 if (real_time := group / "cpu.rt_runtime_us").exists():
                     real_time.write_text("100000")  # microseconds of each second, for the switch of `--delay-ms`
                 break
@@ -159,8 +159,8 @@ def inside(folder: Path, cluster: argparse.Namespace) -> NoReturn:
         start_slow_switch(cards, cluster)
     agent = write_agent(folder, holders)
     (folder / "hostfile").write_text("".join(f"node{i} slots={cluster.slots}\n" for i in range(cluster.hosts)))
-    here = ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]  # a process that enters a host is in its root folder
-    code = subprocess.run([*enter(holders[0]), *here, *cluster.command], env=environment(folder, agent)).returncode
+    chdir = ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]  # a process that enters a host is in its root folder
+    code = subprocess.run([*enter(holders[0]), *chdir, *cluster.command], env=environment(folder, agent)).returncode
     os._exit(code if code >= 0 else 128 - code)  # as pid 1: all other processes in here end with it
 
 
@@ -212,18 +212,18 @@ def start_card(i: int, pid: int, cluster: argparse.Namespace) -> None:
 def card_of(pid: int) -> int:
     """Plug a card into a host; return the file of its frames."""
     tunsetiff, tunsetoffload, tap, checksum_and_tso = 0x400454CA, 0x400454D0, 0x5002, 0x07
-    libc, here = ctypes.CDLL(None, use_errno=True), os.open("/proc/self/ns/net", os.O_RDONLY)
-    there = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
+    libc, own_namespace = ctypes.CDLL(None, use_errno=True), os.open("/proc/self/ns/net", os.O_RDONLY)
+    namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
     try:
-        if libc.setns(there, 0):
+        if libc.setns(namespace, 0):
             sys.exit(f"cluster.py: setns: {os.strerror(ctypes.get_errno())}")
         card = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)
         fcntl.ioctl(card, tunsetiff, struct.pack("16sH22x", b"eth0", tap))  # frames with a header for large ones
         fcntl.ioctl(card, tunsetoffload, checksum_and_tso)
     finally:
-        libc.setns(here, 0)
-        os.close(here)
-        os.close(there)
+        libc.setns(own_namespace, 0)
+        os.close(own_namespace)
+        os.close(namespace)
     return card
 
 
@@ -266,9 +266,9 @@ def enter(pid: int) -> list[str]:
 def sh(*lines: str) -> None:
     """Run lines; stop at the first that fails, with its message."""
     for line in lines:
-        done = subprocess.run(shlex.split(line), capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"cluster.py: {line}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+        process = subprocess.run(shlex.split(line), capture_output=True, text=True)
+        if process.returncode:
+            sys.exit(f"cluster.py: {line}: {process.stderr.strip() or f'exit code {process.returncode}'}")
 
 
 def write_agent(folder: Path, holders: list[int]) -> Path:

@@ -39,15 +39,15 @@ def options_page() -> str:
         default = "" if field.default in (dataclasses.MISSING, "") else f"`{field.default}`"
         return f"| `--{name}` | {default} | {html.escape(flag.help).replace('|', '&#124;')} |"
 
-    known = flags(experiment)
+    fields = flags(experiment)
     listed = {name for group in GROUPS.values() for name in group}
     others: dict[str, list[str]] = {}
-    for name in known.keys() - listed:
+    for name in fields.keys() - listed:
         others.setdefault(name.rpartition(".")[0] or "other", []).append(name)
     head = "# Options\n\n*Look up: every field of an experiment, its flag, default and meaning, made from the source.*"
     lines = [head, "\n`jaxmpi train EXPERIMENT.py --help` prints them with the experiment's own values."]
     for title, names in [*GROUPS.items(), *sorted(others.items())]:
-        rows = (row(name, known[name]) for name in (names if title in GROUPS else sorted(names)))
+        rows = (row(name, fields[name]) for name in (names if title in GROUPS else sorted(names)))
         lines += [f"\n## {title}\n", "| flag | default | meaning |", "|---|---|---|", *rows]
     return "\n".join([*lines, "\n**Next:** [options that combine](combining.md); [API](api.md).\n"])
 
@@ -78,9 +78,9 @@ rank, and [combining](combining.md) the messages of options that exclude each ot
     for path in sorted(package.rglob("*.py")):
         rooms.setdefault(path.relative_to(package).parts[0].removesuffix(".py"), []).append(path)
     for room, paths in rooms.items():
-        found = [(path, found) for path in paths if (found := messages(ast.parse(path.read_text())))]
-        lines += [f"## {room}\n"] * bool(found)
-        for path, rows in found:
+        rows_by_path = [(path, rows) for path in paths if (rows := messages(ast.parse(path.read_text())))]
+        lines += [f"## {room}\n"] * bool(rows_by_path)
+        for path, rows in rows_by_path:
             lines += [f"### {MARKDOWN.sub(entity, str(path.relative_to(package)))}\n"]
             for kind, text in rows:
                 name = "" if kind == "UsageError" else f"`{kind}`: "
@@ -103,7 +103,7 @@ def messages(module: ast.Module) -> list[tuple[str, str]]:
         for target in statement.targets
         if isinstance(target, ast.Name)
     }
-    found: dict[tuple[str, str], None] = {}
+    texts_by_kind: dict[tuple[str, str], None] = {}
     for call in ast.walk(module):
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             continue
@@ -111,8 +111,8 @@ def messages(module: ast.Module) -> list[tuple[str, str]]:
         if (call.func.id in ERRORS and call.args) or is_check:
             text = " ".join(template(call.args[-1 if is_check else 0], texts).split())
             if len({*re.findall(r"[a-z]{2,}", text)} - FRAME) > 1:  # else the message's words come from elsewhere
-                found["UsageError" if is_check else call.func.id, text] = None
-    return [*found]
+                texts_by_kind["UsageError" if is_check else call.func.id, text] = None
+    return [*texts_by_kind]
 
 
 def template(node: ast.expr, texts: dict[str, ast.expr]) -> str:

@@ -91,13 +91,16 @@ def follow(strategy: str, hosts: Sequence[int], floats: int, half: str = "", beg
         place: number for parts in programs for number, part in enumerate(parts) for place in vector_places(part)
     }
     places = sorted(part_of)
-    memory = {(rank, part_of[places[chunk]], places[chunk]): whose for (rank, chunk), whose in (begin or {}).items()}
+    memory = {
+        (rank, part_of[places[chunk]], places[chunk]): contributors
+        for (rank, chunk), contributors in (begin or {}).items()
+    }
     waiting = {(rank, number): deque(part) for rank in ranks for number, part in enumerate(programs[rank])}
     sends: dict[tuple[int, int, int], deque] = defaultdict(deque)  # by part, sender and receiver: (memory, floats)
     receives: dict[tuple[int, int, int], deque] = defaultdict(deque)
     course = Course([], [], len(places))
 
-    def whose(rank: int, part: int, place: Any) -> frozenset[int]:
+    def contributors(rank: int, part: int, place: Any) -> frozenset[int]:
         return memory.get((rank, part, place), frozenset([rank]))
 
     def advance(rank: int, part: int) -> None:
@@ -115,12 +118,14 @@ def follow(strategy: str, hosts: Sequence[int], floats: int, half: str = "", beg
             elif kind == "receive":
                 receives[part, first, rank].append(second)
             elif kind == "add":
-                memory[rank, part, first] = frozenset().union(*(whose(rank, part, each) for each in second))
+                memory[rank, part, first] = frozenset().union(*(contributors(rank, part, source) for source in second))
 
     while True:
         for rank, part in waiting:
             advance(rank, part)
-        course.held.append({(rank, c): whose(rank, part_of[p], p) for rank in ranks for c, p in enumerate(places)})
+        course.held.append(
+            {(rank, c): contributors(rank, part_of[p], p) for rank in ranks for c, p in enumerate(places)}
+        )
         messages, arrivals, sending, receiving = list[Message](), {}, {}, {}
         for key in sorted(sends):  # the first part first
             part, sender, receiver = key
@@ -128,7 +133,7 @@ def follow(strategy: str, hosts: Sequence[int], floats: int, half: str = "", beg
             while is_free and sends[key] and receives[key]:
                 (source, count), (target, _) = sends[key].popleft(), receives[key].popleft()
                 messages.append(Message(sender, receiver, places.index(source), count))
-                arrivals[receiver, part, target] = whose(sender, part, source)
+                arrivals[receiver, part, target] = contributors(sender, part, source)
                 sending[sender] = receiving[receiver] = key
         if not messages:
             assert not any(waiting.values()), f"{strategy}: ranks wait for each other"
@@ -180,10 +185,10 @@ def draw_rounds(picture: Picture, y: float, course: Course, ranks: int) -> float
     """What chunks hold, as numbers of summands, with the messages between; return where the picture goes on."""
     cell = (WIDTH - LEFT) / ranks * 0.86 / course.chunks
     for number, held in enumerate(course.held):
-        for (rank, chunk), whose in held.items():
-            x, share = column(rank, ranks) + chunk * cell, len(whose) / ranks
+        for (rank, chunk), contributors in held.items():
+            x, share = column(rank, ranks) + chunk * cell, len(contributors) / ranks
             opacity = 1 if share == 1 else 0.12 + 0.35 * share
-            picture.box((x, y), (cell - 1, 22), f"fill c{chunk % 5}", len(whose), opacity)
+            picture.box((x, y), (cell - 1, 22), f"fill c{chunk % 5}", len(contributors), opacity)
         y += 66
         for message in course.rounds[number] if number < len(course.rounds) else ():
             ends = [column(rank, ranks) + (message.chunk + 0.5) * cell for rank in message[:2]]
@@ -201,10 +206,10 @@ def draw_strategy(name: str) -> Picture:
     is_shared = len(set(hosts)) < ranks
     heads = [f"rank {rank}" + f", host {host}" * is_shared for rank, host in enumerate(hosts)]
     y = draw_rounds(picture, draw_heads(picture, heads), course, ranks)
-    sent = Counter[int]()
+    sent_floats = Counter[int]()
     for message in (each for messages in course.rounds for each in messages):
-        sent[message.sender] += message.floats
-    cost = f"{len(course.rounds)} rounds; the busiest rank sends {max(sent.values()) / floats:.3g} n of n floats"
+        sent_floats[message.sender] += message.floats
+    cost = f"{len(course.rounds)} rounds; the busiest rank sends {max(sent_floats.values()) / floats:.3g} n of n floats"
     picture.text((LEFT, y + 20), f"{name}, {cost}")
     return picture
 
@@ -213,7 +218,10 @@ def sharded_halves() -> tuple[Course, Course]:
     """The ring's reduce-scatter of gradients, and the all-gather of the params that ranks then update."""
     strategy, hosts, floats = STRATEGIES["ring"]
     first = follow(strategy, hosts, floats, "scatter")
-    updated = {place: whose if len(whose) == len(hosts) else frozenset() for place, whose in first.held[-1].items()}
+    updated = {
+        place: contributors if len(contributors) == len(hosts) else frozenset()
+        for place, contributors in first.held[-1].items()
+    }
     return first, follow(strategy, hosts, floats, "gather", updated)
 
 
@@ -278,17 +286,17 @@ def watch_rule(name: str) -> list[tuple[int, str]]:
     from jaxmpi.rules import registry
     from jaxmpi.rules.base import Exchange
 
-    seen, step, rate = list[tuple[int, str]](), 0, 0.25
+    calls, step, rate = list[tuple[int, str]](), 0, 0.25
     grads, params = np.float32(8), np.float32(64)
 
     def note(operation: str) -> Callable[[Any], Any]:
         def exchange(tree: Any) -> Any:
-            known = {
+            names = {
                 float(grads): "gradients",
                 -rate * float(grads): "updates",
                 float(params - rate * grads): "weights",
             }
-            seen.append((step, f"{operation} of {known.get(float(tree), 'changes')}"))
+            calls.append((step, f"{operation} of {names.get(float(tree), 'changes')}"))
             return tree
 
         return exchange
@@ -300,25 +308,25 @@ def watch_rule(name: str) -> list[tuple[int, str]]:
     while step < STEPS:
         step += 1
         params, state = rule.update(grads, state, params)
-    return seen
+    return calls
 
 
 def draw_lock_step(name: str) -> Picture:
     """A rule whose workers meet: boxes are work of a step, bars are exchanges."""
-    seen = watch_rule(name)
+    calls = watch_rule(name)
     picture = Picture(f"{name}: {STEPS} steps of {WORKERS} workers, and what they exchange")
-    is_before = "gradients" in seen[0][1] or "updates" in seen[0][1]
+    is_before = "gradients" in calls[0][1] or "updates" in calls[0][1]
     pitch = (WIDTH - 64) / STEPS
     for worker in range(WORKERS):
         picture.text((0, 20 + 34 * worker), f"worker {worker}")
         for x in (64 + step * pitch for step in range(STEPS)):
             picture.box((x, 2 + 34 * worker), (44, 26), "fill c0", "grad", 0.25)
             picture.box((x + (60 if is_before else 46), 2 + 34 * worker), (38, 26), "box", "step")
-    for step, _ in seen:
+    for step, _ in calls:
         x = 64 + (step - 1) * pitch + (48 if is_before else 91)
         picture.box((x, 0), (8, 34 * WORKERS - 4), "fill c1 exchange")
-    when = "every step" if len(seen) == STEPS else f"every {PERIOD} steps"
-    picture.text((64, 34 * WORKERS + 14), f"{name}: the {seen[0][1]}, {when} (bars)", "small head")
+    when = "every step" if len(calls) == STEPS else f"every {PERIOD} steps"
+    picture.text((64, 34 * WORKERS + 14), f"{name}: the {calls[0][1]}, {when} (bars)", "small head")
     draw_equations(picture, 34 * WORKERS + 33, name)
     return picture
 
@@ -425,12 +433,12 @@ def draw_death() -> Picture:
         ("--on-rank-loss shrink: the others do step 23 again", 23, 26, False),
         ("asynchronous rules: nobody waits for rank 2", 24, 0, False),
     )
-    for y, (title, again, pause, is_back) in zip(range(0, 400, 132), cases, strict=False):
+    for y, (title, resume_step, pause, is_back) in zip(range(0, 400, 132), cases, strict=False):
         picture.text((0, y + 14), title, "small head")
         for rank in range(4):
             top = y + 22 + 24 * rank
             picture.text((0, top + 15), f"rank {rank}")
-            steps = [*range(20, 24), *(range(again, again + 5) if rank != 2 or is_back else ())]
+            steps = [*range(20, 24), *(range(resume_step, resume_step + 5) if rank != 2 or is_back else ())]
             for i, step in enumerate(steps):
                 x, is_killed = 52 + i * 44 + pause * (i > 3), (rank, i) == (2, 3)
                 picture.box((x, top), (40, 20), "fill c4" if is_killed else "box", "killed" if is_killed else step)
@@ -442,7 +450,7 @@ def draw_death() -> Picture:
 def draw_rooms() -> Picture:
     """The layers of the import contract: a room imports only rooms below it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    contract = next(each for each in project["tool"]["importlinter"]["contracts"] if each["type"] == "layers")
+    contract = next(entry for entry in project["tool"]["importlinter"]["contracts"] if entry["type"] == "layers")
     picture = Picture("The rooms of the source: a room imports only rooms below it, and none beside it")
     for row, layer in enumerate(contract["layers"]):
         rooms = layer.split(" | ")

@@ -34,9 +34,9 @@ CALLS = 3
 
 def memory_bytes(field: str) -> int:
     """This process's memory: VmRSS now, or VmHWM, the peak since a reset."""
-    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-    assert found is not None
-    return int(found[1]) << 10
+    match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    assert match is not None
+    return int(match[1]) << 10
 
 
 def return_freed_memory() -> int:
@@ -50,7 +50,7 @@ def peak_growth(strategy: str, shapes: list[tuple[int, ...]]) -> tuple[int, int]
     """Peak growth of this rank's memory in bytes: used, and kept."""
     tx = exchange_gradients(strategy) if compression.is_compressor(strategy) else None
     step = jax.jit(tx.update if tx else lambda grads, state: (exchange(grads, strategy), state))
-    used = kept = 0
+    used = retained = 0
     for exchanged in ([(1,)] * 2, shapes):
         grads = [jnp.ones(shape) for shape in exchanged]
         state = jax.block_until_ready(tx.init(grads)) if tx else ()
@@ -60,8 +60,8 @@ def peak_growth(strategy: str, shapes: list[tuple[int, ...]]) -> tuple[int, int]
             peaks.append(memory_bytes("VmHWM") - before)
             if call < CALLS:
                 return_freed_memory()
-        used, kept = min(peaks[1 : 1 + CALLS]), peaks[-1]  # sometimes JAX releases the means late
-    return used, kept
+        used, retained = min(peaks[1 : 1 + CALLS]), peaks[-1]  # sometimes JAX releases the means late
+    return used, retained
 
 
 def copies(strategy: str, tree: str) -> list[float]:
@@ -70,7 +70,7 @@ def copies(strategy: str, tree: str) -> list[float]:
     shapes = list(trees([tree])[tree].values())
     size_bytes = 4 * sum(map(math.prod, shapes))
     mine = [grown_bytes / size_bytes for grown_bytes in peak_growth(strategy, shapes)]
-    return [max(each) for each in zip(*processes().allgather_object(mine), strict=True)]
+    return [max(figures) for figures in zip(*processes().allgather_object(mine), strict=True)]
 
 
 def main() -> None:
@@ -84,8 +84,8 @@ def main() -> None:
     job = {"ranks": options.ranks, "rate": options.rate}
     env = {"JAX_PLATFORMS": "cpu", "OMPI_MCA_mpi_yield_when_idle": "1"}
     for strategy in options.strategies:
-        used, kept = harness.on_ranks(copies, strategy, options.tree, **job, env=env)
-        print(harness.row([f"`{strategy}`", f"{used:.2f}", f"{kept:.2f}"]), flush=True)
+        used, retained = harness.on_ranks(copies, strategy, options.tree, **job, env=env)
+        print(harness.row([f"`{strategy}`", f"{used:.2f}", f"{retained:.2f}"]), flush=True)
 
 
 if __name__ == "__main__":

@@ -58,13 +58,13 @@ def parser(doc: str | None, **shared: Any) -> argparse.ArgumentParser:
         doc: the docstring.
         shared: defaults by name of OPTIONS; a list stands for an option that takes several numbers.
     """
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in shared.items():
         kind = Path if name == "json" else str if name == "rate" else positive
         text = f"{OPTIONS[name]} (default: {default})" if default else OPTIONS[name]
         nargs = "+" if isinstance(default, list) else None
-        made.add_argument(f"--{name}", type=kind, default=default, nargs=nargs, help=text)
-    return made
+        arguments.add_argument(f"--{name}", type=kind, default=default, nargs=nargs, help=text)
+    return arguments
 
 
 def positive(text: str) -> int:
@@ -210,11 +210,11 @@ def take_turns(
         clock: calls a run and returns its figure.
         swap: reverse the order in the first round, and in every other after it.
     """
-    found: dict[K, list[Any]] = {name: [] for name in runs}
+    results: dict[K, list[Any]] = {name: [] for name in runs}
     for turn in range(warm_up + rounds):
         for name in reversed(runs) if swap and turn % 2 == 0 else runs:
-            found[name].append(clock(runs[name]))
-    return {name: figures[warm_up:] for name, figures in found.items()}
+            results[name].append(clock(runs[name]))
+    return {name: figures[warm_up:] for name, figures in results.items()}
 
 
 def interval(values: Any, digits: int, unit: str = "") -> str:

@@ -60,9 +60,9 @@ def ranks_of(options: Options) -> int:
     return options.hosts or options.n
 
 
-def powers_up_to(most: int) -> list[int]:
-    """2, 4, 8, ... below `most`, and `most`."""
-    return [*(2**i for i in range(1, most.bit_length()) if 2**i < most), most]
+def powers_up_to(limit: int) -> list[int]:
+    """2, 4, 8, ... below `limit`, and `limit`."""
+    return [*(2**i for i in range(1, limit.bit_length()) if 2**i < limit), limit]
 
 
 def worker_counts(options: Options, default: Sequence[int]) -> list[int]:
@@ -203,19 +203,19 @@ def cost_runs(options: Options) -> list[list[str]]:
     """Time the exchanges of gradients, then one worker's steps."""
     end = "_tiny" if options.quick else ""
     models = [f"{name}{end}" for name in dict.fromkeys(name for name, _ in TABLE3)]
-    steps = {batch: [f"{name}{end}" for name, each in TABLE3 if each == batch] for _, batch in TABLE3}
+    steps = {batch: [f"{name}{end}" for name, size in TABLE3 if size == batch] for _, batch in TABLE3}
     return [bench(options, ranks_of(options), "--tree", *models, "--strategies", *EXCHANGES)] + [
         script("zoo_steps", "-n", "1", "--local-batch", str(batch), "--models", *names, "--json", "{out}")
         for batch, names in steps.items()
     ]
 
 
-def cost_rows(model: str, batch: int, workers: int, alone: float, train: float, exchanges: Sequence[float]) -> Values:
+def cost_rows(model: str, batch: int, workers: int, single: float, train: float, exchanges: Sequence[float]) -> Values:
     """Seconds of 5,120 images, and speed-ups over one worker's training."""
     name = f"{model}-{batch}b"
-    row = {f"{name}, training with 1 worker, s": alone, f"{name}, with {workers}, s": train}
+    row = {f"{name}, training with 1 worker, s": single, f"{name}, with {workers}, s": train}
     for by, seconds in zip(EXCHANGES, exchanges, strict=True):
-        row |= {f"{name}, {by}, s": seconds, f"{name}, {by}, speed-up": alone / (train + seconds)}
+        row |= {f"{name}, {by}, s": seconds, f"{name}, {by}, speed-up": single / (train + seconds)}
         row |= {f"{name}, {by} / training": seconds / train}
     return row
 
@@ -237,10 +237,10 @@ def costs(files: list[str]) -> Values:
 def paper_costs(options: Options) -> Values:
     """The paper's table 3; with other than its 8 workers only one worker's training and ratios of exchanges."""
     paper: Values = {}
-    for (model, batch), (alone, train, (ar, asa32, asa16)) in TABLE3.items():
+    for (model, batch), (single, train, (ar, asa32, asa16)) in TABLE3.items():
         if (model, batch) != ("alexnet", 32):
             paper |= {f"{model}, ar / asa32": ar / asa32, f"{model}, ar / asa16": ar / asa16}
-        row = cost_rows(model, batch, 8, alone, train, (ar, asa32, asa16))
+        row = cost_rows(model, batch, 8, single, train, (ar, asa32, asa16))
         paper |= {name: s for name, s in row.items() if ranks_of(options) == 8 or name.endswith("with 1 worker, s")}
     return paper
 
@@ -329,10 +329,10 @@ def memory_runs(options: Options) -> list[list[str]]:
 def memory_ratios(files: list[str]) -> Values:
     """Ratios of the shuffle over all workers, and of reading an epoch from memory."""
     whole = {row["ranks"]: row for row in json.loads(files[0]) if row["ranks"] == row["group"]}
-    few, many = min(whole), max(whole)
+    low, high = min(whole), max(whole)
     rates = json.loads(files[1])["formats"]
     return {f"shuffle, {n} workers, bare Alltoallv / ours": row["ratio"] for n, row in whole.items()} | {
-        f"shuffle, {many} workers / {few}": whole[many]["shuffle_s"] / whole[few]["shuffle_s"],
+        f"shuffle, {high} workers / {low}": whole[high]["shuffle_s"] / whole[low]["shuffle_s"],
         "reading an epoch, memory / files": rates["imagefolder"] / rates["packed, in memory"],
     }
 
@@ -346,21 +346,21 @@ def group_ratios(files: list[str]) -> Values:
     """Ratios of a shuffle's memory and time, by workers and by groups of all workers."""
     rows = [row for row in json.loads(files[0]) if row["shuffle_s"]]
     whole = {row["ranks"]: row for row in rows if row["group"] == row["ranks"]}
-    few, many = min(whole), max(whole)
-    groups = {many // row["group"]: row for row in rows if row["ranks"] == many > row["group"]}
+    low, high = min(whole), max(whole)
+    groups = {high // row["group"]: row for row in rows if row["ranks"] == high > row["group"]}
     ours: Values = {}
-    for key, what in (("MB", "MB a worker"), ("shuffle_s", "shuffle")):
-        ours |= {f"{many} workers / {few}, {what}": whole[many][key] / whole[few][key]} if many > few else {}
-        ours |= {f"{many} workers, {n} groups / 1, {what}": row[key] / whole[many][key] for n, row in groups.items()}
+    for key, label in (("MB", "MB a worker"), ("shuffle_s", "shuffle")):
+        ours |= {f"{high} workers / {low}, {label}": whole[high][key] / whole[low][key]} if high > low else {}
+        ours |= {f"{high} workers, {n} groups / 1, {label}": row[key] / whole[high][key] for n, row in groups.items()}
     return ours
 
 
 def group_layout(options: Options) -> Values:
     """Memory of each worker by the layout: one copy over the workers of a group."""
-    many, few = ranks_of(options), min(group_workers(options))
-    groups = [n for n in range(2, many // 2 + 1) if many % n == 0]
-    by_workers = {f"{many} workers / {few}, MB a worker": few / many} if many > few else {}
-    return by_workers | {f"{many} workers, {n} groups / 1, MB a worker": float(n) for n in groups}
+    high, low = ranks_of(options), min(group_workers(options))
+    groups = [n for n in range(2, high // 2 + 1) if high % n == 0]
+    by_workers = {f"{high} workers / {low}, MB a worker": low / high} if high > low else {}
+    return by_workers | {f"{high} workers, {n} groups / 1, MB a worker": float(n) for n in groups}
 
 
 # ---------------------------------------------------------------- Stooke and Abbeel 2017
@@ -377,11 +377,11 @@ def function_scaling(files: list[str]) -> Values:
     """Speed-ups over the number of workers, and shares of the time, of the job with the most workers."""
     rows = json.loads(files[0])
     workers = max(int(name.split()[-1]) for name in rows if name.startswith("weak"))
-    alone = rows["plain JAX, 1"]["total_s"] / rows["plain JAX, 1"]["examples"]
+    baseline = rows["plain JAX, 1"]["total_s"] / rows["plain JAX, 1"]["examples"]
     ours: Values = {}
     for kind in ("weak", "strong"):
         if row := rows.get(f"{kind}, {workers}"):
-            ours[f"{kind} scaling, speed-up over workers"] = alone / (row["total_s"] / row["examples"]) / workers
+            ours[f"{kind} scaling, speed-up over workers"] = baseline / (row["total_s"] / row["examples"]) / workers
     weak = rows[f"weak, {workers}"]
     parts = {"shuffle": "shuffle_s", "straggler": "straggler_s", "all-reduce": "reduce_s"}
     return ours | {f"weak scaling, {part} of the time": weak[key] / weak["total_s"] for part, key in parts.items()}

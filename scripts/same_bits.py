@@ -64,19 +64,19 @@ def digits(*args: str, ranks: int = 2, upto: int = 6) -> tuple[str, ...]:
 
 def runs() -> list[Run]:
     """All runs, by name."""
-    found = [Run("googlenet, 8 ranks", (("-n", "8", "experiments/googlenet.py", "--train-for", "2st", *EACH),))]
+    cases = [Run("googlenet, 8 ranks", (("-n", "8", "experiments/googlenet.py", "--train-for", "2st", *EACH),))]
     for rule, spec in RULES.items():
         often = [word for name in spec.settings or () if name in OFTEN for word in (OFTEN[name], "2")]
         for strategy in STRATEGIES if not spec.is_asynchronous else ():
             job = digits("--rule.name", rule, *often, "--exchange.strategy", strategy)
-            found.append(Run(f"{rule}, {strategy}", (job,)))
+            cases.append(Run(f"{rule}, {strategy}", (job,)))
     batch = ("--effective-batch", "36")  # which 2 and 3 workers can share
     for before, after in ((2, 2), (3, 3), (2, 3)):
         first, resumed = digits(*batch, ranks=before, upto=3), digits(*batch, "--resume", ranks=after)
-        found.append(Run(f"resume with {after} ranks a run of {before}", (first, resumed)))
+        cases.append(Run(f"resume with {after} ranks a run of {before}", (first, resumed)))
     dies = ("--on-rank-loss", "shrink", "--inject", "kill:rank=1,step=3")
     return [
-        *found,
+        *cases,
         Run("1 process of 4 devices", (digits("--devices", "4", ranks=1),)),
         Run("2 processes of 2 devices", (digits("--devices", "2"),)),
         Run("overlap, 4 hosts", (digits("--exchange.overlap", "on", ranks=4),), hosts=4),
@@ -99,9 +99,9 @@ def outcome(code: Path, run: Run, folder: Path) -> Outcome:
         line = job_folder.remove_leftovers_first([*line, *job, "--run-dir", str(folder)])
         ended = subprocess.run(line, cwd=code, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if ended.returncode:
-            said = ended.stdout.decode(errors="replace").replace(str(folder), "RUN").replace(str(code), ".")
-            errors = re.findall(r"^(?:jaxmpi: error|error|cluster\.py): (.*)", said, re.MULTILINE)
-            return Outcome(ended.returncode, errors[0] if errors else f"code {ended.returncode}: {said[-300:]}")
+            output = ended.stdout.decode(errors="replace").replace(str(folder), "RUN").replace(str(code), ".")
+            errors = re.findall(r"^(?:jaxmpi: error|error|cluster\.py): (.*)", output, re.MULTILINE)
+            return Outcome(ended.returncode, errors[0] if errors else f"code {ended.returncode}: {output[-300:]}")
     return Outcome(0, values=values_of(folder, code))
 
 
@@ -111,11 +111,11 @@ def values_of(folder: Path, code: Path) -> dict[str, Values]:
     program = next(line["command"][0] for line in record if line["kind"] == "run")
     if not Path(program).is_relative_to(code):
         raise SystemExit(f"the run was made by {program}; expected code of {code}")
-    given = [
+    record_losses = [
         (f"step {row['step']}", name, row[name]) for row in record for name in ("loss", "eval_loss") if name in row
     ]
-    losses = {f"{name} {number} of {step}": repr(value) for number, (step, name, value) in enumerate(given)}
-    found: dict[str, Values] = {"params": {}, "rule's state": {}, "losses": losses}
+    losses = {f"{name} {number} of {step}": repr(value) for number, (step, name, value) in enumerate(record_losses)}
+    table: dict[str, Values] = {"params": {}, "rule's state": {}, "losses": losses}
     last = max((folder / "checkpoints").glob("step_????????"))
     for file, rows in json.loads((last / "manifest.json").read_text())["files"].items():
         raw = (last / file).read_bytes()
@@ -123,36 +123,38 @@ def values_of(folder: Path, code: Path) -> dict[str, Values]:
             name = {"params": "params", "rule_state": "rule's state"}.get(row["path"].partition("/")[0])
             if name:
                 facts = f"{row['dtype']}{row['shape']}".encode()
-                found[name][f"{file} {row['path']}"] = hashlib.sha256(facts + raw[row["offset"] : end]).hexdigest()
-    if not (found["params"] and losses):
-        raise SystemExit(f"{folder}: got {len(found['params'])} params and {len(losses)} losses; expected some of both")
-    return found
+                table[name][f"{file} {row['path']}"] = hashlib.sha256(facts + raw[row["offset"] : end]).hexdigest()
+    if not (table["params"] and losses):
+        raise SystemExit(f"{folder}: got {len(table['params'])} params and {len(losses)} losses; expected some of both")
+    return table
 
 
-def verdict(here: Outcome, there: Outcome) -> tuple[str, str]:
+def verdict(ours: Outcome, theirs: Outcome) -> tuple[str, str]:
     """(kind, and details) of a run of both versions."""
-    if here.values and there.values:
-        parts = [difference(name, here.values[name], there.values[name]) for name in NAMES]
+    if ours.values and theirs.values:
+        parts = [difference(name, ours.values[name], theirs.values[name]) for name in NAMES]
         return ("differs" if any(parts) else "same", "; ".join(filter(None, parts)))
-    if here == there and here.code in (REFUSED, harness.NOT_PERMITTED):
-        return ("refused by both" if here.code == REFUSED else "not compared", here.error)
-    if here.values and there.code == REFUSED:
-        return "not compared", f"only the commit refuses it: {there.error}"
-    kind = "failed" if here.code == there.code != REFUSED else "differs"
-    return kind, " / ".join(f"{side}: {each.error or 'ends well'}" for side, each in (("here", here), ("there", there)))
+    if ours == theirs and ours.code in (REFUSED, harness.NOT_PERMITTED):
+        return ("refused by both" if ours.code == REFUSED else "not compared", ours.error)
+    if ours.values and theirs.code == REFUSED:
+        return "not compared", f"only the commit refuses it: {theirs.error}"
+    kind = "failed" if ours.code == theirs.code != REFUSED else "differs"
+    return kind, " / ".join(
+        f"{side}: {outcome.error or 'ends well'}" for side, outcome in (("here", ours), ("there", theirs))
+    )
 
 
-def difference(name: str, here: Values, there: Values) -> str:
+def difference(name: str, ours: Values, theirs: Values) -> str:
     """The number of differing values and the first; empty if all agree."""
-    every = {**here, **there}
-    other = [key for key in every if here.get(key) != there.get(key)]
+    every = {**ours, **theirs}
+    other = [key for key in every if ours.get(key) != theirs.get(key)]
     return f"{len(other)} of {len(every)} {name}, first {other[0]}" if other else ""
 
 
-def digest(each: Outcome, name: str) -> str:
+def digest(outcome: Outcome, name: str) -> str:
     """First digits of the values' hash; a dash if there are none."""
-    values = json.dumps(each.values and each.values[name], sort_keys=True)
-    return hashlib.sha256(values.encode()).hexdigest()[:12] if each.values else "-"
+    values = json.dumps(outcome.values and outcome.values[name], sort_keys=True)
+    return hashlib.sha256(values.encode()).hexdigest()[:12] if outcome.values else "-"
 
 
 def main() -> None:
@@ -165,8 +167,8 @@ def main() -> None:
     if not chosen:
         parser.error(f"--only: got {options.only}; there are {'; '.join(run.name for run in runs())}")
     kinds: collections.Counter[str] = collections.Counter()
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made).resolve()
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory).resolve()
         if subprocess.run(["git", "archive", "-o", folder / "code.tar", options.against], cwd=harness.ROOT).returncode:
             parser.error(f"--against: got {options.against}; expected a commit of this repository")
         with tarfile.open(folder / "code.tar") as archive:
@@ -178,7 +180,10 @@ def main() -> None:
             kind, details = verdict(*both)
             kinds[kind] += 1
             result = " ".join(f"{kind}{': ' * bool(details)}{details}".replace("|", "\\|").split())
-            print(harness.row([run.name, *(digest(each, name) for name in NAMES for each in both), result]), flush=True)
+            print(
+                harness.row([run.name, *(digest(one_outcome, name) for name in NAMES for one_outcome in both), result]),
+                flush=True,
+            )
     print("\n" + ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
     sys.exit(bool(kinds["differs"] + kinds["failed"]) or not kinds["same"] + kinds["refused by both"])
 

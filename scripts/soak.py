@@ -134,9 +134,9 @@ class Soak:
         rank = int((variable(victim, "OMPI_COMM_WORLD_RANK") or [b"0"])[0])  # a single process is no rank of mpirun
         os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
-        while left := set(ranks) & set(running(self.folder, RANK)):
+        while survivors := set(ranks) & set(running(self.folder, RANK)):
             if time.monotonic() - killed > GONE_S:
-                raise RuntimeError(f"ranks outlive their job: {left}")
+                raise RuntimeError(f"ranks outlive their job: {survivors}")
             time.sleep(0.05)
         self.ends_s.append(time.monotonic() - killed)
         self.kills, self.cut_off, self.step = self.kills + 1, self.cut_off + cut_off, saved_step(self.folder)
@@ -162,9 +162,9 @@ class Soak:
                     self.shared_folders |= set(variable(pid, SEGMENTS))
                 except (OSError, KeyError, ValueError, IndexError):  # has just ended
                     continue
-            if (left := until - time.monotonic()) <= 0:
+            if (remaining_s := until - time.monotonic()) <= 0:
                 return
-            time.sleep(min(left, SAMPLE_S))
+            time.sleep(min(remaining_s, SAMPLE_S))
 
     def growth(self, pids: list[int], since_s: float) -> dict[str, list[float]]:
         """By resource: medians of the first and the last quarter of samples, of the process that grows most."""
@@ -172,10 +172,10 @@ class Soak:
         for pid in pids:
             samples = [sample for sample in self.samples.get(pid, []) if sample.at_s >= since_s]
             if quarter := len(samples) // 4:
-                for name, found in pairs.items():
+                for name, medians in pairs.items():
                     values = [getattr(sample, name) for sample in samples]
-                    found.append([median(values[:quarter]), median(values[-quarter:])])
-        return {name: max(found, key=lambda pair: pair[1] - pair[0]) for name, found in pairs.items() if found}
+                    medians.append([median(values[:quarter]), median(values[-quarter:])])
+        return {name: max(medians, key=lambda pair: pair[1] - pair[0]) for name, medians in pairs.items() if medians}
 
 
 # ---------------------------------------------------------------- the job and its processes
@@ -232,7 +232,7 @@ def leaked(folder: Path, shared_folders: set[bytes]) -> set[str]:
     names = {path.name for place in places if place.is_dir() for path in place.iterdir()}
     for pid, _ in processes():
         try:
-            names -= {Path(found).name for found in re.findall(r"/\S+", Path(f"/proc/{pid}/maps").read_text())}
+            names -= {Path(mapping).name for mapping in re.findall(r"/\S+", Path(f"/proc/{pid}/maps").read_text())}
         except OSError:
             continue
     return names
@@ -255,22 +255,22 @@ def is_saving(folder: Path) -> bool:
 def complaints(options: argparse.Namespace, folder: Path, counted: dict) -> list[str]:
     """Violations of the promises."""
     promised = ("wrongly_blamed", "leaked_on_hosts", "leaked", "orphans")
-    found = [f"{name}: {counted[name]}" for name in promised if counted[name]]
+    problems = [f"{name}: {counted[name]}" for name in promised if counted[name]]
     if [step for step, *_ in losses(folder)] != list(range(1, counted["steps"] + 1)):
-        found.append("steps are lost or repeated in the record")
-    for who in ("rank", "supervisor") if options.quiet else ():
-        for name, (first, last) in counted[who].items():
+        problems.append("steps are lost or repeated in the record")
+    for process in ("rank", "supervisor") if options.quiet else ():
+        for name, (first, last) in counted[process].items():
             if last > first * (1 + FLAT * (name == "memory_mb")):
-                found.append(f"{who}: {name} grew from {first} to {last}")
+                problems.append(f"{process}: {name} grew from {first} to {last}")
     if options.verify:
         other, step = folder / "undisturbed", counted["steps"]
         with (folder / "log.txt").open("ab") as log:
             subprocess.run(command(options, other, f"{step}st"), stdout=log, stderr=log, cwd=ROOT, check=True)
         if losses(folder) != losses(other):
-            found.append("losses are other than undisturbed")
+            problems.append("losses are other than undisturbed")
         if state_files(folder, step) != state_files(other, step):
-            found.append("the last checkpoint is other than undisturbed")
-    return found
+            problems.append("the last checkpoint is other than undisturbed")
+    return problems
 
 
 def losses(folder: Path) -> list[tuple[int, int, float]]:

@@ -110,7 +110,7 @@ class Cell:
     def environ(self) -> dict[str, str]:
         """Variables of a command: its own PATH and caches, no launcher."""
         foreign = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "VIRTUAL_ENV")
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
         # Without this script's environment, which has another mpirun.
         others = [part for part in os.environ["PATH"].split(os.pathsep) if Path(part) != Path(sys.executable).parent]
         pythons = sorted(map(str, Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob("versions/*/bin")))
@@ -126,13 +126,13 @@ class Cell:
             "OMPI_MCA_hwloc_base_binding_policy": "none",
             "UV_LOCK_TIMEOUT": f"{LIMIT_S:.0f}",  # another uv may be building the same package
         }
-        return kept | settings
+        return inherited | settings
 
     def shown(self, text: str) -> str:
         """A text without paths of this machine and addresses of registries."""
-        known = {UV: "uv", str(self.env): "ENV", str(self.folder): "CELL", str(ROOT): ".", str(Path.home()): "~"}
-        for path in sorted(known, key=len, reverse=True):  # the home may be below the root, or begin like it
-            text = text.replace(path, known[path])
+        words = {UV: "uv", str(self.env): "ENV", str(self.folder): "CELL", str(ROOT): ".", str(Path.home()): "~"}
+        for path in sorted(words, key=len, reverse=True):  # the home may be below the root, or begin like it
+            text = text.replace(path, words[path])
         return re.sub(r"\w+://\S+", "URL", re.sub(r"\x1b\[[0-9;]*m", "", text))
 
     def make_environment(self) -> list[Step]:
@@ -165,9 +165,9 @@ class Cell:
         """
         headers = 'CUDA_PATH = "/usr/local/cuda"'
         if not self.mpi.wheel:
-            own = f'BUILT_FOR = "{self.mpi.title}"'
+            title = f'BUILT_FOR = "{self.mpi.title}"'
             quickly = 'CFLAGS = "-O0"'  # mpi4py is one file, which takes a compiler minutes to optimise
-            return f"[extra-build-variables]\nmpi4jax = {{ {headers}, {own} }}\nmpi4py = {{ {own}, {quickly} }}\n"
+            return f"[extra-build-variables]\nmpi4jax = {{ {headers}, {title} }}\nmpi4py = {{ {title}, {quickly} }}\n"
         compiler = project()["extra-build-variables"]["mpi4jax"]["OMPI_CC"]
         return (
             f'[extra-build-dependencies]\nmpi4jax = ["{self.mpi.wheel}", "ziglang==0.17.1"]\n'
@@ -183,8 +183,8 @@ class Cell:
         """Versions of the cell's packages."""
         line = [*self.enter, UV, "pip", "list", "--format", "json", "--python", str(self.env / "bin" / "python")]
         listed = subprocess.run(line, capture_output=True, text=True, timeout=60, env=self.environ()).stdout
-        found = {row["name"]: row["version"] for row in json.loads(listed or "[]")}
-        return {name: found[name] for name in PINNED if name in found}
+        all_versions = {row["name"]: row["version"] for row in json.loads(listed or "[]")}
+        return {name: all_versions[name] for name in PINNED if name in all_versions}
 
     def tier(self) -> dict[str, list[str]]:
         """Commands of the tier by name."""
@@ -255,10 +255,10 @@ def run_cell(name: str, chosen: Sequence[str] = ()) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="jaxmpi-cell-") as folder:
         cell = Cell(name, Path(folder))
         steps = cell.make_environment()
-        found = {} if any(step["code"] for step in steps) else cell.versions()
-        if found:
+        versions = {} if any(step["code"] for step in steps) else cell.versions()
+        if versions:
             steps += [cell.run(step, line) for step, line in cell.tier().items() if not chosen or step in chosen]
-    return {"cell": name, "versions": found, "steps": steps}
+    return {"cell": name, "versions": versions, "steps": steps}
 
 
 def tables(cells: Sequence[dict[str, Any]]) -> str:
@@ -305,13 +305,13 @@ def main() -> int:
     if options.page:
         write_page(options.page)
         return 0
-    found = []
+    results = []
     for name in CELLS:
         if any(part in name for part in options.cells):
-            found.append(run_cell(name, options.steps))
-            harness.save(options.out, found)
-    print(tables(found))
-    return int(any(step["code"] for cell in found for step in cell["steps"]))
+            results.append(run_cell(name, options.steps))
+            harness.save(options.out, results)
+    print(tables(results))
+    return int(any(step["code"] for cell in results for step in cell["steps"]))
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ class Picture:
 
     def arrow(self, begin: Point, end: Point, colour: int, kind: str) -> None:
         """Draw an arrow of a class that says what it stands for."""
-        way = np.subtract(end, begin) / np.hypot(*np.subtract(end, begin))
-        side, foot = np.array([-way[1], way[0]]), np.array(end) - 8 * way
+        direction = np.subtract(end, begin) / np.hypot(*np.subtract(end, begin))
+        side, foot = np.array([-direction[1], direction[0]]), np.array(end) - 8 * direction
         corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in (end, foot + 4 * side, foot - 4 * side))
         path = f'<path d="M{begin[0]:.1f},{begin[1]:.1f} L{foot[0]:.1f},{foot[1]:.1f}" class="edge"/>'
         tip = f'<polygon points="{corners}" class="tip"/>'

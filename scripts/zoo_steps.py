@@ -124,11 +124,11 @@ def step_memory(config: Experiment) -> StepMemory:
     state = create(params, model_state, rule_state, seed=0, worker=0)
     step: Any = functions.train_step
     planned = step.lower(state, next(plan.feed.batches())).compile().memory_analysis()
-    made = planned.output_size_in_bytes - planned.alias_size_in_bytes  # outputs that take no argument's place
+    output_bytes = planned.output_size_in_bytes - planned.alias_size_in_bytes  # outputs that take no argument's place
     return StepMemory(
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)),
         planned.argument_size_in_bytes,
-        planned.temp_size_in_bytes + made,
+        planned.temp_size_in_bytes + output_bytes,
     )
 
 
