@@ -115,7 +115,7 @@ def _apply(
         if operation in ("alltoall", "reduce_scatter") or (operation == "scatter" and not is_elsewhere):
             check_rows(operation, x, comm)
         is_template = operation in ("bcast", "scatter") and is_elsewhere
-        leaves = arrays_of(operation, x, comm, op, NO_NUMBERS if is_template else ())
+        leaves = arrays_of(operation, x, comm, op, NO_NUMBERS if is_template else (), dtype)
         dtypes = [dtypes_of_reduction(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x) if op]
     leaf_shapes = given_leaves(operation, x, comm, root)
     if op:

@@ -16,6 +16,7 @@ from jaxmpi.comm.agreement import check_may_send, refuse_together
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, communicator
 from jaxmpi.core.errors import UsageError
+from jaxmpi.core.host_arrays import check_holds
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.to_jax import check_on_one_device, to_jax
 from jaxmpi.runtime import host_callbacks
@@ -77,8 +78,14 @@ def refusing_together(operation: str, comm: Comm) -> Iterator[None]:
         yield
 
 
-def arrays_of(operation: str, x: PyTree, comm: Comm, op: str = "", templates: tuple[type, ...] = ()) -> list[jax.Array]:
-    """The leaves as JAX arrays that can be sent; those of the types of templates give shape and dtype alone."""
+def arrays_of(
+    operation: str, x: PyTree, comm: Comm, op: str = "", templates: tuple[type, ...] = (), dtype: Any = None
+) -> list[jax.Array]:
+    """The leaves as JAX arrays that can be sent; those of the types of templates give shape and dtype alone.
+
+    Args:
+        dtype: of the result, in which the numbers of host arrays must fit.
+    """
     arrays = []
     for path, leaf in named_leaves(x):
         if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -86,6 +93,8 @@ def arrays_of(operation: str, x: PyTree, comm: Comm, op: str = "", templates: tu
         if isinstance(leaf, templates):
             leaf = np.zeros(leaf.shape, leaf.dtype)
         array = to_jax(_name(operation, path), leaf, op, comm.size)
+        if dtype is not None and not isinstance(leaf, jax.Array):
+            check_holds(_name(operation, path), np.asarray(leaf), dtype, op, comm.size)
         check_on_one_device(_name(operation, path), array)
         if array.dtype not in host_callbacks.DTYPES.values():
             raise UsageError(f"{_name(operation, path)} is {array.dtype}; expected numbers of 8 bits or more: cast it")

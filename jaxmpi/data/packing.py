@@ -149,7 +149,8 @@ def _digest_states(source: Source) -> str:
             state = os.stat(path)
         except OSError:  # whoever comes to the file says what is wrong with it
             return ""
-        return f"{state.st_size} {state.st_mtime_ns}"
+        # `cp -p` and rsync restore the time of the last change of contents, but not that of the file's state.
+        return f"{state.st_size} {state.st_mtime_ns} {state.st_ctime_ns} {state.st_ino}"
 
     return sha256(map(describe, getattr(source, "paths", tuple)()))
 

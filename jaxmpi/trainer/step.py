@@ -269,9 +269,18 @@ def jit_predict(forward: Forward) -> Callable[[PyTree, PyTree, Batch], Any]:
     jitted = jax.jit(partial(predict, forward))
 
     def predict_checked(params: PyTree, model_state: PyTree, batch: Batch) -> Any:
+        lengths = {np.shape(x)[:1] for x in jax.tree.leaves(batch)} if isinstance(batch, dict) else set()
+        if len(lengths) != 1 or not all(length and length[0] for length in lengths):
+            shapes = jax.tree.map(np.shape, batch) if isinstance(batch, dict) else type(batch).__name__
+            raise UsageError(
+                f"predict: got {shapes!s:.400}; expected a dict of arrays [batch, ...], all of one length of at least 1"
+            )
         # By itself jit wraps 64-bit integers and drops masks without a word.
         checked = jax.tree_util.tree_map_with_path(lambda path, x: to_jax(f"batch/{path_name(path)}", x), batch)
-        return jitted(params, model_state, checked)
+        try:
+            return jitted(params, model_state, checked)
+        except KeyError as error:  # of a task that looks up its fields
+            raise UsageError(f"predict: got fields {', '.join(batch)}; expected {error}, too") from error
 
     return predict_checked
 

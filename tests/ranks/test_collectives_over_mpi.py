@@ -862,8 +862,16 @@ def test_what_jax_would_wrap_drop_or_make_infinite_is_refused_by_its_path(name):
     for kind, x in LOST.items():
         if "statistics" in name and kind not in ("float64", "masked"):
             continue  # other leaves stay each rank's own
-        with pytest.raises(jaxmpi.UsageError, match="ranks came to|leaf 'ids'" if is_bcast else "leaf 'ids'"):
+        with pytest.raises(jaxmpi.UsageError, match="ranks came to|leaf 'ids" if is_bcast else "leaf 'ids"):
             TAKES[name](x)
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype"), [(300, jnp.int8), (3e9, jnp.int32), (-1, jnp.uint8), (np.float32(1e10), jnp.float16)]
+)
+def test_host_arrays_must_fit_the_dtype_of_the_result(number, dtype):
+    with pytest.raises(jaxmpi.UsageError, match="cannot hold"):
+        mpi.allreduce(np.array([number]), dtype=dtype)
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank is alone")

@@ -65,6 +65,14 @@ def test_integers_that_jax_would_wrap_are_refused_by_predictions(trained, tmp_pa
         main.train(lines(tmp_path, callbacks=(Asks(),)), "lines")
 
 
+@pytest.mark.parametrize(
+    "batch", [np.ones(4), {}, {"tokens": None}, {"tokens": [1, 2]}, {"tokens": np.ones((0, 2))}, {"other": np.ones(2)}]
+)
+def test_what_is_no_batch_is_refused_by_predictions(trained, batch):
+    with pytest.raises(UsageError, match="predict: got"):
+        jaxmpi.Trainer(trained).predict(batch)
+
+
 @pytest.mark.e2e
 @pytest.mark.slow  # a job of a notebook's
 def test_a_notebook_trains_with_processes(tmp_path, capfd, no_launcher):
