@@ -34,7 +34,7 @@ from jaxmpi.runtime import failures, job_folder, process
 
 # Exit codes after which a restart is pointless: done, error of usage, to be resumed later, interrupted.
 FINAL = (0, failures.MISUSED, failures.PREEMPTED, failures.INTERRUPTED)
-HOST = ("--host", "-H")  # flags of mpirun
+HOST, HOSTFILE = ("--host", "-H"), ("--hostfile", "--machinefile")  # flags of mpirun
 UNLOCK_S = 30.0  # for the last process of an ended job to exit
 PROBE_S = 20.0  # for a host to answer
 LOOK_S = 1.0  # between looks at a job's ranks and the files that they leave
@@ -248,6 +248,7 @@ def supervise(
     Returns: the exit code of the last start.
     """
     runner, folder, home = JobRunner(), None, None
+    first, slots = job, hosts_of(job.launcher_args) if job.min_workers else {}
     if job.restarts:
         with run_directory.as_usage_errors():
             folder = run_dir(facts, Path(job.train_args[0]).stem)
@@ -278,7 +279,7 @@ def supervise(
         elif start and step == step_before:
             why = f"no progress since the last restart: still at step {step}"
         else:
-            step_before, job = step, with_those_left(job, probe)
+            step_before, job = step, with_those_left(job, first, slots, probe)
             if job.workers < job.min_workers:
                 why = f"{job.workers} workers are left, --elastic asks for {job.min_workers}"
         if why:
@@ -338,37 +339,57 @@ def wait_for_lock(folder: Path) -> None:
             time.sleep(0.2)
 
 
-def with_those_left(job: Options, probe: Callable[[str], bool]) -> Options:
-    """Reduce workers to slots of hosts that answer; without `--host`, by one."""
-    if job.min_workers in (0, job.workers):
+def with_those_left(
+    job: Options, first: Options, slots_before: dict[str, int], probe: Callable[[str], bool]
+) -> Options:
+    """Take the first start's hosts that answer, its hostfile read again; one worker fewer without a list of hosts.
+
+    Args:
+        slots_before: of the first start's hosts.
+    """
+    if not job.min_workers:
         return job
-    slots = hosts_of(job.launcher_args)
-    if not slots:
+    if not slots_before:
         return job._replace(workers=max(job.workers - 1, job.min_workers))
+    slots = hosts_of(first.launcher_args)
     reachable_slots = {host: count for host, count in slots.items() if probe(host)}
-    if reachable_slots == slots:
-        return job
-    say(f"no answer from {', '.join(sorted(set(slots) - set(reachable_slots)))}")
+    if reachable_slots == slots_before:
+        return job._replace(workers=first.workers, launcher_args=first.launcher_args)
+    if absent := sorted(set(slots) - set(reachable_slots)):
+        say(f"no answer from {', '.join(absent)}")
     hosts = ",".join(f"{host}:{count}" for host, count in reachable_slots.items())
-    args = ("--host", hosts, *without_hosts(job.launcher_args))
-    return job._replace(workers=min(job.workers, sum(reachable_slots.values())), launcher_args=args)
+    args = ("--host", hosts, *without_hosts(first.launcher_args))
+    return job._replace(workers=min(first.workers, sum(reachable_slots.values())), launcher_args=args)
 
 
 def hosts_of(launcher_args: Sequence[str]) -> dict[str, int]:
-    """Host to slots, from mpirun's --host; empty if it is not given."""
-    text = ""
+    """Host to slots, from mpirun's --host or its hostfile; empty if neither is given.
+
+    Raises:
+        UsageError: the hostfile cannot be read.
+    """
+    entries: list[str] = []
     for arg, following in itertools.pairwise([*launcher_args, ""]):
-        if arg in HOST:
-            text = following
-        elif arg.startswith(f"{HOST[0]}="):
-            text = arg.partition("=")[2]
+        flag, equals, text = arg.partition("=")
+        text = text if equals else following
+        if flag in HOST:
+            entries += text.split(",")
+        elif flag in HOSTFILE:
+            try:
+                lines = [line.partition("#")[0].strip() for line in Path(text).read_text().splitlines()]
+            except OSError as error:
+                raise UsageError(
+                    f"{flag} {text}: {error.strerror}; expected a line `host slots=N` for each host"
+                ) from error
+            entries += [re.sub(r"\s.*?(?<![\w-])slots\s*=\s*(\d+).*|\s.*", r":\1", line) for line in lines]
     slots: dict[str, int] = {}
-    for host, _, count in (part.partition(":") for part in text.split(",") if part):
+    for host, _, count in (entry.partition(":") for entry in entries if entry):
         slots[host] = slots.get(host, 0) + (int(count) if count.isdigit() else 1)
     return slots
 
 
 def without_hosts(launcher_args: Sequence[str]) -> list[str]:
     """The launcher's arguments without the hosts that it is given."""
+    flags = {*HOST, *HOSTFILE}
     pairs = zip(launcher_args, ("", *launcher_args), strict=False)
-    return [arg for arg, before in pairs if not ({arg, before} & {*HOST} or arg.startswith(f"{HOST[0]}="))]
+    return [arg for arg, before in pairs if not ({arg, before} & flags or arg.partition("=")[0] in flags)]

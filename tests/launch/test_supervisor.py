@@ -82,14 +82,25 @@ def test_the_supervisor_knows_the_run_directory_and_start_of_an_experiment_file(
         (("--host", "a:4,b:4"), ("b",), 4, "a:4"),
         (("-H", "a:3,b:3,a:2"), ("a",), 3, "b:3"),
         (("--host", "a:4,b:4"), ("a", "b"), 0, ""),
+        (("--hostfile", "hosts"), ("b",), 6, "a:4,c:2"),
+        (("--hostfile=hosts",), ("a", "c"), 4, "b:4"),
     ],
 )
-def test_workers_that_are_left(launcher_args, dead, workers, hosts):
-    job = supervisor.with_those_left(Options(8, "mpirun", launcher_args, (), 1, 2), lambda host: host not in dead)
+def test_workers_that_are_left(launcher_args, dead, workers, hosts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
+    first = Options(8, "mpirun", launcher_args, (), 1, 2)
+    slots = supervisor.hosts_of(first.launcher_args)
+    (tmp_path / "hosts").write_text("# b is repaired\na max-slots=8 slots=4  # c is new\n\nb slots = 4\nc\nc\n")
+    job = supervisor.with_those_left(first, first, slots, lambda host: host not in dead)
     assert job.workers == workers
     if hosts is not None:
         assert supervisor.hosts_of(job.launcher_args) == supervisor.hosts_of(("--host", hosts))
-    assert supervisor.with_those_left(Options(8, "mpirun", launcher_args, (), 1), lambda host: False).workers == 8
+    # A host that is back takes its workers again.
+    slots = supervisor.hosts_of(first.launcher_args)
+    assert supervisor.with_those_left(job, first, slots, lambda host: True).workers == (8 if slots else 6)
+    rigid = first._replace(min_workers=0)
+    assert supervisor.with_those_left(rigid, rigid, {}, lambda host: False).workers == 8
 
 
 SUPERVISED = """
