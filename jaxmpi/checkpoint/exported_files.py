@@ -77,7 +77,7 @@ def load_program(where: str | Path) -> jax.export.Exported:
 
 
 def _digest_of_facts(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 # ---------------------------------------------------------------- safetensors

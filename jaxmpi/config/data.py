@@ -102,7 +102,7 @@ class Data:
             raise UsageError("data.mean and data.mean_image: give one of the two")
         if len(set(self.columns)) != len(self.columns):
             raise UsageError(f"data.columns: got {', '.join(self.columns)}; expected each name once")
-        if self.group_size != "auto" and not (isinstance(self.group_size, int) and self.group_size >= 0):
+        if self.group_size != "auto" and not (type(self.group_size) is int and self.group_size >= 0):
             raise UsageError(
                 f"data.group_size: got {self.group_size!r}; expected a number of workers, 0 for all of them, or auto"
             )

@@ -57,7 +57,7 @@ def accumulate_gradients(
         UsageError: `every` is below 1; a gradient is masked, or float0, as those of integers are (path); `weighted`
             without a weight, or one that is no single number from 0 on.
     """
-    is_whole = isinstance(every, int | np.integer) and every >= 1
+    is_whole = isinstance(every, int | np.integer) and not isinstance(every, bool) and every >= 1
     check(is_whole, f"accumulate_gradients: every: got {every}; expected a whole number >= 1")
     with_more = optax.with_extra_args_support(inner)
 

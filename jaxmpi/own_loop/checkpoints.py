@@ -185,10 +185,11 @@ class Checkpoints:
 
 
 def _whole_number(step: Any) -> int | None:
-    """The step; None if it is not one that can be saved: a fraction, negative, or beyond int64."""
+    """The step; None if it is not one that can be saved: a fraction, a bool, negative, or beyond int64."""
     try:
         number = int(step)
-        return number if 0 <= number < 1 << 63 and bool(number == step) else None
+        is_whole = bool(number == step) and np.asarray(step).dtype != bool
+        return number if 0 <= number < 1 << 63 and is_whole else None
     except (TypeError, ValueError, OverflowError):
         return None
 

@@ -65,6 +65,8 @@ OUT_OF_RANGE: list[tuple[type, dict[str, Any]]] = [
     (Data, {"on_error": "ignore"}),
     (Data, {"channels": 0}),
     (Data, {"loaders": 2147483648}),
+    (Data, {"prefetch": True}),
+    (Data, {"group_size": True}),
     (Data, {"mean": (0.5, 0.5)}),
     (Data, {"std": (1.0, 0.0, 1.0)}),
     (Data, {"mean": (0.5,), "mean_image": "a.npy"}),

@@ -124,13 +124,20 @@ def test_without_a_cache_that_can_be_written_each_process_builds_its_index(folde
         ([("a/000.png", b""), ("a/000.cls", b"cat")], r"a/000.cls: got b'cat'"),
         ([("0.png", b""), ("0.cls", b"0"), ("0.png", b""), ("0.cls", b"1")], "0: got two members png"),
         ([("0.png", b""), ("0.PNG", b""), ("0.cls", b"1")], "0: got two members png"),
+        ([("0.jpg", b""), ("0.png", b""), ("0.cls", b"1")], "0: got members jpg and png; .*--data.columns jpg cls"),
     ],
-    ids=["no image", "text", "same name", "other case"],
+    ids=["no image", "text", "same name", "other case", "two images"],
 )
 def test_examples_that_lack_a_column_or_have_it_twice_are_named(tmp_path, members, named):
     shard(tmp_path / "train.tar", members)
     with pytest.raises(UsageError, match=rf"{tmp_path}/train.tar: {named}"):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize(("column", "value"), [("jpg", 1), ("png;jpg", 2)])
+def test_of_two_images_the_one_that_columns_name_first_is_read(tmp_path, column, value):
+    shard(tmp_path / "train.tar", [("0.jpg", grey(1)), ("0.png", grey(2)), ("0.cls", b"1")])
+    assert opened(tmp_path, columns=(column, "cls"))[0][0].max() == value
 
 
 @pytest.mark.parametrize("form", ["gz", "bz2", "xz"])
@@ -201,6 +208,18 @@ def test_a_shard_of_any_usual_record_size_is_read_whole(tmp_path, factor):
     blob = (tmp_path / "train.tar").read_bytes()[: 14 * 2 * HEADER - 2 * HEADER]
     (tmp_path / "train.tar").write_bytes(blob + bytes(-len(blob) % (factor * HEADER)))
     assert len(opened(tmp_path)) == 6
+
+
+def test_zeros_up_to_an_end_that_the_other_shards_do_not_have_are_a_hole(tmp_path):
+    """A shard alone might have records of 64 blocks; the other shards say that they are of 20."""
+    many = [(f"{i:02}.{column}", blob) for i in range(79) for column, blob in (("png", grey(i)), ("cls", b"0"))]
+    for name, members in {"train-0": many, "train-1": SIX, "train-2": SIX}.items():
+        shard(tmp_path / f"{name}.tar", members)
+    assert len(opened(tmp_path)) == 79 + 6 + 6
+    blob = (tmp_path / "train-0.tar").read_bytes()
+    (tmp_path / "train-0.tar").write_bytes(blob[: 276 * HEADER] + bytes(len(blob) - 276 * HEADER))
+    with pytest.raises(UsageError, match=f"train-0.tar: got zeros at byte {276 * HEADER}"):
+        opened(tmp_path)
 
 
 def test_a_link_among_the_members_is_refused(tmp_path):

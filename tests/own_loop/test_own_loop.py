@@ -103,7 +103,7 @@ def test_many_batches_in_16_bits_are_accumulated_in_32(dtype, size, standard_pro
     assert -float(updates["w"]) == size
 
 
-@pytest.mark.parametrize("every", [0, 2.5])
+@pytest.mark.parametrize("every", [0, 2.5, True])
 def test_batches_to_accumulate_are_whole(every):
     with pytest.raises(UsageError, match="every: got"):
         jaxmpi.accumulate_gradients(optax.sgd(1.0), every)

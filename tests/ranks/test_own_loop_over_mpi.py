@@ -535,7 +535,7 @@ def test_a_step_is_a_whole_number_of_64_bits(folder):
         kept.save(step, {"w": jnp.ones(2)})
         saved = restored(kept, {"w": jnp.zeros(2)})
         assert saved.step == int(step)
-    wrong: list[Any] = [1.9, -1, 2**63, None]
+    wrong: list[Any] = [1.9, -1, 2**63, None, True]
     for step in wrong:
         with pytest.raises(jaxmpi.UsageError, match="step"):
             kept.save(step, {"w": jnp.zeros(2)})

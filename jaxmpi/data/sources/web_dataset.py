@@ -29,11 +29,12 @@ from jaxmpi.data.sources.open_files import OpenFiles
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
-DEFAULT = (";".join(IMAGES), "cls")  # WebDataset's words: the first of these that an example has
+DEFAULT = (";".join(IMAGES), "cls")  # the one of these that an example has
 MEMBERS = f"{', '.join(IMAGES)}, cls (a whole number) or npy (an array)"
 TAR = "a tar file that is not compressed"
-VERSION = 5  # version of the index
+VERSION = 6  # version of the index
 SETTLED_S = 2.0  # an index is saved of shards that have not changed for so long
+RECORDS = (20, *(1 << i for i in range(12)))  # blocks of a record, which a writer fills: 20, or as of `tar -b 128`
 
 
 # Bytes before a member, its bytes, and which of the column's alternatives it is.
@@ -53,7 +54,8 @@ class Index(NamedTuple):
 class WebDatasetSource(TableSource):
     """One split of tar files; `file_ends` is of each shard the index behind its last example, None of a single one.
 
-    Refused: a shard that is damaged, cut off or compressed, or an example with no or two members of one column.
+    Refused: a shard that is damaged, cut off or compressed; an example without a member for a column, with two members
+    of one name, or with two images if `data.columns` does not say which comes first.
     """
 
     def __init__(self, config: Data, shards: Sequence[str]) -> None:
@@ -159,6 +161,7 @@ def build_index(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) ->
     """Read all headers of the shards; raises as the source."""
     rows: list[list[tuple[int, int, int]]] = []
     ends, keys, labels = [0], [], []
+    tails: list[tuple[int, int]] = []  # by shard: byte at which the closing zeros begin, and bytes of the file
     has_labels = len(alternatives) == 2 and list(alternatives[1]) == ["cls"]
     for path in shards:
         with refusing(path, TAR, tarfile.TarError), tarfile.open(path, "r:") as tar:
@@ -169,9 +172,15 @@ def build_index(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) ->
                     assert tar.fileobj is not None
                     tar.fileobj.seek(rows[-1][1][0])
                     labels.append(_read_class(tar.fileobj.read(rows[-1][1][1]), f"{path}: {key}.cls"))
+            tails.append((tar.offset, os.path.getsize(path)))
         if len(rows) == ends[-1]:
             raise UsageError(f"{path}: got no example; write it again, or take it away")
         ends.append(len(rows))
+    # Shards of a split have one writer, and so one size of records: what fits no other shard is a hole.
+    fits = [[_fills_record(*tail, blocks) for tail in tails] for blocks in RECORDS]
+    for path, tail, is_filled in zip(shards, tails, max(fits, key=sum), strict=True):
+        if not is_filled:
+            raise _hole_error(path, *tail)
     key_ends = np.cumsum([len(key) for key in keys], dtype=np.int64)
     blob = np.frombuffer(b"".join(keys), np.uint8)
     return Index(np.array(ends[1:], np.int64), np.array(rows, MEMBER), blob, key_ends, np.array(labels, np.int64))
@@ -179,6 +188,12 @@ def build_index(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) ->
 
 def _find_member(members: dict[str, tarfile.TarInfo], names: Sequence[str], where: str) -> tuple[int, int, int]:
     """Offset and bytes of the first of these members, and which it is."""
+    got = [name for name in names if name in members]
+    if len(got) > 1 and tuple(names) == IMAGES:
+        raise UsageError(
+            f"{where}: got members {' and '.join(got)}; expected one image: name it, such as --data.columns {got[0]} "
+            f'cls, or which comes first, as "{";".join(got)}"'
+        )
     for place, name in enumerate(names):
         if name in members:
             member = members[name]
@@ -235,12 +250,20 @@ def _list_members(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
             yield tarfile.TarInfo.fromtarfile(tar)
         except (tarfile.TarError, ValueError) as error:
             raise UsageError(f"{path}: damaged at byte {begin}: {error}; copy it again") from error
-    # A writer fills its last record, of 20 blocks or, as with `tar -b 128`, a power of two of them. More zeros are a
-    # hole, such as a copy has that was broken off after its file had been given its size.
-    end, records = begin + 2 * tarfile.BLOCKSIZE, [20, *(1 << i for i in range(12))]
-    is_filled = size <= end or any(size == -(-end // (n * tarfile.BLOCKSIZE)) * n * tarfile.BLOCKSIZE for n in records)
-    if not is_filled or any(file.read(size - file.tell())):
-        raise UsageError(
-            f"{path}: got zeros at byte {begin}, which close a tar file, and {size - begin} bytes from there on; "
-            "expected zeros up to the end of a record: it has a hole, or is two shards in one: copy or write it again"
-        )
+    if not any(_fills_record(begin, size, blocks) for blocks in RECORDS) or any(file.read(size - file.tell())):
+        raise _hole_error(path, begin, size)
+
+
+def _fills_record(begin: int, size: int, blocks: int) -> bool:
+    """Whether zeros from `begin` to the file's end are the two blocks that close it, in records of so many blocks."""
+    end, record = begin + 2 * tarfile.BLOCKSIZE, blocks * tarfile.BLOCKSIZE
+    return size <= end or size == -(-end // record) * record
+
+
+def _hole_error(path: str, begin: int, size: int) -> UsageError:
+    """The error of more zeros than a writer fills up with, as after a copy that was broken off once it had its size."""
+    return UsageError(
+        f"{path}: got zeros at byte {begin}, which close a tar file, and {size - begin} bytes from there on; expected "
+        "zeros up to the end of a record, as in the split's other shards: it has a hole, or is two shards in one: copy "
+        "or write it again"
+    )
