@@ -27,7 +27,7 @@ from jaxmpi.allreduce.building_blocks import allgather, halves, mean_of_halves
 from jaxmpi.allreduce.call_order import call_places, caller, compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.compression import Collectives
 from jaxmpi.allreduce.derivative import NOT_MAPPED, differentiable
-from jaxmpi.allreduce.dispatch import Beside, sums
+from jaxmpi.allreduce.dispatch import OnCommThread, sums
 from jaxmpi.comm.agreement import Fingerprint, check_may_send, fingerprint, refuse_together
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import Comm
@@ -164,7 +164,7 @@ class Choice(NamedTuple):
     comm: Comm
     bucket_bytes: int | None
     order: Order | None = None
-    beside: Beside | None = None  # on the communication thread
+    on_comm_thread: OnCommThread | None = None  # on the communication thread
 
     def run(self, leaves: list[jax.Array], structure: Any, is_part: bool = False) -> list[jax.Array]:
         """The exchange of a tree's leaves, inside or outside jit, without a derivative.
@@ -178,8 +178,8 @@ class Choice(NamedTuple):
         if self.comm.size == 1:
             return self.program(leaves)([jnp.asarray(leaf) for leaf in leaves])
         key = self, structure, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-        same, run = make_once(self.comm, _outside_jit, *key)
-        self.comm.assert_same(same)  # whenever called: two ranks may come with two trees that both have used before
+        facts, run = make_once(self.comm, _outside_jit, *key)
+        self.comm.assert_same(facts)  # whenever called: two ranks may come with two trees that both have used before
         return run(leaves)
 
     def program(self, like: Sequence[Any], programs: Programs = INSIDE) -> Callable[[list], list]:
@@ -188,24 +188,24 @@ class Choice(NamedTuple):
             is_whole = self.op == "mean"
             return lambda leaves: [x / 1 if is_whole and x.dtype not in FLOATS else x for x in leaves]
         alignment, buckets = self.alignment, self.buckets(like)
-        own = [[i] for i, leaf in enumerate(like) if leaf.dtype not in FLOATS]
+        unfused = [[i] for i, leaf in enumerate(like) if leaf.dtype not in FLOATS]
 
-        def fused(leaves: list[jax.Array]) -> jax.Array:
+        def fuse_bucket(leaves: list[jax.Array]) -> jax.Array:
             return fuse(leaves, alignment) if len(leaves) > 1 else leaves[0]
 
-        def parts(x: jax.Array, bucket: Sequence[int]) -> list[jax.Array]:
+        def split_bucket(x: jax.Array, bucket: Sequence[int]) -> list[jax.Array]:
             return split(x, [like[i] for i in bucket], alignment) if len(bucket) > 1 else [x]
 
-        return in_buckets([*buckets, *own], fused, self.exchanged, parts, programs)
+        return in_buckets([*buckets, *unfused], fuse_bucket, self.exchange_vectors, split_bucket, programs)
 
-    def exchanged(self, vectors: list[jax.Array]) -> list[jax.Array]:
+    def exchange_vectors(self, vectors: list[jax.Array]) -> list[jax.Array]:
         """Every array's mean or sum over workers; means of integers are floats.
 
         Shapes stay, and so do all other dtypes.
         """
         divisor = self.comm.size if self.op == "mean" else 1
         short = [x.astype(jnp.float32) for x in vectors if x.dtype in FLOATS]
-        totals = iter(sums(short, self.strategy, self.comm, divisor, self.beside) if short else [])
+        totals = iter(sums(short, self.strategy, self.comm, divisor, self.on_comm_thread) if short else [])
         return [next(totals).astype(x.dtype) if x.dtype in FLOATS else self.reduce_in_own_dtype(x) for x in vectors]
 
     def reduce_in_own_dtype(self, x: jax.Array) -> jax.Array:
@@ -297,7 +297,7 @@ def as_numbers(tree: PyTree, op: str, comm: Comm) -> list[Any]:
             averaged.
     """
     leaves = []
-    for name, leaf in _named(tree):
+    for name, leaf in _leaves_by_path(tree):
         if isinstance(leaf, np.ndarray) and leaf.dtype in FLOATS:  # programs take NumPy's arrays as fast as JAX's
             check_unmasked(name, leaf)
             leaves.append(leaf)
@@ -315,17 +315,17 @@ def as_numbers(tree: PyTree, op: str, comm: Comm) -> list[Any]:
 
 def check_leaves(tree: PyTree) -> None:
     """Refuse leaves that a 32-bit sum would falsify."""
-    for name, leaf in _named(tree):
+    for name, leaf in _leaves_by_path(tree):
         check_unmasked(name, leaf)
         if getattr(leaf, "dtype", None) not in FLOATS:
             raise _not_taken(name, leaf, "float32, bfloat16 or float16: cast it, or leave it out")
 
 
-def _named(tree: PyTree) -> Iterator[tuple[str, Any]]:
+def _leaves_by_path(tree: PyTree) -> Iterator[tuple[str, Any]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        where = jax.tree_util.keystr(path, simple=True, separator="/") or "(the tree itself)"
-        check_not_float0(f"exchange: leaf {where!r}", leaf)
-        yield f"exchange: leaf {where!r}", leaf
+        path_text = jax.tree_util.keystr(path, simple=True, separator="/") or "(the tree itself)"
+        check_not_float0(f"exchange: leaf {path_text!r}", leaf)
+        yield f"exchange: leaf {path_text!r}", leaf
 
 
 def _not_taken(name: str, leaf: Any, expected: str) -> UsageError:

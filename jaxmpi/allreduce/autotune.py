@@ -75,7 +75,7 @@ def size_class(sizes: Sequence[int]) -> tuple[int, int]:
 def choose(
     comm: Comm,
     sizes: Sequence[int],
-    asked: str = "auto",
+    setting: str = "auto",
     bucket_bytes: int | None = BUCKET_BYTES,
     among: Sequence[str] = (),
 ) -> AutotuneResult:
@@ -93,28 +93,28 @@ def choose(
     Raises:
         UsageError: an unknown wire; ranks that ask for different things.
     """
-    wires, sizes = allowed_wires(asked), [int(n) for n in sizes]
+    wires, sizes = allowed_wires(setting), [int(n) for n in sizes]
     if not isinstance(comm, MpiComm):
         reason = "one worker: nothing is sent" if comm.size == 1 else "no MPI ranks, so nothing is timed"
-        return AutotuneResult(f"asa:{wires[-1]}", False, f"{asked}: asa:{wires[-1]}; {reason}")
-    request = {"strategy": asked, "bucket_bytes": bucket_bytes, "floats": sizes, "among": [*among]}
+        return AutotuneResult(f"asa:{wires[-1]}", False, f"{setting}: asa:{wires[-1]}; {reason}")
+    request = {"strategy": setting, "bucket_bytes": bucket_bytes, "floats": sizes, "among": [*among]}
     comm.assert_same(fingerprint("auto", request))
     begin, facts = time.perf_counter(), identity(comm)
     trials, names = Trials(comm, sizes, bucket_bytes), candidates(comm.hosts, wires, among)
     key = facts | request | {"floats": size_class(sizes)}
-    seconds, how = trials.cached_seconds(key, names)
+    seconds, provenance = trials.cached_seconds(key, names)
     if not seconds:
         seconds, is_steady = trials.time_all(names)
-        how += f"timed in {time.perf_counter() - begin:.1f} s"
+        provenance += f"timed in {time.perf_counter() - begin:.1f} s"
         if not is_steady:
-            how += ", and not cached: times vary, as if other processes compute"
+            provenance += ", and not cached: times vary, as if other processes compute"
         elif comm.rank == 0:
             compile_cache.write_json("auto", key, {"seconds": seconds, "floats": sum(sizes)})
     name, slots = fastest(seconds), max(comm.hosts.count(host) for host in set(comm.hosts))
     pays = len(set(comm.hosts)) > 1 or facts["cores"] >= 2 * slots
     times = ", ".join(f"{each} {seconds[each]:.2g} s" for each in sorted(seconds, key=seconds.__getitem__))
-    where = f"{sum(sizes):,} floats in {len(sizes)} leaves on {len(set(comm.hosts))} x {slots} ranks"
-    return AutotuneResult(name, pays, f"{asked}: {name} for {where}: {times} ({how})")
+    workload = f"{sum(sizes):,} floats in {len(sizes)} leaves on {len(set(comm.hosts))} x {slots} ranks"
+    return AutotuneResult(name, pays, f"{setting}: {name} for {workload}: {times} ({provenance})")
 
 
 def candidates(hosts: Sequence[int], wires: Sequence[str], among: Sequence[str] = ()) -> list[str]:
@@ -128,18 +128,18 @@ def candidates(hosts: Sequence[int], wires: Sequence[str], among: Sequence[str] 
         names = [name for name in [*names, *among] if name in among]
     elif len(set(hosts)) == len(hosts):  # a hierarchy of hosts with one rank each is that between hosts
         names = [name for name in names if name != "hier-ring"]
-    found = []
+    names_with_wires = []
     for name in dict.fromkeys(names):
         able = [wire for wire in wires if wire in find(name).wires]
         if able and find(name).fits(hosts):
-            found.append(f"{name}:{able[-1]}")
-    return found[:MOST]
+            names_with_wires.append(f"{name}:{able[-1]}")
+    return names_with_wires[:MOST]
 
 
 def fastest(seconds: dict[str, float]) -> str:
     """The strategy of the least time; MPI's own only for a clear gain."""
-    ours = {name: s for name, s in seconds.items() if name != "ar:32"} or seconds
-    best = min(ours, key=ours.__getitem__)
+    packaged = {name: s for name, s in seconds.items() if name != "ar:32"} or seconds
+    best = min(packaged, key=packaged.__getitem__)
     return best if seconds.get("ar:32", math.inf) > (1 - MARGIN) * seconds[best] else "ar:32"
 
 
@@ -205,9 +205,9 @@ class Trials:
         rounds = [{name: self.seconds(name) for name in hopeful} for _ in range(count if len(hopeful) > 1 else 1)]
         for name in hopeful:
             seconds[name] = sorted(each[name] for each in rounds)[len(rounds) // 4]
-        least = min((seconds[name] for name in hopeful), default=0.0)
+        least_s = min((seconds[name] for name in hopeful), default=0.0)
         for name in seconds.keys() - set(hopeful):  # that much slower when both were timed, whatever came later
-            seconds[name] = max(seconds[name], HOPELESS * least)
+            seconds[name] = max(seconds[name], HOPELESS * least_s)
         best = fastest(seconds)
         return seconds, statistics.median(each[best] for each in rounds) <= STEADY * seconds[best]
 

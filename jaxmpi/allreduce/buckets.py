@@ -66,14 +66,14 @@ class Order:
 
     def leaves(self, count: int) -> list[int]:
         """Leaves from the first computed to the last; others from the end."""
-        known = self._places if len(self._places) == count else (0,) * count
-        return sorted(range(count), key=lambda i: (known[i], -i))
+        places = self._places if len(self._places) == count else (0,) * count
+        return sorted(range(count), key=lambda i: (places[i], -i))
 
 
 def places(jaxpr: jax.extend.core.Jaxpr) -> tuple[int, ...]:
     """Number of the equation that computes each result; -1 if given."""
-    made = {var: i for i, equation in enumerate(jaxpr.eqns) for var in equation.outvars}
-    return tuple(-1 if isinstance(var, jax.extend.core.Literal) else made.get(var, -1) for var in jaxpr.outvars)
+    equation_of = {var: i for i, equation in enumerate(jaxpr.eqns) for var in equation.outvars}
+    return tuple(-1 if isinstance(var, jax.extend.core.Literal) else equation_of.get(var, -1) for var in jaxpr.outvars)
 
 
 # ---------------------------------------------------------------- which travel together
@@ -114,18 +114,18 @@ def fill(leaves: Sequence[int], sizes: Sequence[int], bucket_bytes: int | None) 
     if bucket_bytes is None:
         return [list(leaves)] if leaves else []
     buckets: list[list[int]] = []
-    fused: list[int] = []  # the bucket that small leaves still go into
+    bucket: list[int] = []  # the bucket that small leaves still go into
     room = 0
     for i in leaves:
         size_bytes = 4 * sizes[i]  # all leaves travel from f32
         if size_bytes >= bucket_bytes:
             buckets.append([i])
         elif size_bytes <= room:
-            fused.append(i)
+            bucket.append(i)
             room -= size_bytes
         else:
-            fused = [i]
-            buckets.append(fused)
+            bucket = [i]
+            buckets.append(bucket)
             room = bucket_bytes - size_bytes
     return buckets
 
@@ -179,26 +179,26 @@ def in_buckets(
         split: vector, bucket -> results for its leaves.
     """
     is_lone = [programs.lone_pass and len(bucket) == 1 for bucket in buckets]
-    fused = [bucket for bucket, lone in zip(buckets, is_lone, strict=True) if not lone]
+    fused_buckets = [bucket for bucket, lone in zip(buckets, is_lone, strict=True) if not lone]
     fuse_each = programs.before(lambda groups: [fuse(group) for group in groups])
-    split_each = programs.after(lambda vectors: [split(x, bucket) for x, bucket in zip(vectors, fused, strict=True)])
+    split_each = programs.after(lambda vectors: list(map(split, vectors, fused_buckets)))
 
     @programs.exchange
-    def exchange_each(sent: list[jax.Array]) -> list[jax.Array]:
-        results = exchange([fuse([x]) if lone else x for x, lone in zip(sent, is_lone, strict=True)])
-        each = zip(results, buckets, is_lone, strict=True)
-        return [split(x, bucket)[0] if lone else x for x, bucket, lone in each]
+    def exchange_each(vectors: list[jax.Array]) -> list[jax.Array]:
+        results = exchange([fuse([x]) if lone else x for x, lone in zip(vectors, is_lone, strict=True)])
+        results_of_buckets = zip(results, buckets, is_lone, strict=True)
+        return [split(x, bucket)[0] if lone else x for x, bucket, lone in results_of_buckets]
 
     def run(leaves: list[jax.Array]) -> list[jax.Array]:
-        out = list(leaves)
-        vectors = iter(fuse_each([[leaves[i] for i in bucket] for bucket in fused]) if fused else [])
+        results_by_leaf = list(leaves)
+        vectors = iter(fuse_each([[leaves[i] for i in bucket] for bucket in fused_buckets]) if fused_buckets else [])
         sent = [leaves[bucket[0]] if lone else next(vectors) for bucket, lone in zip(buckets, is_lone, strict=True)]
         results = [*zip(exchange_each(sent), buckets, is_lone, strict=True)]
-        parts = iter(split_each([x for x, _, lone in results if not lone]) if fused else [])
+        parts = iter(split_each([x for x, _, lone in results if not lone]) if fused_buckets else [])
         for x, bucket, lone in results:
             for i, leaf in zip(bucket, [x] if lone else next(parts), strict=True):
-                out[i] = leaf
-        return out
+                results_by_leaf[i] = leaf
+        return results_by_leaf
 
     return run
 

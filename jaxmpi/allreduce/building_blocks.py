@@ -44,19 +44,19 @@ def ring_permutation(comm: Comm, places: int) -> Pairs:
     return [(comm.order[i], comm.order[(i + places) % comm.size]) for i in range(comm.size)]
 
 
-def ring_all_gather(mine: PyTree, comm: Comm, row: Callable[[Any], Any]) -> PyTree:
+def ring_all_gather(chunk: PyTree, comm: Comm, row: Callable[[Any], Any]) -> PyTree:
     """Gather all workers' `mine` as rows by passing them round the ring.
 
     Row `row(i)` is that of the worker i places back.
     """
 
     def step(i: jax.Array, carry: tuple) -> tuple:
-        rows, travelling = carry
-        travelling = comm.permute(travelling, ring_permutation(comm, 1))
-        return put(rows, row(i + 1), travelling), travelling
+        rows, message = carry
+        message = comm.permute(message, ring_permutation(comm, 1))
+        return put(rows, row(i + 1), message), message
 
-    rows = jax.tree.map(lambda leaf: spread(leaf, comm.size, row(0)), mine)
-    return comm.loop(comm.size - 1, step, (rows, mine))[0]
+    rows = jax.tree.map(lambda leaf: spread(leaf, comm.size, row(0)), chunk)
+    return comm.loop(comm.size - 1, step, (rows, chunk))[0]
 
 
 def alltoall(x: PyTree, comm: Comm) -> PyTree:
@@ -72,10 +72,10 @@ def allgather(x: PyTree, comm: Comm) -> PyTree:
 def alltoall_by_rotation(x: PyTree, comm: Comm) -> PyTree:
     """`comm.alltoall` of leaves [w, ...], one partner at a time."""
     size, place, places = comm.size, ring_index(comm), np.argsort(comm.order).astype(np.int32)
-    leaving = take(x, jnp.asarray(comm.order)[(place + jnp.arange(size)) % size])  # row i: for the worker i places on
-    arrived = [take(leaving, 0)]
-    arrived += [comm.permute(take(leaving, i), ring_permutation(comm, i)) for i in range(1, size)]
-    return take(jax.tree.map(lambda *rows: jnp.stack(rows), *arrived), (place - jnp.asarray(places)) % size)
+    outgoing = take(x, jnp.asarray(comm.order)[(place + jnp.arange(size)) % size])  # row i: for the worker i places on
+    received = [take(outgoing, 0)]
+    received += [comm.permute(take(outgoing, i), ring_permutation(comm, i)) for i in range(1, size)]
+    return take(jax.tree.map(lambda *rows: jnp.stack(rows), *received), (place - jnp.asarray(places)) % size)
 
 
 def allgather_by_rotation(x: PyTree, comm: Comm) -> PyTree:
@@ -137,9 +137,9 @@ def split_by_host(comm: Comm) -> tuple[Comm, Comm]:
     counts = [len(ranks) for ranks in hosts]
     if len(set(counts)) > 1:
         raise UsageError(UNEVEN.format(counts=", ".join(map(str, counts))))
-    across = list(zip(*hosts, strict=True))
+    between = list(zip(*hosts, strict=True))
     inside = SubComm(comm, hosts, (0,) * counts[0]) if len(hosts) > 1 else comm
-    return inside, SubComm(comm, across, tuple(range(len(hosts))))
+    return inside, SubComm(comm, between, tuple(range(len(hosts))))
 
 
 # ---------------------------------------------------------------- means of integers
@@ -178,7 +178,7 @@ def mean_of_halves(total: jax.Array, workers: int, dtype: jax.typing.DTypeLike, 
         raise UsageError(f"{description}: got {workers} workers; expected at most {MOST_HALVES}: cast to floats")
     high, rest = jnp.divmod(total[..., 0], workers)
     low, rest = jnp.divmod((rest << shift) + total[..., 1], workers)
-    whole = (high.astype(dtype) << shift) + low.astype(dtype)
-    rounds_up = ((whole < 0) & (rest > 0)).astype(dtype)  # towards 0: parts of two signs would cancel
-    whole, rest = whole + rounds_up, rest - rounds_up.astype(rest.dtype) * workers
-    return whole if is_whole else whole.astype(real) + rest.astype(real) / workers
+    quotient = (high.astype(dtype) << shift) + low.astype(dtype)
+    rounds_up = ((quotient < 0) & (rest > 0)).astype(dtype)  # towards 0: parts of two signs would cancel
+    quotient, rest = quotient + rounds_up, rest - rounds_up.astype(rest.dtype) * workers
+    return quotient if is_whole else quotient.astype(real) + rest.astype(real) / workers

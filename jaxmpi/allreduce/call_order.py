@@ -123,16 +123,16 @@ def one_thread(comm: Comm | Processes, call: str = "exchange") -> Iterator[bool]
     if not isinstance(comm, (MpiComm, MpiProcesses)) or comm.size == 1:
         yield False
         return
-    mine = threading.current_thread().name
+    name = threading.current_thread().name
     if not _door.lock.acquire(blocking=False):
         raise UsageError(
-            f"{call}: thread {mine!r} calls it while thread {_door.holder!r} is in an exchange or a collective; "
+            f"{call}: thread {name!r} calls it while thread {_door.holder!r} is in an exchange or a collective; "
             "expected one at a time, in the same order on all ranks: from one thread, or threads that take turns in a "
             "fixed order"
         )
     _door.depth += 1
     try:
-        _door.holder = mine
+        _door.holder = name
         if _door.last and _door.last[0] != threading.get_ident():
             with contextlib.suppress(Exception):  # the other thread raises that itself
                 _door.last[1].block_until_ready()

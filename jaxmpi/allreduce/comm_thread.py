@@ -83,19 +83,19 @@ def all_reduce_on_comm_thread(
     engine, sums = exchange_handlers().engine, [(strategy, half, x.size) for x in vectors]
     parts, limit = engine.parts(sums), engine.tags // 2  # a resumed exchange has the other half
     check(parts <= limit, f"got {parts} segments of gradients, expected {limit} or fewer; use overlap off")
-    of_half = f"{half} of " if half else ""
-    labels = labels or [f"{of_half}bucket {i + 1} of {len(vectors)}" for i in range(len(vectors))]
+    prefix = f"{half} of " if half else ""
+    labels = labels or [f"{prefix}bucket {i + 1} of {len(vectors)}" for i in range(len(vectors))]
     text = json.dumps({"sums": sums, "labels": [*labels]})
     effect = host_callbacks.ORDERED if portable or not isinstance(comm, MpiComm) else comm.effect
     [ticket] = _call((OPEN, *words_of(key_of(text))), [], [TICKET], effect, text=text)
     # A start has no effect that orders it: it waits for its own vector alone.
-    started = [_call((START, i), [x, ticket], [x, TICKET], None) for i, x in enumerate(vectors)]
-    before, totals = [last for _, last in started], []  # tickets of all starts: no wait may hold up a computation
+    starts = [_call((START, i), [x, ticket], [x, TICKET], None) for i, x in enumerate(vectors)]
+    before, totals = [last for _, last in starts], []  # tickets of all starts: no wait may hold up a computation
     order = host_callbacks.KEPT if effect is host_callbacks.ORDERED else effect
     # The comparison goes around the waits alone: XLA would put off starts behind its beginning till the gradients' end.
     with compared(comm, number):
         for i, vector in enumerate(vectors):
-            total, last = _call((DONE, i), [*started[i], *before], [vector, TICKET], order)
+            total, last = _call((DONE, i), [*starts[i], *before], [vector, TICKET], order)
             totals, before = [*totals, total], [last]
     return totals
 

@@ -91,10 +91,10 @@ def lowrank(rank: int) -> Compressor:
         basis = jax.tree.map(lambda columns: jnp.linalg.qr(columns)[0], p)
         return basis, jax.tree.map(transposed_dot, meant, basis)
 
-    def rebuild(grads: Leaves, meant: Leaves, basis: Leaves, mine: Leaves, mean: Leaves) -> tuple[Leaves, Leaves]:
+    def rebuild(grads: Leaves, meant: Leaves, basis: Leaves, factors: Leaves, mean: Leaves) -> tuple[Leaves, Leaves]:
         """P Q^T of all workers' mean Q, as gradients, and this worker's residual: M - P Q^T of its own Q."""
-        sent = jax.tree.map(lambda b, q, g: dot(b, q.T).reshape(g.shape).astype(g.dtype), basis, mean, grads)
-        return sent, jax.tree.map(lambda m, b, q: m - dot(b, q.T), meant, basis, mine)
+        approximation = jax.tree.map(lambda b, q, g: dot(b, q.T).reshape(g.shape).astype(g.dtype), basis, mean, grads)
+        return approximation, jax.tree.map(lambda m, b, q: m - dot(b, q.T), meant, basis, factors)
 
     def compress(grads: PyTree, state: LowRankState, collectives: Collectives) -> tuple[PyTree, LowRankState]:
         leaves, structure = jax.tree.flatten(grads)
@@ -104,8 +104,8 @@ def lowrank(rank: int) -> Compressor:
         p, whole = collectives.mean((columns, whole))
         basis, mine = collectives.local(reproject)(meant, p)
         mean = collectives.mean(mine)
-        sent, error = collectives.local(rebuild)(thin, meant, basis, mine, mean)
-        out, error, q = (jax.tree.unflatten(structure, x) for x in (merge_leaves(sent, whole), error, mean))
+        encoded, error = collectives.local(rebuild)(thin, meant, basis, mine, mean)
+        out, error, q = (jax.tree.unflatten(structure, x) for x in (merge_leaves(encoded, whole), error, mean))
         return out, LowRankState(error, q)
 
     return Compressor(init, compress)
@@ -182,20 +182,20 @@ def topk(percent: float) -> Compressor:
         places = [(m, largest(m, count(m))) for m in jax.tree.leaves(meant)]
         return meant, join([at for _, at in places]), join([m[at] for m, at in places], block)
 
-    def add(grads: Leaves, meant: Leaves, own: tuple, every: tuple, block: int) -> tuple[Leaves, Leaves]:
+    def add(grads: Leaves, meant: Leaves, selection: tuple, all_selections: tuple, block: int) -> tuple[Leaves, Leaves]:
         """The mean of what was sent, and the residual of this worker.
 
-        `own` has this worker's places and values, `every` those of all workers, as rows.
+        `selection` has this worker's places and values, `all_selections` those of all workers, as rows.
         """
         counts = [count(m) for m in jax.tree.leaves(meant)]
-        own_rows = cut(own[0], counts), cut(own[1], counts, block)
-        all_rows = cut(every[0], counts), cut(every[1], counts, block)
-        sent = zip(*own_rows, *all_rows, strict=True)
+        own_rows = cut(selection[0], counts), cut(selection[1], counts, block)
+        all_rows = cut(all_selections[0], counts), cut(all_selections[1], counts, block)
+        selections = zip(*own_rows, *all_rows, strict=True)
         total: Leaves = [None] * len(meant)
         residual: Leaves = [None] * len(meant)
         for i, m in enumerate(meant):
             if m is not None:
-                places, values, all_places, all_values = next(sent)
+                places, values, all_places, all_values = next(selections)
                 mean = mean_sparse(all_places, all_values, m.size)
                 total[i] = mean.reshape(grads[i].shape).astype(grads[i].dtype)
                 residual[i] = m.at[places].add(-values, unique_indices=True)
@@ -212,12 +212,12 @@ def topk(percent: float) -> Compressor:
         whole = collectives.mean(whole)
         if not jax.tree.leaves(thin):
             return jax.tree.unflatten(structure, whole), state
-        selected, added = map(collectives.local, for_block(collectives.wire.block))
+        selected, add_selections = map(collectives.local, for_block(collectives.wire.block))
         meant, places, values = selected(thin, error)
         encode, decode = collectives.local(collectives.wire.encode), collectives.local(collectives.wire.decode)
-        sent = encode(values)
-        all_places, all_sent = collectives.rows((places, sent))
-        total, residual = added(thin, meant, (places, decode(sent)), (all_places, decode(all_sent)))
+        encoded = encode(values)
+        all_places, all_sent = collectives.rows((places, encoded))
+        total, residual = add_selections(thin, meant, (places, decode(encoded)), (all_places, decode(all_sent)))
         state = TopKState(jax.tree.unflatten(structure, residual))
         return jax.tree.unflatten(structure, merge_leaves(total, whole)), state
 
@@ -236,8 +236,8 @@ def largest(m: jax.Array, k: int) -> jax.Array:
     def merge(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         start = first + i * size
         piece = jnp.abs(lax.dynamic_slice_in_dim(m, start, size))
-        values, at = lax.top_k(jnp.concatenate([best[0], piece]), k)
-        return values, jnp.where(at < k, best[1][jnp.minimum(at, k - 1)], at - k + start)
+        values, index = lax.top_k(jnp.concatenate([best[0], piece]), k)
+        return values, jnp.where(index < k, best[1][jnp.minimum(index, k - 1)], index - k + start)
 
     best = lax.top_k(jnp.abs(m[:first]), k)
     return lax.fori_loop(0, pieces - 1, merge, (best[0], best[1]))[1]
@@ -263,12 +263,12 @@ def flush_residual(grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
     m = g + e, in the dtype of g ;  e <- what that rounds off: zero for f32
     """
     leaves, structure = jax.tree.flatten(grads)
-    out, residuals = [], []
+    updates, residuals = [], []
     for g, e in zip(leaves, structure.flatten_up_to(state.error), strict=True):
         m = g if e is None else g.astype(jnp.float32) + e.reshape(g.shape)
-        out.append(m.astype(g.dtype))
-        residuals.append(None if e is None else (m - out[-1].astype(jnp.float32)).reshape(e.shape))
-    return jax.tree.unflatten(structure, out), state._replace(error=jax.tree.unflatten(structure, residuals))
+        updates.append(m.astype(g.dtype))
+        residuals.append(None if e is None else (m - updates[-1].astype(jnp.float32)).reshape(e.shape))
+    return jax.tree.unflatten(structure, updates), state._replace(error=jax.tree.unflatten(structure, residuals))
 
 
 # ---------------------------------------------------------------- the table

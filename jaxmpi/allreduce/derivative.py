@@ -55,10 +55,10 @@ def _with_tangents(choice: Any, leaves: list[jax.Array], results: list[jax.Array
 @_with_tangents.defjvp
 def _tangents(choice: Any, primals: tuple, tangents: tuple) -> tuple[list, list]:
     if isinstance(choice.comm, MpiComm):
-        along = _exchange_p.bind(*map(ad.instantiate_zeros, tangents[0]), choice=choice, program=None)
+        exchanged_tangents = _exchange_p.bind(*map(ad.instantiate_zeros, tangents[0]), choice=choice, program=None)
     else:
-        along = choice.tangents(tangents[0])
-    return primals[1], [t.astype(jnp.result_type(y)) for t, y in zip(along, primals[1], strict=True)]
+        exchanged_tangents = choice.tangents(tangents[0])
+    return primals[1], [t.astype(jnp.result_type(y)) for t, y in zip(exchanged_tangents, primals[1], strict=True)]
 
 
 # ---------------------------------------------------------------- over MPI, in a program
@@ -78,7 +78,7 @@ def _abstract(*leaves: Any, choice: Any, program: ClosedJaxpr | None) -> tuple[l
 
 
 @_exchange_p.def_impl
-def _now(*leaves: jax.Array, choice: Any, program: ClosedJaxpr | None) -> list[jax.Array]:
+def _evaluate(*leaves: jax.Array, choice: Any, program: ClosedJaxpr | None) -> list[jax.Array]:
     return _compiled(program)(*leaves) if program else choice.tangents(list(leaves))
 
 
@@ -93,14 +93,14 @@ def _lower(ctx: Any, *leaves: Any, choice: Any, program: ClosedJaxpr | None) -> 
     return mlir.lower_fun(run)(ctx, *leaves)
 
 
-def _linear(leaves: Sequence[Any], given: Sequence[Any], like: Sequence[Any], choice: Any) -> list[Any]:
+def _linear(leaves: Sequence[Any], tangents: Sequence[Any], like: Sequence[Any], choice: Any) -> list[Any]:
     """The exchange of floats' tangents or cotangents; zeros for others. `leaves` and `like` are shapes and dtypes."""
     floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    out: list[Any] = [ad.Zero(each.to_tangent_aval()) for each in like]
-    values = [ad.instantiate_zeros(given[i]) for i in floats]
+    results: list[Any] = [ad.Zero(shape.to_tangent_aval()) for shape in like]
+    values = [ad.instantiate_zeros(tangents[i]) for i in floats]
     for i, x in zip(floats, _exchange_p.bind(*values, choice=choice, program=None) if floats else [], strict=True):
-        out[i] = x.astype(like[i].dtype)
-    return out
+        results[i] = x.astype(like[i].dtype)
+    return results
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, choice: Any, program: Any) -> tuple[list, list]:

@@ -17,7 +17,7 @@ SHORT_BYTES = 1 << 20  # 8 ms at 1 Gbit/s; two changes of threads take up to 2 m
 MPI_COUNTS = 2**31  # number below which MPI's counts stay
 
 
-class Beside(NamedTuple):
+class OnCommThread(NamedTuple):
     """An exchange by the communication thread, beside its program."""
 
     labels: tuple[str, ...]  # of its buckets, for messages
@@ -26,13 +26,13 @@ class Beside(NamedTuple):
 
 
 def sums(
-    vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1, beside: Beside | None = None
+    vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1, on_comm_thread: OnCommThread | None = None
 ) -> list[jax.Array]:
     """Sums over workers of f32 arrays of any shape, divided by `divisor`.
 
     Args:
         name: a strategy in full, such as asa:32.
-        beside: how, if the communication thread is to make them.
+        on_comm_thread: how, if the communication thread is to make them.
 
     Raises:
         UsageError: an array has more floats than one MPI message may.
@@ -40,8 +40,8 @@ def sums(
     strategy, flat = parse(name), [x.reshape(-1) for x in vectors]
     if strategy.spec.means:
         return strategy.spec.means(list(vectors), comm, divisor)
-    if beside:
-        totals = comm_thread.all_reduce_on_comm_thread(flat, name, comm, **beside._asdict())
+    if on_comm_thread:
+        totals = comm_thread.all_reduce_on_comm_thread(flat, name, comm, **on_comm_thread._asdict())
     else:
         totals = try_host_all_reduce(flat, name, comm)
     if totals is None:

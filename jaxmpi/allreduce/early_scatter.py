@@ -71,10 +71,10 @@ def scattering(function: Callable[..., tuple], bucket_bytes: int | None, scatter
                 fills = [(fill.outvars[0], fill.invars[0].val) for fill in part.fills]
                 numbers = [jnp.asarray(number, var.aval.dtype) for var, number in fills]
                 leaves = [read(program.outvars[i]) for i in bucket]
-                mine, through = scatter(leaves, [*map(read, part.through), *numbers])
-                shards |= zip(bucket, mine, strict=True)
-                values |= zip(part.through, through, strict=False)
-                for (var, _), number in zip(fills, through[len(part.through) :], strict=True):
+                bucket_shards, passed_values = scatter(leaves, [*map(read, part.through), *numbers])
+                shards |= zip(bucket, bucket_shards, strict=True)
+                values |= zip(part.through, passed_values, strict=False)
+                for (var, _), number in zip(fills, passed_values[len(part.through) :], strict=True):
                     values[var] = jnp.broadcast_to(number.reshape(()), var.aval.shape)
         results = [shards[i] if i in shards else read(var) for i, var in enumerate(program.outvars)]
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -151,15 +151,15 @@ def parts_of(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> li
 
 def derived_from(gradients: set[Any], equations: Sequence[JaxprEqn]) -> set[int]:
     """Numbers of equations that depend on gradients, but that no gradient needs."""
-    needed = set(gradients)  # gradients, and what some gradient depends on
+    needed_vars = set(gradients)  # gradients, and what some gradient depends on
     for equation in reversed(equations):
-        if not needed.isdisjoint(equation.outvars):
-            needed |= set(variables(equation.invars))
+        if not needed_vars.isdisjoint(equation.outvars):
+            needed_vars |= set(variables(equation.invars))
     dependent, derived = set(gradients), set()
     for i, equation in enumerate(equations):
         if not dependent.isdisjoint(variables(equation.invars)):
             dependent |= set(equation.outvars)
-            if needed.isdisjoint(equation.outvars):
+            if needed_vars.isdisjoint(equation.outvars):
                 derived.add(i)
     return derived
 

@@ -77,9 +77,9 @@ def unavailable_reason(comm: MpiComm) -> str:
     """Why C cannot sum on all of these ranks; empty if it can. All come here together at first."""
 
     def agreed() -> str:
-        mine = SOURCE.unavailable_reason() or "errors of lost ranks are Python's" * survives_losses()
-        reasons = comm.processes.allgather_object(mine)
-        troubles = [why if why.startswith(c_handlers.TROUBLE) else "" for why in reasons]
+        reason = SOURCE.unavailable_reason() or "errors of lost ranks are Python's" * survives_losses()
+        reasons = comm.processes.allgather_object(reason)
+        troubles = [text if text.startswith(c_handlers.TROUBLE) else "" for text in reasons]
         c_handlers.say_once(comm, troubles, "sums between processes are mpi4jax's")
         return next(filter(None, reasons), "")
 
@@ -212,7 +212,7 @@ def _read_spans() -> tuple[list[Span], list[Span]]:
     buffer = np.empty((MOST_SPANS + 1, 5), np.int64)
     last = buffer[MOST_SPANS:]
     count = library().jaxmpi_sum_spans(c_void_p(buffer.ctypes.data), c_void_p(last.ctypes.data))
-    ended, running = (
+    ended_spans, running_spans = (
         [
             Span(TRACKS[track], _name(key, index), begin_ns / 1e9, max(begin_ns, end_ns) / 1e9)
             for track, key, index, begin_ns, end_ns in rows.tolist()
@@ -220,7 +220,7 @@ def _read_spans() -> tuple[list[Span], list[Span]]:
         ]
         for rows in (buffer[:count], last)
     )
-    return ended, running
+    return ended_spans, running_spans
 
 
 # ---------------------------------------------------------------- the library, and what it calls
@@ -264,8 +264,8 @@ def _failed(number: int, code: int) -> None:
 
     if code not in OWN_ERRORS:
         comparison_of(_engines[number].comm).name_error(code)  # not every MPI calls the communicator's handler
-    why = OWN_ERRORS.get(code) or f"MPI: {MPI.Get_error_string(code)}"
-    raise TrainingError(f"an exchange between processes: {why}")
+    reason = OWN_ERRORS.get(code) or f"MPI: {MPI.Get_error_string(code)}"
+    raise TrainingError(f"an exchange between processes: {reason}")
 
 
 @CFUNCTYPE(None, c_int32, c_int64, c_int64, c_double)

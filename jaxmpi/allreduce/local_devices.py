@@ -73,16 +73,16 @@ class Devices(NamedTuple):
     mesh: Mesh
 
     @property
-    def along(self) -> NamedSharding:
+    def sharding(self) -> NamedSharding:
         """A leading axis of these devices."""
         return NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
 
     @property
-    def each(self) -> list[Any]:
+    def devices(self) -> list[Any]:
         """By place."""
         return list(self.mesh.devices.flat)
 
-    def over(self, function: Callable, *, first: bool = True, last: bool = True) -> Callable:
+    def jit_each(self, function: Callable, *, first: bool = True, last: bool = True) -> Callable:
         """A program on each device.
 
         Args:
@@ -91,29 +91,29 @@ class Devices(NamedTuple):
         """
 
         def on_one(*args: Any) -> Any:
-            made = function(*(jax.tree.map(lambda x: x[0], args) if first else args))
-            return jax.tree.map(lambda x: x[None], made) if last else made
+            results = function(*(jax.tree.map(lambda x: x[0], args) if first else args))
+            return jax.tree.map(lambda x: x[None], results) if last else results
 
-        spec = self.along.spec
+        spec = self.sharding.spec
         return jax.jit(jax.shard_map(on_one, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
     @property
     def programs(self) -> Programs:
         """Those of an exchange: it packs and unpacks on each device, and sends between the two."""
-        before, after = functools.partial(self.over, last=False), functools.partial(self.over, first=False)
+        before, after = functools.partial(self.jit_each, last=False), functools.partial(self.jit_each, first=False)
         return Programs(before, no_jit, after, lone_pass=False)
 
     def on_first(self, vectors: Sequence[jax.Array]) -> list[list[jax.Array]]:
         """Flat vectors of all devices on the first one: by vector, then by device."""
         parts = [sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0) for x in vectors]
-        return jax.device_put([[shard.data for shard in each] for each in parts], self.each[0])
+        return jax.device_put([[shard.data for shard in each] for each in parts], self.devices[0])
 
     def on_all(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
         """Flat vectors of one device copied to all."""
-        copies = [[jax.device_put(x, device) for device in self.each] for x in vectors]
+        copies = [[jax.device_put(x, device) for device in self.devices] for x in vectors]
         shapes = [(self.mesh.size * x.size,) for x in vectors]
         return [
-            jax.make_array_from_single_device_arrays(shape, self.along, each)
+            jax.make_array_from_single_device_arrays(shape, self.sharding, each)
             for shape, each in zip(shapes, copies, strict=True)
         ]
 

@@ -58,11 +58,11 @@ def identity(comm: MpiComm) -> dict[str, Any]:
 def cores_of_a_host(comm: MpiComm) -> float:
     """Cores that a host's ranks may use, on the host with fewest."""
     mine = process.core_mask() or list(range(os.cpu_count() or 1))
-    every = comm.processes.allgather_object([mine, process.quota_cores()])
+    cores_by_rank = comm.processes.allgather_object([mine, process.quota_cores()])
     sets: dict[int, set[int]] = {}
-    for host, (cores, _) in zip(comm.hosts, every, strict=True):
+    for host, (cores, _) in zip(comm.hosts, cores_by_rank, strict=True):
         sets.setdefault(host, set()).update(cores)
-    return float(min(*map(len, sets.values()), *(limit for _, limit in every)))
+    return float(min(*map(len, sets.values()), *(limit for _, limit in cores_by_rank)))
 
 
 def slowest(control: Processes, work: Callable[[], Any]) -> float:
@@ -89,11 +89,11 @@ class Probe(NamedTuple):
 
     def fits_of_all(self, names: Sequence[str]) -> dict[str, Fit]:
         """The measured factors; for other strategies, the median of those."""
-        found = {name: cost_model.fit(self.net, name, times) for name, times in self.seconds.items() if times}
-        if not found:
+        fits = {name: cost_model.fit(self.net, name, times) for name, times in self.seconds.items() if times}
+        if not fits:
             return {}
-        typical = Fit(*(statistics.median(parts) for parts in zip(*found.values(), strict=True)))
-        return dict.fromkeys(names, typical) | found
+        typical = Fit(*(statistics.median(parts) for parts in zip(*fits.values(), strict=True)))
+        return dict.fromkeys(names, typical) | fits
 
 
 def probe(comm: MpiComm, wires: Sequence[str]) -> Probe:
@@ -108,15 +108,15 @@ def probe(comm: MpiComm, wires: Sequence[str]) -> Probe:
     if cached and set(wires) <= set(cached["net"]["codec_s_per_float"]):
         return from_json(cached)
     net = measure_net(comm)
-    found = Probe(net._replace(codec_s_per_float={wire: codec_seconds(comm, net, wire) for wire in wires}), {})
-    for name in cost_model.candidates(found.net, wires):
+    result = Probe(net._replace(codec_s_per_float={wire: codec_seconds(comm, net, wire) for wire in wires}), {})
+    for name in cost_model.candidates(result.net, wires):
         if name.partition(":")[0] in PROBED:
             with suppress(UsageError):  # on all ranks alike: no room for shared memory, as in a small container
-                lengths = from_rank_0(control, lambda name=name: lengths_for(found.net, name))
-                found.seconds[name] = {n: time_strategy(comm, name, n) for n in lengths}
+                lengths = from_rank_0(control, lambda name=name: lengths_for(result.net, name))
+                result.seconds[name] = {n: time_strategy(comm, name, n) for n in lengths}
     if control.rank == 0:
-        compile_cache.write_json("probes", key, as_json(found))
-    return found
+        compile_cache.write_json("probes", key, as_json(result))
+    return result
 
 
 def newest() -> tuple[dict[str, Any], Probe] | None:
@@ -139,7 +139,7 @@ def from_json(value: Any) -> Probe:
     net = dict(value["net"])
     net["inside"], net["between"] = Link(*net["inside"]), Link(*net["between"])
     times = value["seconds"].items()
-    return Probe(Net(**net), {name: {int(n): float(s) for n, s in each.items()} for name, each in times})
+    return Probe(Net(**net), {name: {int(n): float(s) for n, s in seconds.items()} for name, seconds in times})
 
 
 # ---------------------------------------------------------------- what a probe measures
@@ -175,14 +175,14 @@ def measure_link(control: MpiProcesses, peers: Any, rings: Sequence[Sequence[int
     long_s = from_rank_0(control, lambda: LONG_SHARE * BUDGET_S)
 
     def seconds(size: int, repeats: int) -> float:
-        sent, received = np.zeros(size, np.uint8), np.empty(size, np.uint8)
+        outgoing, incoming = np.zeros(size, np.uint8), np.empty(size, np.uint8)
 
         def work() -> None:
             peers.Barrier()
             if mine:
-                at = mine.index(control.rank)
+                place = mine.index(control.rank)
                 for _ in range(repeats):
-                    peers.Sendrecv(sent, mine[(at + 1) % len(mine)], 0, received, mine[at - 1])
+                    peers.Sendrecv(outgoing, mine[(place + 1) % len(mine)], 0, incoming, mine[place - 1])
 
         return slowest(control, work)
 
@@ -190,11 +190,11 @@ def measure_link(control: MpiProcesses, peers: Any, rings: Sequence[Sequence[int
     alpha, size = seconds(8, 64) / 64, 1 << 20
     while seconds(size, 1) < long_s and size < 1 << 24:
         size *= 2
-    some, more = seconds(size, 1), seconds(size, 3)  # seconds that both begin with fall out
-    each = (more - some) / 2
-    if each <= alpha:  # other work has hidden the difference; no link is without end, so all of the time is counted
-        return Link(alpha, more / 3 / size)
-    return Link(alpha, (each - alpha) / size)
+    once_s, thrice_s = seconds(size, 1), seconds(size, 3)  # seconds that both begin with fall out
+    message_s = (thrice_s - once_s) / 2
+    if message_s <= alpha:  # other work has hidden the difference; no link is infinitely fast, so all time is counted
+        return Link(alpha, thrice_s / 3 / size)
+    return Link(alpha, (message_s - alpha) / size)
 
 
 def codec_seconds(comm: MpiComm, net: Net, wire: str) -> float:

@@ -2,7 +2,7 @@
 
 An exchange after the backward pass leaves the network idle while gradients are computed. Here each bucket is sent as
 soon as its gradients exist, on the thread of `comm_thread`. The result has the same bits as `exchange` with the same
-order. For MPI ranks on one host `chosen` resolves `auto` to off, since the exchange needs cores and memory there.
+order. For MPI ranks on one host `resolve` turns `auto` off, since the exchange needs cores and memory there.
 """
 
 import jax
@@ -26,7 +26,7 @@ from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.call_order import caller, number_of, one_thread
 from jaxmpi.allreduce.comm_thread import unavailable_reason
-from jaxmpi.allreduce.dispatch import Beside
+from jaxmpi.allreduce.dispatch import OnCommThread
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of
 from jaxmpi.config.exchange_config import check_bucket_bytes
@@ -38,7 +38,7 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 UNFIT = "exchange.overlap: got {setting}, but {reason}; use off or auto"
 
 
-def chosen_in_memory(setting: str, unfit: str) -> tuple[bool, str]:
+def resolve_in_memory(setting: str, unfit: str) -> tuple[bool, str]:
     """Choose whether shared-memory sums run beside the backward pass, with the reason.
 
     Args:
@@ -54,7 +54,7 @@ def chosen_in_memory(setting: str, unfit: str) -> tuple[bool, str]:
     return not reason, f"overlap off: {reason}" if reason else f"overlap on: {on}"
 
 
-def chosen(setting: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool, str]:
+def resolve(setting: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool, str]:
     """Choose whether the exchange runs beside the backward pass, with the reason.
 
     Args:
@@ -127,13 +127,13 @@ def exchange(
     choice = Choice(parse(strategy).name, op, workers, bucket_bytes, order or Order())
     labels, names = [], [name for name, _ in named_leaves(tree)]
     for bucket in (buckets := choice.buckets(leaves)):
-        more = f" and {len(bucket) - 1} more" if len(bucket) > 1 else ""
-        labels.append(f"bucket {len(labels) + 1} of {len(buckets)} ({names[bucket[0]]}{more})")
+        suffix = f" and {len(bucket) - 1} more" if len(bucket) > 1 else ""
+        labels.append(f"bucket {len(labels) + 1} of {len(buckets)} ({names[bucket[0]]}{suffix})")
     number = None
     if not portable:  # else ranks compare what they sum when they first run it
         with one_thread(workers):
             workers.assert_same(choice.fingerprint(tree, TRACED))
             number = number_of(workers, f"beside its program: {choice.describe(leaves)}, {caller()}")
-    choice = choice._replace(beside=Beside(tuple(labels), portable, number))
+    choice = choice._replace(on_comm_thread=OnCommThread(tuple(labels), portable, number))
     wrapped_leaves = [block_transforms(jnp.asarray(leaf), workers) for leaf in leaves]
     return jax.tree.unflatten(structure, choice.program(wrapped_leaves)(wrapped_leaves))

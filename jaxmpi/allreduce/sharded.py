@@ -37,7 +37,7 @@ from jaxmpi.core.sharding_trial import check_sharding, schedule_free_states
 class MasteredState(NamedTuple):
     """State of `sharded` with a coarse wire of changes."""
 
-    of_tx: PyTree
+    tx_state: PyTree
     masters: PyTree  # this worker's shard of params in 32 bits
 
 
@@ -164,14 +164,14 @@ class _ShardedOptimizer:
         with without_messages("jaxmpi.sharded(tx)", "in tx", "it exchanges by itself, so give it the optimizer alone"):
             check_sharding(tx, params, self.by, workers_of(self.comm).size)
         zero = self.zero_of(params)
-        state, whole = zero.sharding.init(tx, params, zero.shard_index()), tx.init
+        state, init_whole = zero.sharding.init(tx, params, zero.shard_index()), tx.init
         if self.gather_wire != "32":  # with one worker too, so that the state fits any number of them
             masters = zero.sharding.shard(params, zero.shard_index())
             if zero.size == 1:  # they would be the params themselves, which a step may donate
                 masters = jax.tree.map(jnp.copy, masters)
-            state, whole = MasteredState(state, masters), lambda tree: MasteredState(tx.init(tree), tree)
-        named = named_leaves(jax.eval_shape(lambda tree: packed(whole(tree)), params))
-        leaves = tuple((name, tuple(x.shape), str(x.dtype)) for name, x in named)
+            state, init_whole = MasteredState(state, masters), lambda tree: MasteredState(tx.init(tree), tree)
+        shapes_by_name = named_leaves(jax.eval_shape(lambda tree: packed(init_whole(tree)), params))
+        leaves = tuple((name, tuple(x.shape), str(x.dtype)) for name, x in shapes_by_name)
         return ShardedState(state, zero.shard_indices, numbers_of(zero.comm), zero.sharding, leaves)
 
     def update(self, updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
@@ -187,9 +187,9 @@ class _ShardedOptimizer:
         step = self._step
         if isinstance(zero.sharding, TensorSharding) and not is_traced(jax.tree.leaves((updates, params, state))):
             step = self._compiled_step  # JAX would compile its branches, one for each worker, anew at every call
-        sent, shard = step(zero.sharding, zero.shard_index(), mean, state.shard, params)
+        updates_to_send, shard = step(zero.sharding, zero.shard_index(), mean, state.shard, params)
         wire = self.gather_wire if zero.size > 1 else "32"
-        return join_complex(zero.gather(sent, updates, wire)), replace(state, shard=shard)
+        return join_complex(zero.gather(updates_to_send, updates, wire)), replace(state, shard=shard)
 
     def _step(
         self, sharding: ElementSharding | TensorSharding, index: Any, mean: PyTree, state: PyTree, params: PyTree
@@ -197,9 +197,9 @@ class _ShardedOptimizer:
         """This worker's updates to send, and its state."""
         if not isinstance(state, MasteredState):
             return sharding.step(self.tx.update, index, mean, state, sharding.shard(params, index))
-        made, of_tx = sharding.step(self.tx.update, index, mean, *state)
-        masters = jax.tree.map(jnp.add, state.masters, made)
-        return sharding.changes(params, masters, index), MasteredState(of_tx, masters)
+        master_updates, tx_state = sharding.step(self.tx.update, index, mean, *state)
+        masters = jax.tree.map(jnp.add, state.masters, master_updates)
+        return sharding.changes(params, masters, index), MasteredState(tx_state, masters)
 
     @functools.cached_property
     def _compiled_step(self) -> Callable[..., tuple[PyTree, PyTree]]:
@@ -222,13 +222,13 @@ def check_state(state: Any, zero: Zero, *, has_masters: bool) -> None:
     if not isinstance(state, ShardedState) or isinstance(state.shard, MasteredState) != has_masters:
         got = f"one with{'out' * has_masters} masters" if isinstance(state, ShardedState) else type(state).__name__
         raise UsageError(f"sharded: got {got}; expected the state of this transformation's init")
-    for what, got, expected in (
+    for fact, got, expected in (
         ("ranks", state.ranks, numbers_of(zero.comm)),
         ("shards by worker", state.indices, zero.shard_indices),
-        ("tensors by shard", *(getattr(each, "owners", "by element") for each in (state.sharding, zero.sharding))),
+        ("tensors by shard", *(getattr(x, "owners", "by element") for x in (state.sharding, zero.sharding))),
     ):
         if got != expected:
             raise UsageError(
-                f"sharded: {what}: got a state with {got}; expected {expected}, as on these workers by this strategy "
+                f"sharded: {fact}: got a state with {got}; expected {expected}, as on these workers by this strategy "
                 "and `cost`: restore it by jaxmpi.Checkpoints with this transformation's init"
             )

@@ -77,7 +77,7 @@ def encode_f16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     power = jnp.where(usable, jnp.clip(15 - exponent, -126, 126), 0)
     # A power of two changes no bit of the mantissa, so the one rounding is that of the conversion to 11 bits.
     halves = (blocks * power_of_two(power)[..., None]).astype(jnp.float16)
-    return of_blocks(halves, x.shape[-1]), power_of_two(-power)
+    return join_blocks(halves, x.shape[-1]), power_of_two(-power)
 
 
 def largest_magnitude(x: jax.Array) -> jax.Array:
@@ -98,7 +98,7 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 def decode_blocks(message: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Halves or multiples times their blocks' scales, f32[..., ceil(n / BLOCK)]."""
     numbers, scale = message
-    return of_blocks(in_blocks(numbers).astype(jnp.float32) * scale[..., None], numbers.shape[-1])
+    return join_blocks(in_blocks(numbers).astype(jnp.float32) * scale[..., None], numbers.shape[-1])
 
 
 def encode_i8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -115,7 +115,7 @@ def encode_i8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     scale = jnp.maximum(round_up(largest / 127), SMALLEST_NORMAL)
     scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
     multiples = jnp.round(blocks * (1 / scale)[..., None]).astype(jnp.int8)
-    return of_blocks(multiples, x.shape[-1]), scale
+    return join_blocks(multiples, x.shape[-1]), scale
 
 
 def round_up(x: jax.Array) -> jax.Array:
@@ -131,7 +131,7 @@ def in_blocks(x: jax.Array) -> jax.Array:
     return padded.reshape(*x.shape[:-1], -1, BLOCK)
 
 
-def of_blocks(blocks: jax.Array, n: int) -> jax.Array:
+def join_blocks(blocks: jax.Array, n: int) -> jax.Array:
     """The inverse: [..., n] without what was filled in."""
     return blocks.reshape(*blocks.shape[:-2], -1)[..., :n]
 
@@ -153,7 +153,7 @@ def host_wire(name: str) -> HostWire:
 
 def is_packaged(wire: Wire) -> bool:
     """Whether it is one of jaxmpi's own rows, which C has as well, and not what a user has put in its place."""
-    return any(wire is ours for ours in PACKAGED_WIRES.values())
+    return any(wire is packaged for packaged in PACKAGED_WIRES.values())
 
 
 def is_coarse(name: str) -> bool:
@@ -163,8 +163,8 @@ def is_coarse(name: str) -> bool:
         UsageError: the wire is unknown.
     """
     x, wire = np.random.default_rng(0).standard_normal(BLOCK).astype(np.float32), host_wire(name)
-    off = np.abs(wire.decode(wire.encode(x), BLOCK) - x).max()
-    return bool(off > 2.0**-10 * np.abs(x).max())  # 16 has 2^-11, bf16 2^-9
+    largest_error = np.abs(wire.decode(wire.encode(x), BLOCK) - x).max()
+    return bool(largest_error > 2.0**-10 * np.abs(x).max())  # 16 has 2^-11, bf16 2^-9
 
 
 @functools.cache

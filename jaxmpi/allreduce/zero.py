@@ -152,15 +152,15 @@ class Zero(NamedTuple):
         """
         divisor = self.size if self.choice.op == "mean" else 1
 
-        def scatter(leaves: list[jax.Array], through: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-            passed: list[jax.Array] = []
+        def scatter(leaves: list[jax.Array], live_values: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            passed_values: list[jax.Array] = []
 
             def send(flats: list[jax.Array]) -> list[jax.Array]:
-                mine, passed[:] = call_sum(sum_name, self.size, flats, divisor, "scatter", through)
-                return mine
+                chunks, passed_values[:] = call_sum(sum_name, self.size, flats, divisor, "scatter", live_values)
+                return chunks
 
             shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-            return ElementVectors(shapes, self.size, [[*range(len(leaves))]]).scatter(send)(leaves), passed
+            return ElementVectors(shapes, self.size, [[*range(len(leaves))]]).scatter(send)(leaves), passed_values
 
         return scattering(gradients, self.choice.bucket_bytes, scatter)
 
@@ -171,32 +171,32 @@ class Zero(NamedTuple):
     def _run(self, half: str, given: PyTree, like: PyTree) -> Any:
         """Run a half on lists of leaves: a user's tree need not be sent with a program to other ranks of a host."""
         leaves = jax.tree.leaves(given)
-        listed = given if isinstance(given, TensorShard) else leaves
+        leaves_or_shard = given if isinstance(given, TensorShard) else leaves
         axes = 1 if self.mesh else 0
         shapes = tuple(jax.ShapeDtypeStruct(x.shape[axes:], x.dtype) for x in jax.tree.leaves(like))
         if self.mesh:
-            return over_devices(self, half, shapes)(listed)
+            return over_devices(self, half, shapes)(leaves_or_shard)
         with one_thread(self.comm) as is_part:
             if not is_traced(leaves):
                 given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
                 lasting = self._replace(shared_params=None)  # programs outlive a run, whose params go with it
                 key = lasting, half, jax.tree.structure(given), tuple(jax.tree.leaves(given)), shapes
-                same, run = make_once(self.comm, outside_jit, *key)
-                self.comm.assert_same(same)
-                return run(listed)
+                facts, run = make_once(self.comm, outside_jit, *key)
+                self.comm.assert_same(facts)
+                return run(leaves_or_shard)
             run = self._half(half, shapes, INSIDE)
-            listed = jax.tree.map(lambda x: block_transforms(x, self.comm), listed)
+            leaves_or_shard = jax.tree.map(lambda x: block_transforms(x, self.comm), leaves_or_shard)
             if self.overlaps:  # ranks compare the plan when they run it
-                return run(listed)
-            with agreed(self._named(half), given, is_part):
-                return run(listed)
+                return run(leaves_or_shard)
+            with agreed(self._named_choice(half), given, is_part):
+                return run(leaves_or_shard)
 
-    def _named(self, half: str) -> Choice:
+    def _named_choice(self, half: str) -> Choice:
         """The exchange as ranks compare it, and as messages name it."""
         clips = f", clip_norm {float(self.clip_norm)!r}" if self.clip_norm else ""
         owners = f"{self.sharding.owners}" if isinstance(self.sharding, TensorSharding) else ""
-        dealt = f", dealt {zlib.crc32(owners.encode()):08x}" if owners else ""
-        return self.choice._replace(strategy=f"{self.choice.strategy}, {half}{clips}{dealt}")
+        assignment = f", dealt {zlib.crc32(owners.encode()):08x}" if owners else ""
+        return self.choice._replace(strategy=f"{self.choice.strategy}, {half}{clips}{assignment}")
 
     def _half(self, half: str, like: Sequence[jax.ShapeDtypeStruct], programs: Programs) -> Callable[[Any], Any]:
         """A half for lists of leaves of these shapes."""
@@ -218,11 +218,11 @@ class Zero(NamedTuple):
         """A function that clips a shard by the norm over all workers, and gives that norm before, squared."""
         if not self._needs_square:
             return lambda shard: (shard, jnp.zeros(()))
-        mine = jit(lambda shard: sum((jnp.square(x).sum() for x in jax.tree.leaves(shard)), jnp.zeros(())))
+        square_of_shard = jit(lambda shard: sum((jnp.square(x).sum() for x in jax.tree.leaves(shard)), jnp.zeros(())))
         scale = jit(lambda shard, square: clipped(shard, jnp.sqrt(square), self.clip_norm))
 
         def run(shard: Any) -> tuple[Any, jax.Array]:
-            square = total(mine(shard))
+            square = total(square_of_shard(shard))
             return scale(shard, square) if self.clip_norm else shard, square
 
         return run
@@ -242,7 +242,7 @@ class Zero(NamedTuple):
         if (sums := self._on_host(strategy, "scatter", flats)) is not None:
             return [total.reshape(comm.size, -1)[self.shard_index()] / divisor for total in sums]
         check_counts(flats, strategy, comm)
-        return self.halves.scattered(flats, comm, parse(strategy).wire, divisor)
+        return self.halves.scatter_all(flats, comm, parse(strategy).wire, divisor)
 
     def _all_gather(self, chunks: list[jax.Array], wire: str) -> list[jax.Array]:
         """f32[m] -> f32[w, m] each: all workers' chunks, by index."""
@@ -251,10 +251,10 @@ class Zero(NamedTuple):
             flats = [spread(chunk, comm.size, self.shard_index()).reshape(-1) for chunk in chunks]
             rows = self._on_host(strategy, "gather", flats)
         else:  # one after another: together, or with zeros around them, they took up to 1.5 times as long
-            each = [self._on_host(strategy, CHUNK, [chunk]) for chunk in chunks]
-            rows = None if None in each else [row for made in each for row in made or ()]
+            rows_by_chunk = [self._on_host(strategy, CHUNK, [chunk]) for chunk in chunks]
+            rows = None if None in rows_by_chunk else [row for chunk_rows in rows_by_chunk for row in chunk_rows or ()]
         if rows is None:
-            rows = self.halves.gathered(chunks, comm, WIRES[wire])
+            rows = self.halves.gather_all(chunks, comm, WIRES[wire])
         return [row.reshape(comm.size, -1) for row in rows]
 
     def _on_host(self, strategy: str, half: str, flats: list[jax.Array]) -> list[jax.Array] | None:
@@ -273,20 +273,20 @@ class Zero(NamedTuple):
         return by_index.reshape(-1)[jnp.asarray(self.shard_indices)]
 
 
-def outside_jit(zero: Zero, half: str, structure: Any, given: tuple, like: tuple) -> tuple[Fingerprint, Callable]:
+def outside_jit(zero: Zero, half: str, structure: Any, shapes: tuple, like: tuple) -> tuple[Fingerprint, Callable]:
     """What ranks compare before a half outside jit, and its programs, for leaves of these shapes."""
-    same = zero._named(half).fingerprint(jax.tree.unflatten(structure, given))
+    facts = zero._named_choice(half).fingerprint(jax.tree.unflatten(structure, shapes))
     if isinstance(zero.sharding, TensorSharding):  # in one program nothing is there twice
-        return same, in_turn(zero._half(half, like, INSIDE))
+        return facts, in_turn(zero._half(half, like, INSIDE))
     size_bytes = zero.choice.bucket_bytes
     if size_bytes is not None and is_one(zero.comm.hosts):
         zero = zero._replace(choice=zero.choice._replace(bucket_bytes=min(size_bytes, ONE_HOST_BUCKET_BYTES)))
-    return same, zero._half(half, like, Programs(zero.comm.jit, in_turn, zero.comm.jit))
+    return facts, zero._half(half, like, Programs(zero.comm.jit, in_turn, zero.comm.jit))
 
 
-def as_tree(made: Any, like: PyTree) -> Any:
+def as_tree(leaves: Any, like: PyTree) -> Any:
     """A tree like another one, of its leaves; a `TensorShard` as it is."""
-    return made if isinstance(made, TensorShard) else jax.tree.unflatten(jax.tree.structure(like), made)
+    return leaves if isinstance(leaves, TensorShard) else jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 # ---------------------------------------------------------------- several devices a process
@@ -297,8 +297,8 @@ def indices_of_devices(zero: Zero) -> jax.Array:
     """i32[devices]: the indices of this process's shards."""
     assert zero.mesh
     first = int(zero.comm.rank) * zero.devices
-    mine = np.array(zero.shard_indices[first : first + zero.devices], np.int32)
-    return jax.device_put(mine, Devices(zero.mesh).along)
+    indices = np.array(zero.shard_indices[first : first + zero.devices], np.int32)
+    return jax.device_put(indices, Devices(zero.mesh).sharding)
 
 
 @functools.cache
@@ -313,28 +313,28 @@ def over_devices(zero: Zero, half: str, like: tuple[jax.ShapeDtypeStruct, ...]) 
     def layout(x: jax.Array) -> Layout:
         return layout_of(x.size, zero.devices, processes, zero.choice.strategy)
 
-    def gathered(chunks: Sequence[jax.Array], wire: str) -> list[jax.Array]:
+    def gather_chunks(chunks: Sequence[jax.Array], wire: str) -> list[jax.Array]:
         """This process's chunks, flat -> f32[w m] each, flat on every device, as they were sent."""
-        mine = jax.device_put([*chunks], devices.each[0])
-        whole = [jax.ShapeDtypeStruct((processes * x.size,), x.dtype) for x in mine]
-        return devices.on_all(between.gather(mine, whole, wire))
+        chunks = jax.device_put([*chunks], devices.devices[0])
+        shapes = [jax.ShapeDtypeStruct((processes * x.size,), x.dtype) for x in chunks]
+        return devices.on_all(between.gather(chunks, shapes, wire))
 
     if half.startswith(GATHER):
         rows = lambda x: layout(x).restore(x).reshape(zero.size, -1)  # noqa: E731
-        return vectors.gather(lambda chunks: gathered(chunks, half.removeprefix(GATHER)), programs, rows)
+        return vectors.gather(lambda chunks: gather_chunks(chunks, half.removeprefix(GATHER)), programs, rows)
     add = zero.comm.jit(lambda by_device: [layout(x[0]).interleave(functools.reduce(jnp.add, x)) for x in by_device])
 
-    def scattered(flats: list[jax.Array]) -> list[jax.Array]:
+    def scatter_sums(flats: list[jax.Array]) -> list[jax.Array]:
         sums, _ = between.scatter(add(devices.on_first(flats)))
-        return jax.device_put(sums, devices.along)  # row i of [K m] to device i
+        return jax.device_put(sums, devices.sharding)  # row i of [K m] to device i
 
-    def summed(by_index: jax.Array) -> jax.Array:
+    def sum_by_worker(by_index: jax.Array) -> jax.Array:
         by_worker = by_index.reshape(processes, zero.devices)[np.array(zero.halves.chunks(zero.comm))]
         return by_worker.reshape(-1).sum()[None]
 
-    total = devices.over(summed, first=False, last=False)
-    scatter = vectors.scatter(scattered, programs, lambda x: x / divisor)
-    clip = zero._clipping(devices.over, lambda squares: total(gathered([squares], "32")[0]))
+    total = devices.jit_each(sum_by_worker, first=False, last=False)
+    scatter = vectors.scatter(scatter_sums, programs, lambda x: x / divisor)
+    clip = zero._clipping(devices.jit_each, lambda squares: total(gather_chunks([squares], "32")[0]))
     return lambda grads: clip(scatter(grads))
 
 

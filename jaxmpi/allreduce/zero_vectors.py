@@ -16,7 +16,7 @@ from jaxmpi.core.sharding import TensorShard, TensorSharding, cut, join, shard_r
 
 Vectors = list[jax.Array]
 Send = Callable[[Vectors], Vectors]  # f32[w m] -> f32[m] each, or the other way as f32[w, m]
-Arrived = Callable[[jax.Array], jax.Array]  # on what has come, in the program that unpacks
+Receive = Callable[[jax.Array], jax.Array]  # on what has come, in the program that unpacks
 
 
 def as_is(x: jax.Array) -> jax.Array:
@@ -32,7 +32,7 @@ class ElementVectors(NamedTuple):
     buckets: list[list[int]]  # empty tensors are in none
     block: int = 1  # floats that share a scale on the wire
 
-    def scatter(self, send: Send, programs: Programs = INSIDE, arrived: Arrived = as_is) -> Callable[[Vectors], Any]:
+    def scatter(self, send: Send, programs: Programs = INSIDE, receive: Receive = as_is) -> Callable[[Vectors], Any]:
         """Leaves -> this worker's shards."""
 
         def pack(group: Vectors) -> jax.Array:
@@ -40,22 +40,22 @@ class ElementVectors(NamedTuple):
 
         def unpack(chunk: jax.Array, bucket: Sequence[int]) -> Vectors:
             shapes = [shard_shape(self.leaves[i].shape, self.workers) for i in bucket]
-            return [x.reshape(shape) for x, shape in zip(self._cut(arrived(chunk), bucket), shapes, strict=True)]
+            return [x.reshape(shape) for x, shape in zip(self._split(receive(chunk), bucket), shapes, strict=True)]
 
         return in_buckets(self.buckets, pack, send, unpack, programs)
 
-    def gather(self, send: Send, programs: Programs = INSIDE, arrived: Arrived = as_is) -> Callable[[Any], Vectors]:
+    def gather(self, send: Send, programs: Programs = INSIDE, receive: Receive = as_is) -> Callable[[Any], Vectors]:
         """This worker's shards -> leaves."""
 
         def pack(group: Vectors) -> jax.Array:
             return join([x.reshape(-1) for x in group], self.block)
 
         def unpack(rows: jax.Array, bucket: Sequence[int]) -> Vectors:
-            return [unshard(x, self.leaves[i]) for x, i in zip(self._cut(arrived(rows), bucket), bucket, strict=True)]
+            return [unshard(x, self.leaves[i]) for x, i in zip(self._split(receive(rows), bucket), bucket, strict=True)]
 
         return in_buckets(self.buckets, pack, send, unpack, programs)
 
-    def _cut(self, vector: jax.Array, bucket: Sequence[int]) -> Vectors:
+    def _split(self, vector: jax.Array, bucket: Sequence[int]) -> Vectors:
         sizes = [math.prod(shard_shape(self.leaves[i].shape, self.workers)) for i in bucket]
         return cut(vector, sizes, self.block)
 
@@ -65,12 +65,12 @@ class TensorVectors(NamedTuple):
 
     sharding: TensorSharding
 
-    def scatter(self, send: Send, programs: Programs = INSIDE, arrived: Arrived = as_is) -> Callable[[Vectors], Any]:
+    def scatter(self, send: Send, programs: Programs = INSIDE, receive: Receive = as_is) -> Callable[[Vectors], Any]:
         """Leaves -> this worker's shard."""
         pack = lambda leaves: [self.sharding.shard_rows(leaves).reshape(-1)]  # noqa: E731
-        return programs.compose(pack, send, lambda chunks: TensorShard({"float32": arrived(chunks[0])}))
+        return programs.compose(pack, send, lambda chunks: TensorShard({"float32": receive(chunks[0])}))
 
-    def gather(self, send: Send, programs: Programs = INSIDE, arrived: Arrived = as_is) -> Callable[[Any], Vectors]:
+    def gather(self, send: Send, programs: Programs = INSIDE, receive: Receive = as_is) -> Callable[[Any], Vectors]:
         """This worker's shard -> leaves."""
-        unpack = lambda rows: self.sharding.unshard(arrived(rows[0]))  # noqa: E731
+        unpack = lambda rows: self.sharding.unshard(receive(rows[0]))  # noqa: E731
         return programs.compose(lambda shard: [shard.flat], send, unpack)

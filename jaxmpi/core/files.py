@@ -111,8 +111,8 @@ def made_whole(file: Path) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix=f"{file.name}.", suffix=".tmp", dir=file.parent) as folder:
             aside = Path(folder, file.name)
             yield aside
-            with aside.open("rb") as written:
-                os.fsync(written.fileno())
+            with aside.open("rb") as file_to_sync:
+                os.fsync(file_to_sync.fileno())
             aside.rename(file)
     except OSError as error:
         raise UsageError(f"{file}: cannot be written: {error}; name another file, or make room") from error

@@ -25,14 +25,14 @@ def check_holds(where: str, array: np.ndarray, dtype: Any, op: str = "", workers
             x: Any = int(number) if is_whole else np.float64(number)
             with np.errstate(over="ignore"):
                 is_summed = op == "sum" or (op == "mean" and not is_whole)
-                most = x * workers if is_summed else abs(x) ** workers if op == "prod" else x
+                largest = x * workers if is_summed else abs(x) ** workers if op == "prod" else x
                 if np.dtype(dtype).kind in "iu":
-                    fits = np.iinfo(dtype).min <= most <= np.iinfo(dtype).max
+                    fits = np.iinfo(dtype).min <= largest <= np.iinfo(dtype).max
                 else:
-                    fits = bool(np.isfinite(np.float64(most).astype(np.zeros(1, dtype).real.dtype)))
-            reduced = f", with {op} over {workers} workers" if most != x else ""
+                    fits = bool(np.isfinite(np.float64(largest).astype(np.zeros(1, dtype).real.dtype)))
+            reduction = f", with {op} over {workers} workers" if largest != x else ""
             way_out = f"set jax_enable_x64, or give {'floats' if is_whole else 'smaller numbers'}"
-            check(fits, f"{where}: got {number}, which {np.dtype(dtype)} cannot hold{reduced}; {way_out}")
+            check(fits, f"{where}: got {number}, which {np.dtype(dtype)} cannot hold{reduction}; {way_out}")
 
 
 def check_unmasked(where: str, value: Any) -> None:

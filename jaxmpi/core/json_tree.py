@@ -28,7 +28,7 @@ def parse_json(text: bytes | str, name: str | Path) -> Any:
     level = [value]
     for _ in range(MOST_LEVELS):
         parts = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, (dict, list)))
-        level = [each for part in parts for each in part]
+        level = [node for part in parts for node in part]
     check(not level, f"{name}: damaged, got JSON nested more than {MOST_LEVELS} levels deep")
     return value
 
@@ -63,13 +63,13 @@ def nest(leaves: Mapping[str, Any], split: Callable[[str], list[str]], source: A
 
 def differences(rank: int, got: str, first: int, expected: str) -> list[str]:
     """JSON differences, as `rank 3: path: got X, expected Y (rank 0)`."""
-    ours, theirs = flatten_json(json.loads(expected)), flatten_json(json.loads(got))
+    wants, gets = flatten_json(json.loads(expected)), flatten_json(json.loads(got))
     lines = [
-        f"  rank {rank}: {path}: got {theirs.get(path, 'nothing')}, expected {ours.get(path, 'nothing')} (rank {first})"
-        for path in [*ours, *(p for p in theirs if p not in ours)]
-        if ours.get(path) != theirs.get(path)
+        f"  rank {rank}: {path}: got {gets.get(path, 'nothing')}, expected {wants.get(path, 'nothing')} (rank {first})"
+        for path in [*wants, *(p for p in gets if p not in wants)]
+        if wants.get(path) != gets.get(path)
     ]
-    return lines or [f"  rank {rank}: order: got {', '.join(theirs)}; expected {', '.join(ours)} (rank {first})"]
+    return lines or [f"  rank {rank}: order: got {', '.join(gets)}; expected {', '.join(wants)} (rank {first})"]
 
 
 def flatten_json(value: Any, path: str = "") -> dict[str, Any]:

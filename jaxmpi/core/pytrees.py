@@ -39,11 +39,11 @@ def mismatches(got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]
 
     A leaf differs if it is missing, extra, or of another shape or dtype.
     """
-    shown = [{name: describe_leaf(x) for name, x in tree.items()} for tree in (got, expected)]
+    descriptions = [{name: describe_leaf(x) for name, x in tree.items()} for tree in (got, expected)]
     lines = [
-        f"{name}: got {shown[0].get(name, 'nothing')}, expected {shown[1].get(name, 'nothing')}"
+        f"{name}: got {descriptions[0].get(name, 'nothing')}, expected {descriptions[1].get(name, 'nothing')}"
         for name in dict.fromkeys([*expected, *got])
-        if shown[0].get(name) != shown[1].get(name)
+        if descriptions[0].get(name) != descriptions[1].get(name)
     ]
     return lines if len(lines) <= 12 else [*lines[:12], f"and {len(lines) - 12} more"]
 

@@ -32,5 +32,5 @@ def take_short_turns() -> bool:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     # The kernel's `struct sched_attr`: size, policy, flags, nice, priority, and ns of runtime, deadline and period.
-    wanted = struct.pack("IIQiIQQQ", 48, 0, 0, nice, 0, 100_000, 0, 0)
-    return ctypes.CDLL(None).syscall(number, 0, wanted, 0) == 0
+    attributes = struct.pack("IIQiIQQQ", 48, 0, 0, nice, 0, 100_000, 0, 0)
+    return ctypes.CDLL(None).syscall(number, 0, attributes, 0) == 0

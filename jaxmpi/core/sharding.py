@@ -192,9 +192,9 @@ class Layout(NamedTuple):
     def flatten(self, tree: PyTree, index: int) -> dict[str, Any]:
         """A worker's flat arrays."""
         flats, leaves = {}, zip(jax.tree.leaves(tree), self.is_shared[index], strict=True)
-        mine = [x.reshape(-1) for x, is_shared in leaves if not is_shared]
+        own_leaves = [x.reshape(-1) for x, is_shared in leaves if not is_shared]
         for dtype, width in self.widths:
-            parts = [x for x in mine if str(x.dtype) == dtype]
+            parts = [x for x in own_leaves if str(x.dtype) == dtype]
             flats[dtype] = join(parts or [jnp.zeros(width, dtype)], self.block, width)
         return flats
 
@@ -283,13 +283,13 @@ class TensorSharding(NamedTuple):
         states = [jax.eval_shape(init, self.select(self.like, index)) for index in range(self.workers)]
         by_worker, shared = [dict(named_leaves(state)) for state in states], set()
         for name, leaf in named_leaves(jax.eval_shape(init, self.like)):
-            found = [(each[name].shape, each[name].dtype) for each in by_worker if name in each]
-            if set(found) != {(leaf.shape, leaf.dtype)} or len(found) not in (1, self.workers):
+            by_shard = [(each[name].shape, each[name].dtype) for each in by_worker if name in each]
+            if set(by_shard) != {(leaf.shape, leaf.dtype)} or len(by_shard) not in (1, self.workers):
                 raise UsageError(
                     f"sharded by tensor: {name} of the optimizer's state is {list(leaf.shape)}, but not with some of "
                     "the tensors alone; expected a state of each tensor, or one that all share: leave it unsharded"
                 )
-            shared |= {name} if len(found) == self.workers else set()
+            shared |= {name} if len(by_shard) == self.workers else set()
         return self._replace(state=layout_of(states, shared))
 
     def init(self, tx: Any, params: PyTree, index: Any) -> StateShard:
@@ -303,8 +303,8 @@ class TensorSharding(NamedTuple):
             trees = self._unflatten(grads, i), unpacked(self._unflatten(state, i)), self._unflatten(params, i)
             # The `cond` is a fence, since XLA fuses nothing across a branch. Otherwise the step would be fused with the
             # slicing, and add norms up in another order than in a program of whole tensors.
-            made, after = lax.cond(index == i, lambda g, s, p: step(g, s, p), lambda g, s, p: (p, s), *trees)
-            return TensorShard(self.params.flatten(made, i)), self._shard_state(after, i)
+            updated, after = lax.cond(index == i, lambda g, s, p: step(g, s, p), lambda g, s, p: (p, s), *trees)
+            return TensorShard(self.params.flatten(updated, i)), self._shard_state(after, i)
 
         return lax.switch(index, [functools.partial(run, i) for i in range(self.workers)], grads, state, params)
 

@@ -42,21 +42,21 @@ def check_sharding(tx: Any, params: PyTree, by: str, workers: int, option: str =
     leaves, structure = jax.tree.flatten(jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), params))
     # The first and the last tensor of each number of axes: a trial of all 128 of GoogLeNet compiles for 9 s.
     first = {leaf.ndim: i for i, leaf in reversed([*enumerate(leaves)])}
-    few = {*first.values(), *{leaf.ndim: i for i, leaf in enumerate(leaves)}.values()}
-    some = [x if i in few else optax.MaskedNode() for i, x in enumerate(leaves)]
+    indices = {*first.values(), *{leaf.ndim: i for i, leaf in enumerate(leaves)}.values()}
+    leaves_to_try = [x if i in indices else optax.MaskedNode() for i, x in enumerate(leaves)]
     cause = None
     try:
         with jax.ensure_compile_time_eval():
             try:
-                found = _trial(tx, jax.tree.unflatten(structure, some), by)
+                objection = _trial(tx, jax.tree.unflatten(structure, leaves_to_try), by)
             except Exception:  # it may know its tensors by name
-                found = _trial(tx, jax.tree.unflatten(structure, leaves), by)
-        if not found and by == "element":
-            found = _state_by_size(tx, jax.tree.unflatten(structure, leaves), workers)
+                objection = _trial(tx, jax.tree.unflatten(structure, leaves), by)
+        if not objection and by == "element":
+            objection = _state_by_size(tx, jax.tree.unflatten(structure, leaves), workers)
     except Exception as error:  # whatever a user's code raises that knows the model's tensors alone
-        cause, found = error, f"a shard alone fails ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-    if found:
-        what = f"{option}: got {by!r}, but {found} with this optimizer"
+        cause, objection = error, f"a shard alone fails ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    if objection:
+        what = f"{option}: got {by!r}, but {objection} with this optimizer"
         raise UsageError(
             f"{what}; expected {WORDS}; clipping by the global norm is an argument, clip_norm=; else leave it unsharded"
         ) from cause

@@ -91,8 +91,8 @@ def available_bytes() -> int:
     machine = re.search(r"MemAvailable:\s+(\d+) kB", read("/proc/meminfo"))
     free = [int(machine[1]) << 10 if machine else sys.maxsize]
     for mount, line, limit_file, used_file, cache in GROUPS:
-        own = re.search(line, read("/proc/self/cgroup"), re.MULTILINE)
-        group = Path(mount, own[1] if own else "")
+        own_group = re.search(line, read("/proc/self/cgroup"), re.MULTILINE)
+        group = Path(mount, own_group[1] if own_group else "")
         for folder in (group, *group.parents):  # in a container the path is often the machine's: only the root is there
             limit, used = read(folder / limit_file).strip(), read(folder / used_file).strip()
             if limit.isdigit() and used.isdigit():
@@ -109,15 +109,15 @@ def attached(pid: int, fd: int, inode: int, size: int) -> Segment:
     """
     segment = object.__new__(Segment)
     try:
-        mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+        own_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
     except OSError as error:
         raise GoneError(str(error)) from error
     try:
-        if os.fstat(mine).st_ino != inode:  # its number was given to another file since
+        if os.fstat(own_fd).st_ino != inode:  # its number was given to another file since
             raise GoneError(f"/proc/{pid}/fd/{fd} is another file now")
-        segment.bytes = mmap.mmap(mine, size)
+        segment.bytes = mmap.mmap(own_fd, size)
     finally:
-        os.close(mine)
+        os.close(own_fd)
     return segment
 
 

@@ -66,7 +66,7 @@ def accumulate_gradients(
         return Accumulated(jnp.zeros((), jnp.int32), total, inner.init(params), weight if weighted else None)
 
     def update(
-        updates: PyTree, state: Accumulated, params: PyTree | None = None, **more: Any
+        updates: PyTree, state: Accumulated, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, Accumulated]:
         like = updates if params is None else params
         for name, leaf in named_leaves(updates):
@@ -75,7 +75,7 @@ def accumulate_gradients(
             check_unmasked(where, leaf)
         added, weight = jax.tree.map(lambda x, total: x.astype(total.dtype), updates, state.total), None
         if weighted:
-            this = _as_weight(more.pop("weight", None))
+            this = _as_weight(extra_args.pop("weight", None))
             # The mean loss of a batch without a token is 0/0, and so is its gradient, which times 0 would be NaN.
             added = jax.tree.map(lambda x: jnp.where(this > 0, x * this.astype(x.dtype), 0), added)
             weight = state.weight + this
@@ -89,7 +89,7 @@ def accumulate_gradients(
                 means = jax.tree.map(lambda x: x / divisor.astype(x.dtype), total)
             else:
                 means = jax.tree.map(lambda x: x / every, total)
-            stepped, inner_state = with_more.update(cast_like(means, like), state.inner, params, **more)
+            stepped, inner_state = with_more.update(cast_like(means, like), state.inner, params, **extra_args)
             total_0, weight_0 = jax.tree.map(jnp.zeros_like, (total, weight))
             return cast_like(stepped, like), Accumulated(jnp.zeros_like(state.count), total_0, inner_state, weight_0)
 

@@ -45,25 +45,25 @@ def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) 
 
     sharding = rule.sharding
 
-    def moved(average: PyTree, steps: jax.Array, params: PyTree, *index: jax.Array) -> tuple[PyTree, jax.Array]:
+    def move_average(average: PyTree, steps: jax.Array, params: PyTree, *index: jax.Array) -> tuple[PyTree, jax.Array]:
         steps = steps + 1
         share = (1 - decay) / (1 - jnp.float32(decay) ** steps.astype(jnp.float32))
-        own = in_32_bits(sharding.zero.sharding.shard(params, *index) if sharding else params)
-        return jax.tree.map(lambda a, w: a + share.astype(a.dtype) * (w - a), average, own), steps
+        target = in_32_bits(sharding.zero.sharding.shard(params, *index) if sharding else params)
+        return jax.tree.map(lambda a, w: a + share.astype(a.dtype) * (w - a), average, target), steps
 
-    move = jit(moved, donate_argnums=(0, 1))
+    move = jit(move_average, donate_argnums=(0, 1))
 
-    def with_average(of_rule: PyTree, average: PyTree) -> PyTree:
-        return {"of_rule": of_rule, AVERAGE: in_32_bits(average), "averaged": jnp.zeros((), jnp.int32)}
+    def with_average(rule_state: PyTree, average: PyTree) -> PyTree:
+        return {"of_rule": rule_state, AVERAGE: in_32_bits(average), "averaged": jnp.zeros((), jnp.int32)}
 
     def init(params: PyTree) -> PyTree:
         return with_average(rule.init(params), params)
 
-    def after(update: Callable, grads: PyTree, state: PyTree, params: PyTree) -> tuple:
-        params, of_rule, *more = update(grads, state["of_rule"], params)
+    def update_average(update: Callable, grads: PyTree, state: PyTree, params: PyTree) -> tuple:
+        params, rule_state, *extra = update(grads, state["of_rule"], params)
         index = [sharding.zero.shard_index()] if sharding else []
         average, steps = move(state[AVERAGE], state["averaged"], params, *index)
-        return params, {"of_rule": of_rule, AVERAGE: average, "averaged": steps}, *more
+        return params, {"of_rule": rule_state, AVERAGE: average, "averaged": steps}, *extra
 
     def eval_params(params: PyTree, state: PyTree) -> PyTree:
         average = sharding.zero.gather(state[AVERAGE], params) if sharding else state[AVERAGE]
@@ -75,8 +75,8 @@ def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) 
 
     return rule._replace(
         init=init,
-        update=partial(after, rule.update),
-        measured=partial(after, rule.measured) if rule.measured else None,
+        update=partial(update_average, rule.update),
+        update_with_squares=partial(update_average, rule.update_with_squares) if rule.update_with_squares else None,
         eval_params=eval_params,
         distance=(lambda state, of=rule.distance: of(state["of_rule"])) if rule.distance else None,
         sharding=sharding and sharding._replace(init=init_shard),

@@ -36,7 +36,7 @@ class Sharding(NamedTuple):
     """How a rule's state is sharded over workers."""
 
     zero: Zero
-    of_state: Callable[[], ElementSharding | TensorSharding]  # the sharding that knows the optimizer's state
+    with_state: Callable[[], ElementSharding | TensorSharding]  # the sharding that knows the optimizer's state
     init: Callable[[PyTree, Any], PyTree]  # (params, index of a shard) -> the state of that shard
 
 
@@ -47,7 +47,7 @@ class Rule(NamedTuple):
     Called outside jit, `update` runs the jitted pieces it is made of one by one.
 
     A rule may have more. `eval_params(params, state) -> params` are those that are evaluated; it may communicate.
-    `measured` is an `update` that gives |g|^2 as well, f32[], g the mean gradient: for the noise scale.
+    `update_with_squares` is an `update` that gives |g|^2 as well, f32[], g the mean gradient: for the noise scale.
     `distance(state) -> f32[]` is the L2 of this worker from the mean or center at the last meeting.
     `sharding` says how its state is sharded over workers.
     `asynchronous` says how workers exchange without waiting for each other; `update` then communicates nothing.
@@ -58,7 +58,7 @@ class Rule(NamedTuple):
     state_is_replicated: bool  # True if all workers hold the same state
     eval_params: Callable[[PyTree, PyTree], PyTree] | None = None
     params_are_replicated: bool = True  # True if all workers hold the same params after each step
-    measured: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, jax.Array]] | None = None
+    update_with_squares: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, jax.Array]] | None = None
     asynchronous: "Asynchronous | None" = None
     distance: Callable[[PyTree], Any] | None = None
     sharding: Sharding | None = None  # `init` then gives the whole state, for its shapes
@@ -97,11 +97,11 @@ def l2(tree: PyTree) -> jax.Array:
     return jnp.sqrt(square(tree))
 
 
-def cond(is_due: Any, then: Callable[..., tuple], *operands: PyTree) -> tuple:
-    """`then(*operands)` if due, else the operands; inside jit both are compiled."""
+def cond(is_due: Any, branch: Callable[..., tuple], *operands: PyTree) -> tuple:
+    """`branch(*operands)` if due, else the operands; inside jit both are compiled."""
     if isinstance(is_due, Tracer):
-        return jax.lax.cond(is_due, then, lambda *same: same, *operands)
-    return then(*operands) if np.all(is_due) else operands  # devices of one process count alike
+        return jax.lax.cond(is_due, branch, lambda *unchanged: unchanged, *operands)
+    return branch(*operands) if np.all(is_due) else operands  # devices of one process count alike
 
 
 def step_in_place(step: Callable[..., tuple], jit: Callable[..., Callable]) -> Callable[..., tuple]:
@@ -115,17 +115,17 @@ def step_in_place(step: Callable[..., tuple], jit: Callable[..., Callable]) -> C
     """
 
     @functools.wraps(step)
-    def in_order(grads: PyTree, state: PyTree, params: PyTree) -> tuple:
-        params, state, *more = step(grads, state, params)
-        return state, params, *more
+    def state_first(grads: PyTree, state: PyTree, params: PyTree) -> tuple:
+        params, state, *extra = step(grads, state, params)
+        return state, params, *extra
 
-    jitted = jit(in_order, donate_argnums=(1, 2))
+    jitted = jit(state_first, donate_argnums=(1, 2))
 
-    def stepped(grads: PyTree, state: PyTree, params: PyTree) -> tuple:
-        state, params, *more = jitted(grads, state, params)
-        return params, state, *more
+    def step_of_arguments(grads: PyTree, state: PyTree, params: PyTree) -> tuple:
+        state, params, *extra = jitted(grads, state, params)
+        return params, state, *extra
 
-    return stepped
+    return step_of_arguments
 
 
 def optimizer_step(tx: optax.GradientTransformation) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:

@@ -42,15 +42,15 @@ def gradients(tx: optax.GradientTransformation, exchange: Exchange, noise: bool 
         return step(exchange.mean(grads), state, params)
 
     rule = Rule(tx.init, update, state_is_replicated=True)
-    return rule._replace(measured=measured(tx, exchange)) if noise else rule
+    return rule._replace(update_with_squares=update_with_squares(tx, exchange)) if noise else rule
 
 
-def measured(tx: optax.GradientTransformation, exchange: Exchange) -> Callable:
+def update_with_squares(tx: optax.GradientTransformation, exchange: Exchange) -> Callable:
     """`update` that gives |g|^2 too: (grads, state, params) -> (params, state, f32[])."""
-    descended = optimizer_step(tx)
+    descend = optimizer_step(tx)
 
     def step(mean: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree, jax.Array]:
-        return *descended(mean, state, params), square(mean)
+        return *descend(mean, state, params), square(mean)
 
     step = step_in_place(step, exchange.jit)
     return lambda grads, state, params: step(exchange.mean(grads), state, params)
@@ -61,23 +61,23 @@ def sharded(tx: optax.GradientTransformation, zero: Zero, jit: Callable[..., Cal
 
     With masters m, which stay in 32 bits: m_c <- m_c + tx_c(g_c) ;  w <- w + wire(all m_c - w_c).
     """
-    descended = optimizer_step(tx)
+    descend = optimizer_step(tx)
     # Traces tx once a worker, so not before it is needed: a rule may be built for a look at its shapes.
     sharding_of_state = functools.cache(lambda: zero.sharding.with_state_of(tx))
 
-    def of_shard(mean: PyTree, state: PyTree, params: PyTree, index: jax.Array) -> tuple[PyTree, PyTree]:
+    def step_of_shard(mean: PyTree, state: PyTree, params: PyTree, index: jax.Array) -> tuple[PyTree, PyTree]:
         sharding = sharding_of_state()
         if not zero.keeps_masters:
-            return sharding.step(descended, index, mean, state, sharding.shard(params, index))
-        masters, of_tx = sharding.step(descended, index, mean, state[OF_TX], state[MASTERS])
-        return sharding.changes(params, masters, index), {OF_TX: of_tx, MASTERS: masters}
+            return sharding.step(descend, index, mean, state, sharding.shard(params, index))
+        masters, tx_state = sharding.step(descend, index, mean, state[OF_TX], state[MASTERS])
+        return sharding.changes(params, masters, index), {OF_TX: tx_state, MASTERS: masters}
 
-    def added(params: PyTree, changes: PyTree) -> PyTree:
+    def add_changes(params: PyTree, changes: PyTree) -> PyTree:
         return jax.tree.map(jnp.add, params, changes)
 
-    step, add = jit(of_shard, donate_argnums=(0, 1)), jit(added, donate_argnums=(0,))
+    step, add = jit(step_of_shard, donate_argnums=(0, 1)), jit(add_changes, donate_argnums=(0,))
 
-    def measured(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree, jax.Array]:
+    def update_with_squares(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree, jax.Array]:
         mean, squares = zero.scatter(grads)
         shard, state = step(mean, state, params, zero.shard_index())
         if zero.keeps_masters:
@@ -85,20 +85,20 @@ def sharded(tx: optax.GradientTransformation, zero: Zero, jit: Callable[..., Cal
         return zero.gather_params(shard, params), state, squares
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        return measured(grads, state, params)[:2]
+        return update_with_squares(grads, state, params)[:2]
 
     def init(params: PyTree) -> PyTree:
         return {OF_TX: tx.init(params), MASTERS: params} if zero.keeps_masters else tx.init(params)
 
     def init_shard(params: PyTree, index: jax.Array) -> PyTree:
-        of_tx = sharding_of_state().init(tx, params, index)
-        return {OF_TX: of_tx, MASTERS: zero.sharding.shard(params, index)} if zero.keeps_masters else of_tx
+        tx_state = sharding_of_state().init(tx, params, index)
+        return {OF_TX: tx_state, MASTERS: zero.sharding.shard(params, index)} if zero.keeps_masters else tx_state
 
     return Rule(
         init,
         update,
         state_is_replicated=False,
-        measured=measured if zero.gives_square else None,
+        update_with_squares=update_with_squares if zero.gives_square else None,
         sharding=Sharding(zero, sharding_of_state, init_shard),
     )
 
@@ -110,9 +110,9 @@ def with_state(tx: optax.GradientTransformation, mean: optax.GradientTransformat
         return mean.init(params), tx.init(params)
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        kept, inner = state
-        grads, kept = mean.update(grads, kept)
+        residual, inner = state
+        grads, residual = mean.update(grads, residual)
         params, inner = step(grads, inner, params)
-        return params, (kept, inner)
+        return params, (residual, inner)
 
     return Rule(init, update, state_is_replicated=False)

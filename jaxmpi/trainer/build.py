@@ -185,9 +185,9 @@ def choose_form(plan: Plan) -> StepForm:
         saved = size_bytes(plan.param_shapes) * (plan.workers.size - 1) // plan.workers.size
         if word == "auto" and not obstacle and saved < SAVED_BYTES:
             obstacle = f"{saved / 1e6:.3g} MB of gradients less are less than a bucket of {SAVED_BYTES / 1e6:.3g}"
-        is_early, why = overlap.chosen_in_memory(word, obstacle)
+        is_early, why = overlap.resolve_in_memory(word, obstacle)
         return StepForm(is_split=True, is_early=is_early, why=why)
-    overlaps, why = overlap.chosen(word, plan.strategy, plan.workers.comm, obstacle)
+    overlaps, why = overlap.resolve(word, plan.strategy, plan.workers.comm, obstacle)
     return StepForm(is_split=is_split(plan) and not overlaps, overlaps=overlaps, why=why)
 
 
@@ -289,7 +289,7 @@ def choose_exchange(plan: Plan, stored: run_directory.StoredSettings | None) -> 
     is_sharded = exchange.shard_update == "on"
     candidates = with_halves(comm.hosts, exchange.gather_wire) if is_sharded else ()
     hidden: tuple[str, ...] = ()  # candidates that can run during the backward pass
-    if overlap.chosen(exchange.overlap, "asa:32", comm, overlap_obstacle(plan))[0]:
+    if overlap.resolve(exchange.overlap, "asa:32", comm, overlap_obstacle(plan))[0]:
         hidden = algorithms_in_c(comm.hosts)
         if is_sharded:
             hidden = tuple(name for name in candidates if not shards_obstacle(plan, name))

@@ -118,8 +118,8 @@ class LockStep(Coordinator):
 
     def log(self, step: int, state: TrainState) -> None:
         run, distance = self.run, None
-        if of_state := run.functions.rule.distance:  # of this process's workers from what they met last
-            distance = local_rows(of_state(state.rule_state), run.workers).sum().item()
+        if distance_of := run.functions.rule.distance:  # of this process's workers from what they met last
+            distance = local_rows(distance_of(state.rule_state), run.workers).sum().item()
         run.log(step, self.sums, self.timer.window(), distance, rate_factor(run, state))
         self.sums = np.zeros(())
 

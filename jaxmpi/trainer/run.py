@@ -95,7 +95,9 @@ class Run:
         own = [callback for callback in experiment.callbacks if control.rank == 0 or not callback.first_rank_only]
         self.callbacks = [Instruments(self.profiler), *own]
         self.tracer = Tracer(step_range(experiment.trace, "trace"), control, self.hosts, self.folder / "trace.json")
-        self.noise = Noise(workers.size, plan.clock.effective_batch // workers.size) if rule.measured else None
+        self.noise = (
+            Noise(workers.size, plan.clock.effective_batch // workers.size) if rule.update_with_squares else None
+        )
 
     @property
     def experiment(self) -> Experiment:

@@ -123,7 +123,7 @@ def restore_run(folder: Path, states: States, plan: Plan, rule: Rule) -> Saved |
     shared = sharding and sharding.zero.shared_params
     if sharding:
         whole = dict(named_leaves(jax.eval_shape(rule.init, first.params)))
-        slicing = Slicing(whole, sharding.zero.shard_indices, sharding.of_state().from_checkpoint)
+        slicing = Slicing(whole, sharding.zero.shard_indices, sharding.with_state().from_checkpoint)
     elif rule.state_is_replicated:
         slicing = Slicing(dict(named_leaves(first.rule_state)))
     saved = restore(
@@ -191,9 +191,9 @@ def save(run: Run, state: TrainState, step: int, score: float | None, *, is_last
     control, feed, sharding = run.workers.processes, run.plan.feed, run.functions.rule.sharding
     states = take(state, run.workers)  # of this process's workers, in host memory
     if sharding:
-        of_state, indices = sharding.of_state(), sharding.zero.shard_indices
+        state_sharding, indices = sharding.with_state(), sharding.zero.shard_indices
         states = {
-            worker: each._replace(rule_state=of_state.to_checkpoint(each.rule_state, indices[worker]))
+            worker: each._replace(rule_state=state_sharding.to_checkpoint(each.rule_state, indices[worker]))
             for worker, each in states.items()
         }
     extra = run_facts(run, step) | {

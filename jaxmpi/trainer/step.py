@@ -51,8 +51,8 @@ def train_step(
         guard: `revert_if_nonfinite` or a jit of it, if an update that is not finite is not made; None if all are.
     """
     grads, model_state, metrics = gradients(state.params, state.model_state, batch, state.key, state.step)
-    if rule.measured:
-        params, rule_state, mean_square = rule.measured(grads, state.rule_state, state.params)
+    if rule.update_with_squares:
+        params, rule_state, mean_square = rule.update_with_squares(grads, state.rule_state, state.params)
         metrics = metrics._replace(mean_square=mean_square)
     else:
         params, rule_state = rule.update(grads, state.rule_state, state.params)

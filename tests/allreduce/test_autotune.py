@@ -423,7 +423,7 @@ def test_auto_overlaps_where_the_probe_says_that_it_pays(asked, pays, overlap, s
     monkeypatch.setattr(build, "choose", choose)
     monkeypatch.setattr(build, "algorithms_in_c", lambda hosts: ("ring",))
     monkeypatch.setattr(build, "overlap_obstacle", lambda plan: "")
-    monkeypatch.setattr(build.overlap, "chosen", lambda *args: (True, ""))
+    monkeypatch.setattr(build.overlap, "resolve", lambda *args: (True, ""))
     workers = Workers(AxisComm("w", 2, (0, 1)), SoloProcesses(), (0,), None)
     plan = make_plan(dataclasses.replace(DIGITS, exchange=ExchangeConfig("auto", overlap=asked)), workers)
     settled = build.choose_exchange(plan, None)

@@ -34,12 +34,12 @@ from runs import TINY
     ],
 )
 def test_where_there_is_no_overlap_a_line_says_why(asked, comm, unfit, line):
-    assert overlap.chosen(asked, "ring32", comm, unfit) == (False, line)
+    assert overlap.resolve(asked, "ring32", comm, unfit) == (False, line)
 
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(UsageError, match="got on, but workers are not MPI ranks; use off or auto"):
-        overlap.chosen("on", "ring32", AxisComm("w", 2))
+        overlap.resolve("on", "ring32", AxisComm("w", 2))
 
 
 def test_one_worker_exchanges_nothing():
@@ -150,7 +150,7 @@ def test_a_job_ends_in_peace_with_an_exchange_under_way(tmp_path):
 
 @pytest.mark.e2e
 def test_where_mpi_allows_one_thread_a_line_says_so(tmp_path):
-    code = "overlap.chosen('on', 'ring32', comm)\n"
+    code = "overlap.resolve('on', 'ring32', comm)\n"
     ended = job(tmp_path, f"import mpi4py; mpi4py.rc.thread_level = 'serialized'\n{HEAD}{code}")
     assert "MPI_THREAD_MULTIPLE" in ended.out, ended.out[-3000:]
 

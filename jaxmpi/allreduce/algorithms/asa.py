@@ -29,35 +29,35 @@ def all_gather(chunk: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 def schedule_scatter(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
     """ASA's first half: inside a host with all ranks at once, else as rotations, with one partner at a time."""
     size, place, order, numbers = group.size, group.place, group.order, group.numbers
-    mine = rows[numbers[place]]
+    row = rows[numbers[place]]
     with schedule.scratch():
-        parts = {numbers[place]: schedule.encode(mine)}
+        parts = {numbers[place]: schedule.encode(row)}
         for step in range(1, size):
             to, source = (place + step) % size, (place - step) % size
-            parts[numbers[source]] = received = schedule.message(mine.floats)
+            parts[numbers[source]] = received = schedule.message(row.floats)
             with nullcontext() if group.is_one_host else schedule.scratch():
                 schedule.receive(received, order[source])
                 schedule.send(schedule.encode(rows[numbers[to]]), order[to])
                 if not group.is_one_host:
                     schedule.wait()
         schedule.wait()
-        schedule.add(mine, [parts[number] for number in range(size)])
+        schedule.add(row, [parts[number] for number in range(size)])
 
 
 def schedule_gather(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
     """ASA's second half: inside a host from each to all at once, else round a ring, which loads each link once."""
-    around = [rows[group.numbers[(group.place - distance) % group.size]] for distance in range(group.size)]
+    ring_rows = [rows[group.numbers[(group.place - distance) % group.size]] for distance in range(group.size)]
     if not group.is_one_host:
-        return gather_round_ring(around, group, schedule)
+        return gather_round_ring(ring_rows, group, schedule)
     with schedule.scratch():
-        message = schedule.encode(around[0])
-        schedule.decode(message, around[0])
-        landings = [schedule.landing(row) for row in around[1:]]
+        message = schedule.encode(ring_rows[0])
+        schedule.decode(message, ring_rows[0])
+        landings = [schedule.landing(row) for row in ring_rows[1:]]
         for distance, landing in enumerate(landings, 1):
             schedule.receive(landing, group.order[(group.place - distance) % group.size])
             schedule.send(message, group.order[(group.place + distance) % group.size])
         schedule.wait()
-        for landing, row in zip(landings, around[1:], strict=True):
+        for landing, row in zip(landings, ring_rows[1:], strict=True):
             schedule.decode(landing, row)
 
 

@@ -62,13 +62,13 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
             received = received + wire.decode(comm.permute(take(up, colour[i]), pairs))
         partial = rows[jnp.arange(k), jnp.clip(t - height + depth, 0, packets - 1)]
         up = wire.encode(partial.at[interior_tree].add(received))
-        arrived = up  # right at a root; all other rows come from parents
+        next_down = up  # right at a root; all other rows come from parents
         for i, pairs in enumerate(descents):
-            arrived = put(arrived, colour[i], comm.permute(take(down, interior_tree), pairs))
-        return up, arrived, rows
+            next_down = put(next_down, colour[i], comm.permute(take(down, interior_tree), pairs))
+        return up, next_down, rows
 
-    still, turns = jax.tree.map(jnp.zeros_like, wire.encode(blocks[:, 0])), packets + 2 * height
-    _, down, rows = comm.loop(turns, step, (still, still, blocks))
+    zeros, turns = jax.tree.map(jnp.zeros_like, wire.encode(blocks[:, 0])), packets + 2 * height
+    _, down, rows = comm.loop(turns, step, (zeros, zeros, blocks))
     return landed(turns, down, rows).reshape(k, -1)[:, :part].reshape(-1)[: x.size]
 
 
@@ -91,25 +91,25 @@ def coloured_parts(n: int, group: Group, wire: Wire, colours: int) -> Iterator[P
 
 def up_and_down(rows: Sequence[Span], group: Group, schedule: Schedule, forest: "TreeSchedule", tree: int) -> None:
     """Add the children's parts, exchange with the parent, send the sum down."""
-    [mine], above = rows, forest.parent[tree][group.place]
+    [row], parent = rows, forest.parent[tree][group.place]
     children = [group.order[child] for child in forest.children[tree][group.place]]
     with schedule.scratch():
         if children:
-            received = [schedule.message(mine.floats) for _ in children]
+            received = [schedule.message(row.floats) for _ in children]
             for child, message in zip(children, received, strict=True):
                 schedule.receive(message, child)
             schedule.wait()
-            total = schedule.floats(mine.floats)
+            total = schedule.floats(row.floats)
             schedule.add(total, received, from_zero=True)  # so no sum is -0
-            schedule.add(mine, [mine, total])
-        outgoing = schedule.encode(mine)
-        if above >= 0:
-            schedule.send(outgoing, group.order[above])
+            schedule.add(row, [row, total])
+        outgoing = schedule.encode(row)
+        if parent >= 0:
+            schedule.send(outgoing, group.order[parent])
             schedule.wait()
-            outgoing = schedule.landing(mine)
-            schedule.receive(outgoing, group.order[above])
+            outgoing = schedule.landing(row)
+            schedule.receive(outgoing, group.order[parent])
             schedule.wait()
-        schedule.decode(outgoing, mine)
+        schedule.decode(outgoing, row)
         for child in children:
             schedule.send(outgoing, child)
         schedule.wait()
@@ -165,18 +165,18 @@ def build_trees(workers: int, colours: int) -> TreeSchedule:
     depth, interior_tree = np.zeros((k, workers), np.int32), np.zeros(workers, np.int32)
     for c in range(k):
         for position in range(1, workers):
-            child, above = ((c * interior + q) % workers for q in (position, (position - 1) // arity))
-            parent[c][child], interior_tree[above] = above, c
-            depth[c, child] = depth[c, above] + 1
-    edges = [(c, child, above) for c in range(k) for child, above in enumerate(parent[c]) if above >= 0]
+            child, parent_place = ((c * interior + q) % workers for q in (position, (position - 1) // arity))
+            parent[c][child], interior_tree[parent_place] = parent_place, c
+            depth[c, child] = depth[c, parent_place] + 1
+    edges = [(c, child, p) for c in range(k) for child, p in enumerate(parent[c]) if p >= 0]
     rounds = schedule(edges)
     children: list[list[list[int]]] = [[[] for _ in range(workers)] for _ in range(k)]
-    for used in rounds:
-        for c, child, above in used:
-            children[c][above].append(child)
+    for edges_at_once in rounds:
+        for c, child, parent_place in edges_at_once:
+            children[c][parent_place].append(child)
     colour = np.full((len(rounds), workers), k, np.int32)
-    for i, used in enumerate(rounds):
-        for c, child, _ in used:
+    for i, edges_at_once in enumerate(rounds):
+        for c, child, _ in edges_at_once:
             colour[i, child] = c
     return TreeSchedule(parent, children, depth, height, interior_tree, rounds, colour)
 
@@ -197,20 +197,20 @@ def schedule(edges: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int,
 
     for edge in edges:
         child, end = ends(edge)
-        mine, other = free(child), free(end)
-        path, at = [], mine
-        while (step := edge_at.get((*end, at))) is not None:
-            path.append((step, at))
+        first, second = free(child), free(end)
+        path, slot = [], first
+        while (step := edge_at.get((*end, slot))) is not None:
+            path.append((step, slot))
             [end] = [e for e in ends(step) if e != end]
-            at = other if at == mine else mine
-        for step, at in path:
+            slot = second if slot == first else first
+        for step, slot in path:
             for e in ends(step):
-                edge_at.pop((*e, at), None)
-        moved = [(step, other if at == mine else mine) for step, at in path]
-        for step, at in [*moved, (edge, mine)]:
-            edge_at |= {(*e, at): step for e in ends(step)}
+                edge_at.pop((*e, slot), None)
+        swapped_path = [(step, second if slot == first else first) for step, slot in path]
+        for step, slot in [*swapped_path, (edge, first)]:
+            edge_at |= {(*e, slot): step for e in ends(step)}
     count = max((i for _, _, i in edge_at), default=-1) + 1
-    return [[edge for (end, _, at), edge in edge_at.items() if end == "child" and at == i] for i in range(count)]
+    return [[edge for (end, _, slot), edge in edge_at.items() if end == "child" and slot == i] for i in range(count)]
 
 
 def message_of(length: int, limit: int) -> int:
@@ -231,9 +231,10 @@ def coloured_trees_seconds(net: Net, n: float, wire: str, colours: int) -> float
     crossing = 0 if net.hosts == 1 else 1 if k == 1 else net.slots
     message_limit = HOST_MESSAGE_BYTES if net.hosts == 1 else MESSAGE_BYTES
     message = min(n / (k * packets_of(n, k, height)), message_limit / wire_format(wire)[1])
-    sent_floats, added = most_edges(net.workers, k, arity) * n / k, arity * n / k
+    sent_floats, added_floats = most_edges(net.workers, k, arity) * n / k, arity * n / k
     volume = turn(net, sent_floats, wire, crossing) - turn(net, 0, wire, crossing)
-    return 2 * height * turn(net, message, wire, crossing) + volume + add(net, added) + code(net, n + added, wire)
+    codec_s = code(net, n + added_floats, wire)
+    return 2 * height * turn(net, message, wire, crossing) + volume + add(net, added_floats) + codec_s
 
 
 def most_edges(workers: int, k: int, arity: int) -> int:

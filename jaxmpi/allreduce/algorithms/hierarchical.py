@@ -116,8 +116,8 @@ def schedule_by_host(
 
 def swap(outgoing: Sequence[Span], received: Sequence[Span], rank: int, schedule: Schedule) -> None:
     """Exchange equally many rows with a rank, at 32 bits."""
-    for row, theirs in zip(outgoing, received, strict=True):
-        schedule.receive(theirs, rank)
+    for row, message in zip(outgoing, received, strict=True):
+        schedule.receive(message, rank)
         schedule.send(row, rank)
 
 
@@ -129,8 +129,8 @@ def hierarchical_seconds(net: Net, n: float, wire: str, cross: Callable[..., flo
     host = net._replace(hosts=1)
     inside = 2 * (net.slots - 1) * turn(host, n / net.slots, "32", 0) + add(host, n)
     shared = Link(net.between.alpha_s, net.between.beta_s_per_byte * net.slots)
-    across = net._replace(slots=1, between=shared, cores=net.cores / net.slots)
-    return inside + (cross(across, n / net.slots, wire) if net.hosts > 1 else 0.0)
+    net_between = net._replace(slots=1, between=shared, cores=net.cores / net.slots)
+    return inside + (cross(net_between, n / net.slots, wire) if net.hosts > 1 else 0.0)
 
 
 HIERARCHICAL = hierarchical(RING)._replace(

@@ -45,11 +45,11 @@ def schedule_scatter(rows: Sequence[Span], group: Group, schedule: Schedule) -> 
     """The steps of `reduce_scatter`."""
     size, place = group.size, group.place
     for hop in range(1, size):
-        mine = rows[(place - hop) % size]
+        row = rows[(place - hop) % size]
         with schedule.scratch():
-            received = schedule.message(mine.floats)
+            received = schedule.message(row.floats)
             schedule.pass_on(schedule.encode(rows[(place - hop + 1) % size]), received, group)
-            schedule.add(mine, [received, mine])
+            schedule.add(row, [received, row])
 
 
 def schedule_gather(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:

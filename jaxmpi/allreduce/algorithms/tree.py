@@ -33,14 +33,14 @@ def pairwise(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
         rows = rows + wire.decode(comm.permute(wire.encode(rows), folds))
     # A worker rounds only the half that it sends, and adds what comes to its own, unrounded. Each half is kept by one
     # partner, so every entry is summed once, and its bits are the same wherever the sum goes.
-    mine = 0  # the row that is summed here
+    row = 0  # the row that is summed here
     for level, pairs in enumerate(partners):
         halves, side = rows.reshape(2, -1, rows.shape[-1]), (place >> level) & 1
         rows = halves[side] + wire.decode(comm.permute(wire.encode(halves[1 - side]), pairs))
-        mine = 2 * mine + side
-    blocks = jax.tree.map(lambda leaf: spread(leaf, p, mine), wire.encode(rows[0]))
+        row = 2 * row + side
+    blocks = jax.tree.map(lambda leaf: spread(leaf, p, row), wire.encode(rows[0]))
     for level, pairs in reversed(list(enumerate(partners))):
-        blocks = double(blocks, comm, pairs, mine, p >> (level + 1))
+        blocks = double(blocks, comm, pairs, row, p >> (level + 1))
     if folds:
         result = comm.permute(blocks, [(low, high) for high, low in folds])
         blocks = jax.tree.map(functools.partial(jnp.where, place >= p), result, blocks)
@@ -60,31 +60,31 @@ def double(blocks: PyTree, comm: Comm, pairs: Pairs, mine: jax.Array | int, coun
 def schedule_pairwise(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
     """The sum of `pairwise` over a power of two of ranks."""
     partners = [group.order[group.place ^ 1 << level] for level in range(group.size.bit_length() - 1)]
-    mine = list(range(group.size))  # rows that are still summed here
+    kept_rows = list(range(group.size))  # rows that are still summed here
     for level, partner in enumerate(partners):
-        low, high = mine[: len(mine) // 2], mine[len(mine) // 2 :]
-        outgoing, mine = (low, high) if group.place >> level & 1 else (high, low)
+        low, high = kept_rows[: len(kept_rows) // 2], kept_rows[len(kept_rows) // 2 :]
+        outgoing, kept_rows = (low, high) if group.place >> level & 1 else (high, low)
         with schedule.scratch():
-            received = [schedule.message(rows[i].floats) for i in mine]
-            for i, theirs in zip(outgoing, received, strict=True):
-                schedule.receive(theirs, partner)
+            received = [schedule.message(rows[i].floats) for i in kept_rows]
+            for i, message in zip(outgoing, received, strict=True):
+                schedule.receive(message, partner)
                 schedule.send(schedule.encode(rows[i]), partner)
             schedule.wait()
-            for i, theirs in zip(mine, received, strict=True):
-                schedule.add(rows[i], [theirs, rows[i]])
+            for i, message in zip(kept_rows, received, strict=True):
+                schedule.add(rows[i], [message, rows[i]])
     with schedule.scratch():
-        results = {mine[0]: schedule.encode(rows[mine[0]])}
-        schedule.decode(results[mine[0]], rows[mine[0]])
+        results = {kept_rows[0]: schedule.encode(rows[kept_rows[0]])}
+        schedule.decode(results[kept_rows[0]], rows[kept_rows[0]])
         for partner in reversed(partners):
-            theirs = {i ^ len(results): schedule.landing(rows[i ^ len(results)]) for i in sorted(results)}
-            for _, received in sorted(theirs.items()):
+            incoming = {i ^ len(results): schedule.landing(rows[i ^ len(results)]) for i in sorted(results)}
+            for _, received in sorted(incoming.items()):
                 schedule.receive(received, partner)
             for _, result in sorted(results.items()):
                 schedule.send(result, partner)
             schedule.wait()
-            for i, received in theirs.items():
+            for i, received in incoming.items():
                 schedule.decode(received, rows[i])
-            results |= theirs
+            results |= incoming
 
 
 def pairwise_seconds(net: Net, n: float, wire: str) -> float:

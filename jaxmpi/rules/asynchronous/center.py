@@ -125,18 +125,18 @@ class CenterServer:
         """A round; False if nothing has come or left."""
         workers = list(self._coming)
         first = next(self._rounds) % max(len(workers), 1)
-        moved = False
+        progressed = False
         for serve, order in ((self._take_request, workers[first:] + workers[:first]), (self._send_answers, workers)):
             for worker in order:
                 if worker not in self._coming:  # lost in this round
                     continue
                 try:
                     with naming_lost_rank(worker):
-                        moved |= serve(worker)
+                        progressed |= serve(worker)
                 except RankLost:
                     self.drop(worker)
         self._outbox.is_empty()
-        return moved
+        return progressed
 
     def drop(self, worker: int) -> None:
         """A worker is gone."""
@@ -176,14 +176,14 @@ class CenterServer:
             self._answers[worker].append(self._serve_segment(worker, kind, number, body))
 
     def _take_request(self, worker: int) -> bool:
-        coming = self._coming[worker]
-        if not coming[0][0].Test():
+        receives = self._coming[worker]
+        if not receives[0][0].Test():
             return False
-        message = coming.popleft()[1]
+        message = receives.popleft()[1]
         self._heard_s[worker] = time.monotonic()
         kind, number = message[:HEADER_BYTES].view(np.int64).tolist()
         self.take(worker, kind, number, message[HEADER_BYTES:])  # other bytes may follow the body
-        coming.append(self._post_receive(worker))  # last: the message of a worker that has died since counts
+        receives.append(self._post_receive(worker))  # last: the message of a worker that has died since counts
         return True
 
     def _post_receive(self, worker: int) -> tuple[Any, np.ndarray]:
@@ -313,8 +313,8 @@ class CenterClient:
         backoff = Backoff()
         try:
             with np.errstate(all="ignore"):  # NaN and infinity pass through; the loss shows them
-                for moved in carry_out(self.mpi, requests):
-                    backoff.after(moved)
+                for progressed in carry_out(self.mpi, requests):
+                    backoff.after(progressed)
                     # Where only the report's answer is missing, the slowest worker is waited for.
                     limit_s = transport.TIMEOUT_S * (failures.LONG if lacks_only_report() else 1.0)
                     if time.monotonic() - backoff.moved_s > limit_s:

@@ -83,18 +83,18 @@ class GossipThread:
         scheduling.take_short_turns()
         backoff = Backoff()
         while not (self._is_ending and all(map(self._is_through, self._peers))):
-            moved = False
+            progressed = False
             for peer in self._peers:
                 if peer in self.gone:
                     continue
                 try:
                     with naming_lost_rank(peer):
-                        moved |= self._receive(peer) | self._send(peer)
+                        progressed |= self._receive(peer) | self._send(peer)
                 except RankLost:
                     self.gone.add(peer)
                     self._outgoing[peer].clear()
-                    moved = True
-            backoff.after(moved)
+                    progressed = True
+            backoff.after(progressed)
 
     def _is_through(self, peer: int) -> bool:
         return peer in self.gone or (peer in self.ended and not self._outgoing[peer])

@@ -120,9 +120,9 @@ class RandomGossip:
         self.weight = weight or 1 / workers
         self._rng = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, worker], np.uint64)))
 
-    def draw(self, closed: frozenset[int] = frozenset()) -> tuple[int, float] | None:
+    def draw(self, unreachable: frozenset[int] = frozenset()) -> tuple[int, float] | None:
         """With probability p halve the weight; whom to push to, none of `closed`, and the share; else None."""
-        others = [rank for rank in range(self.workers) if rank != self.worker and rank not in closed]
+        others = [rank for rank in range(self.workers) if rank != self.worker and rank not in unreachable]
         if not others or self._rng.random() >= self.p:
             return None
         self.weight /= 2

@@ -55,13 +55,13 @@ class Backoff:
     def __init__(self) -> None:
         self.moved_s = time.monotonic()
 
-    def after(self, moved: bool) -> None:
+    def after(self, progressed: bool) -> None:
         """Sleep, unless a look has found something."""
-        now = time.monotonic()
-        if moved:
-            self.moved_s = now
+        now_s = time.monotonic()
+        if progressed:
+            self.moved_s = now_s
         else:
-            time.sleep(min(max(PATIENCE * (now - self.moved_s), SHORTEST_S), LONGEST_S))
+            time.sleep(min(max(PATIENCE * (now_s - self.moved_s), SHORTEST_S), LONGEST_S))
 
 
 class Outbox:
@@ -122,11 +122,11 @@ def carry_out(mpi: Any, requests: Mapping[int, Iterable[Request]]) -> Iterator[b
                     outbox.send(np.concatenate([head, request.body]), rank)
         if outbox.is_empty() and not any(unanswered.values()):
             return
-        moved = False
+        progressed = False
         for rank, waiting in unanswered.items():
             with naming_lost_rank(rank):
                 while waiting and waiting[0][0].Test():
                     _, answer, request = waiting.popleft()
                     request.take(answer)
-                    moved = True
-        yield moved
+                    progressed = True
+        yield progressed

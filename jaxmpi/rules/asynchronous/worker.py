@@ -115,9 +115,9 @@ def load_start(
         say: is called with a line for each damaged one that is passed over.
     """
     read = partial(start_from_checkpoint, state=state, worker=workers.mine[0], workers=workers.size, rule=rule)
-    found = first_whole(folder, workers.processes, read, say) if resume else None
-    workers.processes.assert_same("the checkpoint to resume from", {"step": found.step if found else 0})
-    return found or AsyncStart(ParamsVector.from_params(state.params).vector(state.params), state, Counters())
+    start = first_whole(folder, workers.processes, read, say) if resume else None
+    workers.processes.assert_same("the checkpoint to resume from", {"step": start.step if start else 0})
+    return start or AsyncStart(ParamsVector.from_params(state.params).vector(state.params), state, Counters())
 
 
 def start_from_checkpoint(path: Path, state: TrainState, worker: int, workers: int, rule: Asynchronous) -> AsyncStart:
@@ -127,22 +127,22 @@ def start_from_checkpoint(path: Path, state: TrainState, worker: int, workers: i
     """
     manifest = manifests.read_manifest(path)
     center = read_file(path, manifest, "common.bin", {"center": state.params})["center"]
-    started, weight = state._replace(step=np.array(manifest["step"], np.int32), params=center), 0.0
+    initial, weight = state._replace(step=np.array(manifest["step"], np.int32), params=center), 0.0
     name = manifests.worker_file(worker)
     if manifest["files"].get(name):
         stored = read_file(path, manifest, name, {**state._asdict(), "weight": np.zeros(())})
         weight = float(stored.pop("weight")) * (manifest["workers"] == workers)
-        started = TrainState(**stored)
+        initial = TrainState(**stored)
     if rule.starts_at_center:
-        started = started._replace(params=center)
+        initial = initial._replace(params=center)
     # A new worker's optimizer is at step 0: it would warm up while the others' rate has long fallen.
-    started = started._replace(rule_state=optimizers.set_step(started.rule_state, manifest["step"]))
+    initial = initial._replace(rule_state=optimizers.set_step(initial.rule_state, manifest["step"]))
     tally = manifest["extra"].get("tally")
     is_whole = isinstance(tally, list) and len(tally) == len(Counters._fields) and all(type(x) is float for x in tally)
     manifests.check_undamaged(is_whole, f"{path}: tally: got {tally!r:.80}: damaged")
     return AsyncStart(
         center=ParamsVector.from_params(state.params).vector(center),
-        state=started,
+        state=initial,
         counters=Counters(*tally),
         step=manifest["step"],
         extra=manifest["extra"],
@@ -272,8 +272,8 @@ class AsyncWorker:
 
     def center(self) -> PyTree:
         """The center's params; in gossip the weighted mean of workers' final params."""
-        seen = self.client.read()
-        return self.flat.tree(seen[:-1] / seen[-1] if self.rule.is_gossip else seen)
+        center = self.client.read()
+        return self.flat.tree(center[:-1] / center[-1] if self.rule.is_gossip else center)
 
     def write_if_ordered(
         self, parts: UncoordinatedCheckpoint, home: HeldFolder, state: TrainState, status: Status
@@ -369,14 +369,14 @@ class HeartbeatMonitor:
 
     def look(self, server: CenterServer) -> None:
         """Name silent workers, pass on signals, and end the job on `abort`."""
-        known = server.progress
-        if known is None:
+        progress = server.progress
+        if progress is None:
             return
-        known.leaving |= self.must_leave()
+        progress.leaving |= self.must_leave()
         late: dict[int, float] = {}
-        for worker, silent_s in server.silent_s(known.expected_workers()).items():
+        for worker, silent_s in server.silent_s(progress.expected_workers()).items():
             limit_s = (self.stall_timeout_s or math.inf) * (failures.LONG if worker == 0 else 1.0)
-            if silent_s > (start_limit_s(self.stall_timeout_s) if worker in known.absent else limit_s):
+            if silent_s > (start_limit_s(self.stall_timeout_s) if worker in progress.absent else limit_s):
                 late[worker] = silent_s
         is_news, self.named = bool(late.keys() - self.named), set(late)
         if not is_news:
@@ -389,4 +389,4 @@ class HeartbeatMonitor:
         )
         if self.on_stall == "abort":
             failures.end_job(STALLED)
-        server.begin_without(late.keys() & known.absent)
+        server.begin_without(late.keys() & progress.absent)
