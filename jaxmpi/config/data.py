@@ -29,7 +29,7 @@ class Data:
     dir: str = ""  # root folder of sources that are files; JAXMPI_DATA if empty, but for text
     name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
     train_split: str = "train"  # folder under `dir` or tfds split
-    validation_split: str = "validation"  # the same, for evaluation
+    validation_split: str = "validation"  # the same, for evaluation; several as val,test, each with figures of its own
     holdout: float = 0.0  # share of the training examples, of each class, to validate on in place of a validation split
     # tables: names of the input and of the label, or any other number of names for a task; empty: image label
     columns: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class Data:
     shuffle_period: int | str = 1
     # array: anything with __len__ and __getitem__ -> (image, label); grain: a MapDataset; mixture: parts and weights
     train: InPython[Any] = None
-    validation: InPython[Any] = None  # the same, for evaluation
+    validation: InPython[Any] = None  # the same, for evaluation; several as a dict by name
     # (random generator, example as a dict of arrays) -> example, of each training example once it is cropped
     augment: InPython[Callable[[Any, dict[str, Any]], dict[str, Any]] | None] = None
 
@@ -107,6 +107,7 @@ class Data:
                 f"data.group_size: got {self.group_size!r}; expected a number of workers, 0 for all of them, or auto"
             )
         shuffle_schedule(self.shuffle_period, 1, 1)  # says what is wrong with it
+        validation_sets(self)  # the same
         area, (narrow, wide) = self.crop_area, self.crop_aspect
         if area and not (len(area) == 2 and 0 < area[0] <= area[1] <= 1):
             raise UsageError(f"data.crop_area: got {area}; expected two shares with 0 < smallest <= largest <= 1")
@@ -119,6 +120,33 @@ class Data:
                 "data.crop_area scales pixels, data.mean_image wants them in place; use data.mean, one number a "
                 "channel, or crops of one size: --data.crop-area without numbers"
             )
+
+
+def validation_sets(config: Data) -> dict[str, Data]:
+    """Settings of each validation set by the prefix of its figures: `eval_` of one, `eval_clean_` of several.
+
+    Raises:
+        UsageError: two have one name.
+    """
+    sets = dict[str, Any]()
+    if is_several(config.validation, config.train):
+        sets = {name: {"validation": examples} for name, examples in config.validation.items()}
+    elif "," in config.validation_split:
+        sets = {split: {"validation_split": split} for split in config.validation_split.split(",")}
+    if config.holdout or not sets:
+        return {"eval_": config}
+    named = {"eval_" + re.sub(r"[^\w-]+", "_", name) + "_": replace(config, **part) for name, part in sets.items()}
+    if len(named) < len(sets):
+        raise UsageError(f"data.validation: got {', '.join(sets)}; expected names that differ in letters and digits")
+    return named
+
+
+def is_several(validation: Any, train: Any) -> bool:
+    """Return True for a dict of validation sets by name, in place of one set's arrays by field."""
+    if not isinstance(validation, dict) or validation.keys() == {"image", "label"}:
+        return False
+    has_fields = any(hasattr(part, "shape") or isinstance(part, (list, tuple)) for part in validation.values())
+    return not (has_fields or (isinstance(train, dict) and train.keys() == validation.keys()))
 
 
 class ShuffleSchedule(NamedTuple):

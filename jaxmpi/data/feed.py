@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmpi.comm import topology
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.topology import Workers
-from jaxmpi.config.data import Data, to_loader_config
+from jaxmpi.config.data import Data, to_loader_config, validation_sets
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import train_state
 from jaxmpi.core.errors import AgreedError, UsageError
@@ -64,10 +64,10 @@ class DeviceFeed:
     control: Processes | None = None  # over which weights are summed
 
     def __post_init__(self) -> None:
-        # Of text: mean bytes and tokens that an example predicts; 0 without text.
-        self.bytes_each: float = getattr(self.source, "bytes_each", 0)
-        self.tokens_each: float = getattr(self.source, "tokens_each", 0)
-        self.tokens_per_byte = self.tokens_each / self.bytes_each if self.bytes_each else 1.0
+        # Of a language model's text: mean bytes and tokens that an example predicts; else 0.
+        self.bytes_each, self.tokens_each = (
+            getattr(self.source, name, 0.0) if self.model else 0.0 for name in ("bytes_each", "tokens_each")
+        )
 
     def facts(self) -> dict[str, Any]:
         """Facts of the data that must be equal on all ranks."""
@@ -268,6 +268,18 @@ def open_feed(
         weigh=make_task(dataclasses.replace(experiment, model=model)).weight,
         control=None if workers.asynchronous else workers.processes,
     )
+
+
+def open_validation(
+    experiment: Experiment, effective_batch: int, workers: Workers, pool: LoaderPool | None = None
+) -> dict[str, DeviceFeed]:
+    """The feed of each validation set by the prefix of its figures, as `open_feed` opens it."""
+    feeds = dict[str, DeviceFeed]()
+    for prefix, data in validation_sets(experiment.data).items():
+        part = dataclasses.replace(experiment, data=data)
+        feeds[prefix] = open_feed(part, "validation", effective_batch, workers, pool=pool)
+        pool = feeds[prefix].pool
+    return feeds
 
 
 def _choose_sampler(source: Source, data: Data, is_train: bool, workers: Workers) -> tuple[Source, Callable[..., Any]]:

@@ -237,15 +237,8 @@ class Recorder:
         """`rank 3 on node07`."""
         return f"rank {rank}" + (f" on {self._hosts[rank]}" if rank < len(self._hosts) else "")
 
-    def evaluation(
-        self, *, step: int, epoch: float, examples: int, eval_count: int, tokens_per_byte: float = 1.0, **means: float
-    ) -> None:
-        """Write figures of `eval_count` examples: eval_loss and the task's own.
-
-        There are none without examples. For text also eval_bits_per_byte = eval_loss / ln 2 x the tokens of a byte.
-        """
-        if self._unit.bytes_each and means:
-            means["eval_bits_per_byte"] = means["eval_loss"] / math.log(2) * tokens_per_byte
+    def evaluation(self, *, step: int, epoch: float, examples: int, eval_count: int, **means: float) -> None:
+        """Write figures of `eval_count` examples: eval_loss and the task's own; there are none without examples."""
         place = {"step": step, "epoch": epoch, "examples": examples, "elapsed_s": self.elapsed_s()}
         self.write("eval", **place, eval_count=eval_count, **means)
         if self._buckets:
@@ -311,9 +304,9 @@ def as_picture(value: Any) -> np.ndarray:
 
 def format_figure(name: str, value: float) -> tuple[str, str]:
     """(top-1, 93.25 %) of a figure of an evaluation."""
-    if match := re.fullmatch(r"top(\d+)", name):
-        return f"top-{match[1]}", f"{100 * value:.2f} %"
-    return (name, format_number(value)) if name != "bits_per_byte" else ("bits per byte", f"{value:.3f}")
+    if match := re.fullmatch(r"(.*_)?top(\d+)", name):
+        return f"{match[1] or ''}top-{match[2]}", f"{100 * value:.2f} %"
+    return name.replace("bits_per_byte", "bits per byte"), format_number(value)
 
 
 def cut_record(path: Path, step: int) -> None:

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from operator import or_
 from typing import Any, NamedTuple
 
@@ -49,17 +49,14 @@ from jaxmpi.trainer.loop import Coordinator, Position, RunProgress, run_steps
 from jaxmpi.trainer.run import (
     SUMS,
     Run,
-    batch_metrics,
-    collect_whole_set,
     conclude,
     eval_state,
-    gather_figures,
+    figures_of,
     rate_factor,
     score,
-    show_tables,
 )
 from jaxmpi.trainer.state import note_saved, run_facts
-from jaxmpi.trainer.step import FigureSums, Metrics
+from jaxmpi.trainer.step import Metrics
 from jaxmpi.trainer.timetable import DueEvents
 
 LOOK_S = 0.02  # between reports of a worker that only waits for the others
@@ -288,16 +285,8 @@ class AsyncLeader(AsyncCoordinator):
         """Evaluate the center, in gossip worker 0's params until the end; the other workers go on."""
         run = self.run
         subject = eval_state(run, state._replace(params=on_device(self.shared(state))))
-
-        whole_set = collect_whole_set(run)
-
-        def reporting() -> Iterator[FigureSums]:
-            for metrics in batch_metrics(run, subject, step, whole_set):
-                self.worker.report()  # else server 0 would take this worker for late
-                yield metrics
-
-        self.result, self.evaluated = gather_figures(reporting(), run.workers, whole_set), step
-        show_tables(run, step, whole_set)
+        # Without reports server 0 would take this worker for late.
+        self.result, self.evaluated = figures_of(run, subject, step, after_batch=self.worker.report), step
         conclude(run, subject, step, self.result)
 
     def shared(self, state: TrainState) -> PyTree:

@@ -43,7 +43,7 @@ class Moment:
         params: what the evaluation used, in its layout on one device.
         model_state: the same.
         predict: (batch) -> outputs of the task, in evaluation.
-        validation: () -> this rank's batches of the validation data, `weight` 0 for rows that only fill them up.
+        validation: () -> this rank's batches of the (first) validation set, `weight` 0 for rows that only fill them up.
         sum: (f64 array) -> its sum over all ranks, which all call it with arrays of one shape.
         say: (text) -> a line on rank 0's terminal.
         write: (kind, **fields) -> a line of the record, of a kind that the trainer does not write.
@@ -155,6 +155,8 @@ class Plateau(Callback):
 
     def after_evaluation(self, moment: Moment) -> None:
         """Count; NaN is never better."""
+        if self.monitor == "eval_loss":  # of several validation sets, the first's
+            self.monitor = next((name for name in moment.figures if name.endswith("_loss")), self.monitor)
         if self.monitor not in moment.figures:
             known = ", ".join(moment.figures)
             raise UsageError(f"{type(self).__name__}: monitor: got {self.monitor}; this run has {known}")

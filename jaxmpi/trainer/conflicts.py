@@ -13,7 +13,7 @@ import jax
 
 from jaxmpi.allreduce import algorithms
 from jaxmpi.allreduce.compression import is_compressor
-from jaxmpi.config.data import Data
+from jaxmpi.config.data import Data, validation_sets
 from jaxmpi.config.durations import duration_seconds
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.schema import Experiment
@@ -65,10 +65,11 @@ def is_streamed(part: Any) -> bool:
     """Return True if `Data` has a stream, whose examples have no numbers, alone or in a mixture."""
     if not isinstance(part, Data):
         return False
+    sets = [data.validation for data in validation_sets(part).values()]
     if part.source == "mixture":
         pairs = part.train if isinstance(part.train, (tuple, list)) else ()
-        return any(map(is_streamed, [part.validation, *(pair[0] for pair in pairs if pair)]))
-    return part.source == "grain" and any(map(is_stream, (part.train, part.validation)))
+        return any(map(is_streamed, [*sets, *(pair[0] for pair in pairs if pair)]))
+    return part.source == "grain" and any(map(is_stream, (part.train, *sets)))
 
 
 def is_by_clock(duration: int | str) -> bool:

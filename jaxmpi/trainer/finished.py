@@ -47,14 +47,14 @@ from jaxmpi.core.json_tree import flatten_json
 from jaxmpi.core.pytrees import PyTree, by_path, named_leaves, zeros_for
 from jaxmpi.core.train_state import Batch
 from jaxmpi.data.example import nested
-from jaxmpi.data.feed import DeviceFeed, open_feed
+from jaxmpi.data.feed import DeviceFeed, open_validation
 from jaxmpi.runtime import failures, provenance
 from jaxmpi.tasks.registry import make_task
 from jaxmpi.trainer import step as steps
 from jaxmpi.trainer.options import PLATFORMS, PROGRAM, facts_file
 from jaxmpi.trainer.plan import init_model
-from jaxmpi.trainer.run import gather_figures
-from jaxmpi.trainer.whole_set import WholeSet, WholeSetFunction, gather_rows
+from jaxmpi.trainer.run import evaluate_sets
+from jaxmpi.trainer.whole_set import WholeSetFunction, gather_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Finished:
     """A run's model with its validation data, on this process's worker."""
 
     workers: Workers
-    feed: DeviceFeed
+    feeds: dict[str, DeviceFeed]  # validation sets by the prefix of their figures
     forward: steps.Forward
     params: PyTree
     model_state: PyTree
@@ -70,7 +70,7 @@ class Finished:
     whole_set: WholeSetFunction | None = None
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate every validation example once, over all workers; all ranks call it.
+        """Evaluate every example of the validation sets once, over all workers; all ranks call it.
 
         `eval_count` and `eval_loss` are among the figures.
         """
@@ -79,14 +79,16 @@ class Finished:
                 f"{self.feed.source.name}: got images without folders of classes; jaxmpi predict takes them"
             )
         eval_step = steps.eval_step_with_outputs if self.whole_set else steps.eval_step
-        whole_set = WholeSet(self.whole_set, self.workers) if self.whole_set else None
         evaluate_batch = partial(self.workers.comm.jit(partial(eval_step, self.forward)), self.params, self.model_state)
+        with contextlib.ExitStack() as pools:
+            for feed in self.feeds.values():
+                pools.enter_context(feed.pool)
+            return evaluate_sets(self.feeds, DeviceFeed.batches, evaluate_batch, self.workers, self.whole_set)[0]
 
-        def judge(batch: Batch) -> steps.FigureSums:
-            return whole_set.add(batch, *evaluate_batch(batch)) if whole_set else evaluate_batch(batch)
-
-        with self.feed.pool:
-            return gather_figures(map(judge, self.feed.batches()), self.workers, whole_set)
+    @property
+    def feed(self) -> DeviceFeed:
+        """The first validation set, of which predictions are made."""
+        return next(iter(self.feeds.values()))
 
     @cached_property
     def predict(self) -> Callable[[Batch], Any]:
@@ -149,7 +151,8 @@ def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = N
     if model is not None and classes and model.with_classes and classes != model.classes:
         experiment = dataclasses.replace(experiment, model=model.with_classes(classes))  # as training had it
     local = experiment.local_batch or -(-experiment.effective_batch // workers.size) or 32
-    feed = open_feed(experiment, "validation", local * workers.size, workers)
+    feeds = open_validation(experiment, local * workers.size, workers)
+    feed = next(iter(feeds.values()))
     dtype = jnp.bfloat16 if experiment.compute_dtype == "bfloat16" else jnp.float32
     forward = steps.Forward(make_task(dataclasses.replace(experiment, model=feed.model)), dtype)
     shapes = jax.eval_shape(lambda key: init_model(forward.task, feed, key), jax.random.key(0))
@@ -167,7 +170,7 @@ def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = N
     params, model_state = control.bcast(arrays)
     return Finished(
         workers=workers,
-        feed=feed,
+        feeds=feeds,
         forward=forward,
         params=params,
         model_state=model_state,

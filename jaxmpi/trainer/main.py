@@ -184,7 +184,7 @@ def train_until(
         if control.rank == 0:
             check_with_data(plan)
     if experiment.monitor_mode == "auto":
-        plan = plan.with_fields(monitor_mode=plan.task.mode_of(experiment.monitor))
+        plan = plan.with_fields(monitor_mode=plan.mode_of(plan.experiment.monitor))
     # Without a common step a fast worker may make the steps of others, too.
     last_step = plan.clock.total_steps * (workers.size if is_asynchronous else 1)
     for text in experiment.inject:
@@ -202,8 +202,10 @@ def train_until(
         run_directory.agreed_run_dir(plan.experiment, name, control) as home,
         plan.feed.open_until_agreed(decisions.Preempted),
         plan.feed.pool,
-        plan.validation.pool,  # that one, or one of its own
+        contextlib.ExitStack() as pools,
     ):
+        for feed in plan.validation.values():
+            pools.enter_context(feed.pool)  # that one, or one of its own
         starting.close()
         plan = plan.with_fields(from_start=False)  # from here on a rollback restores a checkpoint
         plan = plan.with_note(unwatched) if unwatched else plan
@@ -237,15 +239,14 @@ def check_with_data(plan: Plan) -> None:
     """Raise `UsageError` unless the task fits the data and has `monitor`."""
     experiment, spec = plan.experiment, find_spec(plan.experiment)
     if spec is None or spec.labels == "numbers":
-        check_task(
-            plan.task,
-            plan.feed.example(),
-            plan.validation.example(),
-            experiment.compute_dtype,
-            train_metrics=experiment.train_metrics,
-        )
-    if experiment.monitor != "eval_loss":
-        figures = ["eval_loss", *(f"eval_{name}" for name in metric_names(plan.task, plan.validation.source_example()))]
+        train = plan.feed.example()
+        for feed in plan.validation.values():
+            example, train_metrics = feed.example(), experiment.train_metrics
+            check_task(plan.task, train, example, experiment.compute_dtype, train_metrics=train_metrics)
+    if experiment.monitor not in [f"{prefix}loss" for prefix in plan.validation]:
+        names = {prefix: metric_names(plan.task, feed.source_example()) for prefix, feed in plan.validation.items()}
+        bits = ["bits_per_byte"] * bool(plan.feed.bytes_each)
+        figures = [prefix + name for prefix in names for name in ("loss", *names[prefix], *bits)]
         if experiment.monitor not in figures and experiment.whole_set:  # it may be one of its names
             if experiment.monitor_mode == "auto":
                 raise UsageError(f"monitor_mode: got auto with monitor {experiment.monitor}; give max or min")

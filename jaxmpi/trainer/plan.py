@@ -5,6 +5,7 @@ steps, a batch for each worker and a rate for every step. `make_plan` opens the 
 other, before anything is compiled. The functions of the step, state 0 and the run are all made from this one record.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -21,7 +22,8 @@ from jaxmpi.config.optim import Optim
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.data.feed import DeviceFeed, open_feed, reshard_feed
+from jaxmpi.core.train_state import Batch
+from jaxmpi.data.feed import DeviceFeed, open_feed, open_validation, reshard_feed
 from jaxmpi.optim import optimizers, schedules
 from jaxmpi.rules import registry
 from jaxmpi.tasks.base import Task
@@ -39,7 +41,7 @@ class Plan:
     workers: Workers
     task: Task
     feed: DeviceFeed
-    validation: DeviceFeed
+    validation: dict[str, DeviceFeed]  # by the prefix of the set's figures
     shapes: tuple[PyTree, PyTree]  # of params and model state, traced once: GoogLeNet takes a second
     clock: schedules.Clock
     timetable: Timetable
@@ -55,15 +57,6 @@ class Plan:
     @property
     def local_batch(self) -> int:  # examples of a worker and step
         return self.feed.samplers[0].local_batch
-
-    @property
-    def eval_steps(self) -> int | None:  # batches of an evaluation; None: all
-        sampler = self.validation.samplers[0]
-        text, steps = (
-            f"{DRY_RUN_STEPS}st" if self.experiment.dry_run else self.experiment.eval_for,
-            sampler.steps_per_epoch,
-        )
-        return min(steps, durations.duration_steps(text, steps, sampler.effective_batch, steps)) if text else None
 
     @property
     def param_shapes(self) -> PyTree:
@@ -108,6 +101,19 @@ class Plan:
         """Params and model state of state 0."""
         return init_model(self.task, self.feed, key)
 
+    def eval_batches(self, feed: DeviceFeed) -> Generator[Batch, None, None]:
+        """The batches of a validation set that an evaluation takes."""
+        sampler, text = feed.samplers[0], f"{DRY_RUN_STEPS}st" if self.experiment.dry_run else self.experiment.eval_for
+        steps = sampler.steps_per_epoch
+        stop = min(steps, durations.duration_steps(text, steps, sampler.effective_batch, steps)) if text else None
+        return feed.batches(stop=stop)
+
+    def mode_of(self, figure: str) -> str:
+        """`Task.mode_of` of a figure of any validation set."""
+        for prefix in self.validation:
+            figure = figure.removeprefix(prefix)
+        return self.task.mode_of(figure)
+
     def lr_of(self, step: int) -> float | None:
         """The learning rate of a step, counted from 1, if known."""
         return np.asarray(self.lr(max(step - 1, 0))).item() if self.has_lr else None
@@ -129,15 +135,19 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, bef
     micro_batch = experiment.micro_batch or (-(-local_batch // slices) if slices > 1 else 0)
     wanted_classes = experiment.model.classes if experiment.model else 0
     if before:
-        feed, validation = reshard_feed(before.feed, workers, micro_batch), reshard_feed(before.validation, workers)
+        feed = reshard_feed(before.feed, workers, micro_batch)
+        validation = {prefix: reshard_feed(each, workers) for prefix, each in before.validation.items()}
         facts = before.data["the data"]
     else:
         feed = open_feed(experiment, "train", effective_batch, workers, micro_batch)
         experiment = replace(experiment, model=feed.model)
         # Asynchronous workers do not meet, so each evaluates alone.
         evaluating, batch = (alone(workers), local_batch) if workers.asynchronous else (workers, effective_batch)
-        validation = open_feed(experiment, "validation", batch, evaluating, pool=feed.pool)
-        facts = {"train": feed.facts(), "validation": validation.facts()}
+        validation = open_validation(experiment, batch, evaluating, pool=feed.pool)
+        if experiment.monitor == "eval_loss":
+            experiment = replace(experiment, monitor=f"{next(iter(validation))}loss")
+        held_out = {f"validation{prefix[4:-1]}": each.facts() for prefix, each in validation.items()}
+        facts = {"train": feed.facts(), **held_out}
         workers.processes.assert_same("the data", facts)
     task = make_task(experiment)
     check_durations(experiment, feed)

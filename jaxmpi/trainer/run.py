@@ -12,7 +12,7 @@ callbacks run; before a sum that one of them makes, ranks compare which call the
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ from jaxmpi.trainer.memory import WorkerMemory
 from jaxmpi.trainer.plan import Plan
 from jaxmpi.trainer.step import FigureSums, Metrics
 from jaxmpi.trainer.timetable import Clock
-from jaxmpi.trainer.whole_set import WholeSet
+from jaxmpi.trainer.whole_set import WholeSet, WholeSetFunction
 
 # Over workers: loss, examples, |g_i|^2, steps; and if |g|^2 was measured |g_i|^2, |g|^2, steps. The sums and counts of
 # the task's figures follow, whose number the first step tells.
@@ -291,9 +291,7 @@ def evaluate(run: Run, state: TrainState, step: int) -> tuple[dict[str, float], 
     """Figures of every validation example once, over all workers; and why a callback ends the run, or empty."""
     subject = eval_state(run, state)
     with progress.phase("evaluating"):
-        whole_set = collect_whole_set(run)
-        figures = gather_figures(batch_metrics(run, subject, step, whole_set), run.workers, whole_set)
-    show_tables(run, step, whole_set)
+        figures = figures_of(run, subject, step)
     return figures, conclude(run, subject, step, figures)
 
 
@@ -303,32 +301,65 @@ def eval_state(run: Run, state: TrainState) -> EvalState:
     return EvalState(functions.eval_params(state.params, state.rule_state), functions.mean_state(state.model_state))
 
 
-def collect_whole_set(run: Run) -> WholeSet | None:
-    """Where an evaluation gathers its outputs, if the experiment judges them as a whole."""
-    function = run.experiment.whole_set
-    return WholeSet(function, run.workers) if function else None
-
-
-def show_tables(run: Run, step: int, whole_set: WholeSet | None) -> None:
-    """Record arrays that `whole_set` returned, such as a confusion matrix, as samples."""
-    for name, text in whole_set.tables.items() if whole_set else ():
-        run.recorder.sample(step, name, text)
-
-
-def batch_metrics(run: Run, subject: EvalState, step: int, whole_set: WholeSet | None) -> Iterator[FigureSums]:
-    """Metrics of this process's validation batches."""
-    with contextlib.closing(run.plan.validation.batches(stop=run.plan.eval_steps)) as batches:
-        for batch in batches:
-            failures.set_phase(f"evaluation after step {step}", failures.LONG)  # for the watchdog: it makes progress
-            fault_injection.inject_at("eval", step)
-            result = run.functions.eval_step(*subject, batch)
-            yield whole_set.add(batch, *result) if whole_set else result
-
-
-def gather_figures(
-    metrics: Iterable[FigureSums], workers: Workers, whole_set: WholeSet | None = None
+def figures_of(
+    run: Run, subject: EvalState, step: int, after_batch: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """Figures over all workers' batches, `eval_count` of examples first, then the loss; all ranks call it."""
+    """Figures of all validation sets; arrays that `whole_set` returns, such as a confusion matrix, are samples.
+
+    Args:
+        after_batch: called after each batch of this process.
+    """
+
+    def evaluate_batch(batch: Batch) -> Any:
+        failures.set_phase(f"evaluation after step {step}", failures.LONG)  # for the watchdog: it makes progress
+        fault_injection.inject_at("eval", step)
+        result = run.functions.eval_step(*subject, batch)
+        after_batch()
+        return result
+
+    plan, whole_set = run.plan, run.experiment.whole_set
+    figures, tables = evaluate_sets(plan.validation, plan.eval_batches, evaluate_batch, run.workers, whole_set)
+    for name, text in tables.items():
+        run.recorder.sample(step, name.removeprefix("eval_"), text)
+    return figures
+
+
+def evaluate_sets(
+    feeds: dict[str, DeviceFeed],
+    batches_of: Callable[[DeviceFeed], Generator[Batch, None, None]],
+    evaluate_batch: Callable[[Batch], Any],
+    workers: Workers,
+    function: WholeSetFunction | None,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Figures of validation sets, `eval_count` of all examples first, then each set's from its loss on.
+
+    All ranks call it.
+
+    Args:
+        feeds: by the prefix of their figures.
+        evaluate_batch: the step of an evaluation, with outputs if there is a function of the whole set.
+
+    Returns: also the texts of arrays that the function returned, by prefix and name.
+    """
+    figures, tables = dict[str, Any](eval_count=0), dict[str, str]()
+    for prefix, feed in feeds.items():
+        whole_set = WholeSet(function, workers) if function else None
+        with contextlib.closing(batches_of(feed)) as batches:
+            results = ((batch, evaluate_batch(batch)) for batch in batches)
+            sums = (whole_set.add(batch, *result) if whole_set else result for batch, result in results)
+            found = gather_figures(sums, workers)
+        if whole_set:
+            found |= whole_set.figures(found)
+            tables |= {prefix + name: text for name, text in whole_set.tables.items()}
+        if feed.bytes_each and "loss" in found:
+            found["bits_per_byte"] = found["loss"] / math.log(2) * feed.tokens_each / feed.bytes_each
+        figures["eval_count"] += found.pop("count")
+        figures |= {prefix + name: value for name, value in found.items()}
+    return figures, tables
+
+
+def gather_figures(metrics: Iterable[FigureSums], workers: Workers) -> dict[str, Any]:
+    """Figures over all workers' batches, `count` of examples first, then the loss; all ranks call it."""
     sums: dict[str, np.ndarray] = {}  # f64[2, ...]: sums and what divides them, over this process's batches
     for batch in metrics:
         for name, rows in rows_by_name(batch, workers).items():
@@ -337,9 +368,7 @@ def gather_figures(
     flat = np.concatenate([sums[name].ravel() for name in names] or [np.zeros(0)])
     totals = split_by_name(workers.processes.allreduce_sum(flat), {name: sums[name].shape for name in names})
     count = totals.pop("count", np.zeros(2))[0]
-    figures: dict[str, Any] = {"eval_count": int(count)}
-    figures |= {f"eval_{name}": quotient(*total) for name, total in totals.items()} if count else {}
-    return figures | (whole_set.figures(figures) if whole_set else {})
+    return {"count": int(count)} | ({name: quotient(*total) for name, total in totals.items()} if count else {})
 
 
 def rows_by_name(figures: FigureSums, workers: Workers) -> dict[str, np.ndarray]:
@@ -369,7 +398,7 @@ def conclude(run: Run, subject: EvalState, step: int, figures: dict[str, Any]) -
     if figures["eval_count"] and run.experiment.monitor not in figures:
         raise UsageError(f"monitor: got {run.experiment.monitor}; the figures are {', '.join(figures)}")
     place = {"epoch": run.plan.epoch(step), "examples": run.plan.examples(step)}
-    run.recorder.evaluation(step=step, tokens_per_byte=run.plan.validation.tokens_per_byte, **place, **figures)
+    run.recorder.evaluation(step=step, **place, **figures)
     if not run.experiment.callbacks:
         return ""
     control, reasons = run.workers.processes, list[str]()
@@ -389,7 +418,7 @@ def conclude(run: Run, subject: EvalState, step: int, figures: dict[str, Any]) -
         write=partial(run.recorder.note, step=step),
         show=partial(run.recorder.sample, step),
         stop=reasons.append,
-        mode_of=run.plan.task.mode_of,
+        mode_of=run.plan.mode_of,
     )
     for callback in run.experiment.callbacks:
         if moment.rank and callback.first_rank_only:
@@ -415,9 +444,9 @@ def sum_over_ranks(run: Run, values: np.ndarray) -> np.ndarray:
 
 
 def own_batches(run: Run) -> Iterator[Batch]:
-    """This process's rows of the validation batches, in host memory."""
+    """This process's rows of the first validation set's batches, in host memory."""
     axis = 1 + bool(run.workers.mesh)
-    for batch in run.plan.validation.batches(stop=run.plan.eval_steps):
+    for batch in run.plan.eval_batches(next(iter(run.plan.validation.values()))):
         yield jax.tree.map(lambda x: local_rows(x, run.workers).reshape(-1, *x.shape[axis:]), batch)
 
 

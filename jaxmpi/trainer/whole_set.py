@@ -40,7 +40,7 @@ class WholeSet:
         return sums
 
     def figures(self, taken: Collection[str]) -> dict[str, float]:
-        """`eval_<name>` by the user's function; all ranks call it.
+        """Figures by the user's function; all ranks call it.
 
         Args:
             taken: names of the figures that there are.
@@ -57,14 +57,14 @@ class WholeSet:
             numbers = {}
             for name, value in named.items():
                 values = np.asarray(value)
-                if f"eval_{name}" in taken or not np.issubdtype(values.dtype, np.number):
+                if name in taken or not np.issubdtype(values.dtype, np.number):
                     raise UsageError(
                         f"whole_set: {name}: got {value!r:.200}; expected a number, under a name of its own"
                     )
                 if values.ndim:
                     self.tables[name] = np.array2string(values, threshold=10_000, max_line_width=200)
                 else:
-                    numbers[f"eval_{name}"] = float(values)
+                    numbers[name] = float(values)
             return numbers
 
         return on_all_ranks(control, judge)[0]

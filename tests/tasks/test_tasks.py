@@ -247,6 +247,40 @@ def test_an_evaluation_may_take_the_first_batches_alone(devices, tmp_path):
     assert jaxmpi.Trainer(run).evaluate()["eval_count"] == 24
 
 
+SETS = {"clean": line(13, 1), "noisy": line(24, 2)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "monitor", "best"),
+    [
+        ({"callbacks": (jaxmpi.EarlyStop(patience=9),)}, "eval_loss", ["eval_clean_loss", "min"]),
+        ({"devices": 3, "task": FARTHEST}, "eval_noisy_far", ["eval_noisy_far", "max"]),
+    ],
+    ids=["one", "three"],
+)
+def test_several_validation_sets_are_evaluated_as_each_alone(fields, monitor, best, tmp_path, capsys):
+    def train(validation, **more):
+        data = Data("array", train=line(50), validation=validation, loader="threads")
+        run = lines(tmp_path, data=data, whole_set=judge_as_a_whole, eval_every="3st", **fields, **more)
+        return run, main.train(run, "lines")
+
+    run, figures = train(SETS, quiet=False, monitor=monitor)
+    expected = {"eval_count": 37}
+    for name, rows in SETS.items():
+        alone = train(rows)[1]
+        del alone["eval_count"]
+        expected |= {figure.replace("eval", f"eval_{name}", 1): value for figure, value in alone.items()}
+    assert figures == expected
+    assert jaxmpi.Trainer(run).evaluate() == pytest.approx(expected, rel=1e-5)
+    assert "evaluation on 37: clean_loss " in capsys.readouterr().out
+    assert record(run.run_dir, "eval")[-1]["eval_noisy_far"] == pytest.approx(figures["eval_noisy_far"], rel=1e-5)
+    assert {row["name"] for row in record(run.run_dir, "sample")} == {"clean_by_sign", "noisy_by_sign"}
+    config = json.loads((Path(run.run_dir) / "config.json").read_text())["experiment"]
+    assert [config["monitor"], config["monitor_mode"]] == best
+    with pytest.raises(UsageError, match=r"monitor: got eval_far; .*eval_clean_far.*eval_noisy_loss"):
+        main.train(lines(tmp_path, data=run.data, monitor="eval_far"), "lines")
+
+
 DATA_OF_TWO_BATCHES = Data("array", train=line(50), validation=line(24, 1), loader="threads")
 
 

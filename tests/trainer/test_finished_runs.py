@@ -22,6 +22,7 @@ from jaxmpi.tools import cli
 from jaxmpi.trainer import finished, main
 from launching import mpirun_line, run, small_disk, train, train_here
 from line_task import LINE, line, lines
+from runs import record
 
 
 @pytest.mark.parametrize("devices", [1, 3])
@@ -160,6 +161,27 @@ def test_the_command_line_by_one_and_by_three_workers(digits_run, tmp_path, caps
     assert "outputs float32[360, 10], by the model of step 6" in done.out
     outputs = [np.load(tmp_path / f"{name}.npz")["outputs"] for name in ("one", "three")]
     np.testing.assert_allclose(*outputs, atol=1e-5)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("rule", ["gradients", pytest.param("easgd", marks=pytest.mark.slow)])
+def test_two_ranks_evaluate_several_splits_as_one_process_evaluates_each(rule, tmp_path, capsys):
+    rng, counts = np.random.default_rng(0), {"train": 256, "val": 113, "test": 87}
+    for name, n in counts.items():
+        image = rng.integers(0, 256, (n, 8, 8, 1), np.uint8)
+        np.savez(tmp_path / f"{name}.npz", image=image, label=rng.integers(0, 10, n))
+    data = ("--data.source", "numpy", "--data.dir", str(tmp_path), "--data.validation-split", "val,test")
+    run_dir, more = str(tmp_path / "run"), ("--train-for", "4st", "--monitor", "eval_test_top1", "--rule.name", rule)
+    done = train(2, "digits", *data, *more, "--run-dir", run_dir)
+    assert done.code == 0, done.out
+    assert "evaluation on 200: val_loss" in done.out
+    [figures] = record(run_dir, "eval")
+    for name in ("val", "test"):
+        cli.run(["evaluate", run_dir, "--best", "--data.validation-split", name])
+        got = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert got["eval_count"] == counts[name]
+        for figure in ("loss", "top1", "top5"):
+            assert figures[f"eval_{name}_{figure}"] == pytest.approx(got[f"eval_{figure}"], rel=1e-5)
 
 
 def test_outputs_that_the_trainer_has_names_for_are_not_lost(trained):
