@@ -4,256 +4,24 @@
 
 A strategy's picture shows the messages of the schedules that C carries out, and what each rank's chunks hold after each
 round. A rule's timeline comes from running the rule with an exchange that only takes notes. The rooms come from the
-import contracts. So a picture changes when the code does; tests/for_scripts/test_drawings.py compares the two.
+import contracts, time limits from the constants that hold them, the papers' figures from the tables of docs/papers.md.
+So a picture changes when its source does; tests/for_scripts/test_drawings.py compares the two.
 """
 
 import argparse
 import inspect
 import tomllib
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from exchange_drawings import LEFT, STRATEGIES, column, draw_heads, draw_shm, draw_strategy, draw_zero
+from paper_drawings import PAPERS, draw_paper
 from svg import WIDTH, Picture, Point
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "pictures"
-LEFT = 44  # margin for names of rows
-
-
-# ---------------------------------------------------------------- the messages of a strategy
-
-
-class Message(NamedTuple):
-    """Floats of a chunk that travel in a round."""
-
-    sender: int
-    receiver: int
-    chunk: int
-    floats: int
-
-
-class Course(NamedTuple):
-    """A sum over ranks, round by round."""
-
-    rounds: list[list[Message]]
-    # Before each round and at the end, by (rank, chunk): whose summands it has.
-    held: list[dict[tuple[int, int], frozenset[int]]]
-    chunks: int
-
-
-# ("send" or "receive", rank, (memory, floats)), ("add", memory, summands) or ("wait", 0, 0)
-Action = tuple[str, Any, Any]
-
-
-def read_schedule(strategy: str, rank: int, hosts: Sequence[int], floats: int, half: str) -> list[list[Action]]:
-    """What a rank does for each part of a sum: all that this script knows of the format of schedules.
-
-    Memory is a number of the vector's first float, or a word for the scratch memory.
-    """
-    from jaxmpi.allreduce import schedules as s
-    from jaxmpi.allreduce.algorithms import parse
-
-    def memory(place: int) -> int | str:
-        return f"scratch {place}" if place % 4 == s.SCRATCH else place // 16
-
-    schedule = parse(strategy).schedule(floats, s.Group(rank, range(len(hosts)), hosts), half)
-    words, begins = (array.tolist() for array in schedule.arrays())
-    parts = []
-    for at in begins:
-        actions: list[Action] = []
-        while words[at] != s.END:
-            if words[at] == s.WAIT:
-                actions.append(("wait", 0, 0))
-                at += 1
-            elif words[at] == s.ADD:
-                end = at + 5 + 2 * words[at + 4]
-                actions.append(("add", memory(words[at + 1]), [memory(place) for place in words[at + 6 : end : 2]]))
-                at = end
-            else:  # wire 32 encodes and decodes nothing
-                kind = "send" if words[at] == s.SEND else "receive"
-                actions.append((kind, words[at + 1], (memory(words[at + 2]), words[at + 3] // 4)))
-                at += 4
-        parts.append(actions)
-    return parts
-
-
-def follow(strategy: str, hosts: Sequence[int], floats: int, half: str = "", begin: Mapping | None = None) -> Course:
-    """Play a sum on all ranks: in a round a rank sends to one other at most, and receives from one.
-
-    `begin` is what chunks hold before, as the first half of a sum leaves it; default: each rank's own summand.
-    """
-    ranks = range(len(hosts))
-    programs = [read_schedule(strategy, rank, hosts, floats, half) for rank in ranks]
-    part_of = {
-        place: number for parts in programs for number, part in enumerate(parts) for place in vector_places(part)
-    }
-    places = sorted(part_of)
-    memory = {
-        (rank, part_of[places[chunk]], places[chunk]): contributors
-        for (rank, chunk), contributors in (begin or {}).items()
-    }
-    waiting = {(rank, number): deque(part) for rank in ranks for number, part in enumerate(programs[rank])}
-    sends: dict[tuple[int, int, int], deque] = defaultdict(deque)  # by part, sender and receiver: (memory, floats)
-    receives: dict[tuple[int, int, int], deque] = defaultdict(deque)
-    course = Course([], [], len(places))
-
-    def contributors(rank: int, part: int, place: Any) -> frozenset[int]:
-        return memory.get((rank, part, place), frozenset([rank]))
-
-    def advance(rank: int, part: int) -> None:
-        """Do what needs no message that is still to come."""
-        actions = waiting[rank, part]
-        while actions:
-            kind, first, second = actions[0]
-            if kind == "wait" and (
-                any(sends[part, rank, other] for other in ranks) or any(receives[part, other, rank] for other in ranks)
-            ):
-                return
-            actions.popleft()
-            if kind == "send":
-                sends[part, rank, first].append(second)
-            elif kind == "receive":
-                receives[part, first, rank].append(second)
-            elif kind == "add":
-                memory[rank, part, first] = frozenset().union(*(contributors(rank, part, source) for source in second))
-
-    while True:
-        for rank, part in waiting:
-            advance(rank, part)
-        course.held.append(
-            {(rank, c): contributors(rank, part_of[p], p) for rank in ranks for c, p in enumerate(places)}
-        )
-        messages, arrivals, sending, receiving = list[Message](), {}, {}, {}
-        for key in sorted(sends):  # the first part first
-            part, sender, receiver = key
-            is_free = sending.get(sender, key) == key and receiving.get(receiver, key) == key
-            while is_free and sends[key] and receives[key]:
-                (source, count), (target, _) = sends[key].popleft(), receives[key].popleft()
-                messages.append(Message(sender, receiver, places.index(source), count))
-                arrivals[receiver, part, target] = contributors(sender, part, source)
-                sending[sender] = receiving[receiver] = key
-        if not messages:
-            assert not any(waiting.values()), f"{strategy}: ranks wait for each other"
-            return course
-        memory |= arrivals
-        course.rounds.append(messages)
-
-
-def vector_places(part: Sequence[Action]) -> set[int]:
-    """First floats of all chunks that a part sends or sums."""
-    used = [first if kind == "add" else second[0] for kind, first, second in part if kind in ("add", "send")]
-    return {place for place in used if isinstance(place, int)}
-
-
-# ---------------------------------------------------------------- pictures of strategies
-
-
-class Example(NamedTuple):
-    """A strategy as it is drawn."""
-
-    strategy: str
-    hosts: tuple[int, ...] = (0, 1, 2, 3)
-    floats: int = 16
-
-
-STRATEGIES = {
-    "asa": Example("asa:32"),
-    "ring": Example("ring:32"),
-    "tree": Example("tree:32"),
-    "color2": Example("color2:32"),
-    "pipering": Example("pipering:32", floats=12288),  # which makes three packets
-    "hier-ring": Example("hier-ring:32", hosts=(0, 0, 1, 1)),
-}
-
-
-def column(rank: int, ranks: int) -> float:
-    """The left edge of a rank's column."""
-    return LEFT + rank * (WIDTH - LEFT) / ranks
-
-
-def draw_heads(picture: Picture, names: Sequence[str]) -> float:
-    """Names above the columns of ranks; return where the picture goes on."""
-    for rank, name in enumerate(names):
-        picture.text((column(rank, len(names)), 14), name, "small head")
-    return 22
-
-
-def draw_rounds(picture: Picture, y: float, course: Course, ranks: int) -> float:
-    """What chunks hold, as numbers of summands, with the messages between; return where the picture goes on."""
-    cell = (WIDTH - LEFT) / ranks * 0.86 / course.chunks
-    for number, held in enumerate(course.held):
-        for (rank, chunk), contributors in held.items():
-            x, share = column(rank, ranks) + chunk * cell, len(contributors) / ranks
-            opacity = 1 if share == 1 else 0.12 + 0.35 * share
-            picture.box((x, y), (cell - 1, 22), f"fill c{chunk % 5}", len(contributors), opacity)
-        y += 66
-        for message in course.rounds[number] if number < len(course.rounds) else ():
-            ends = [column(rank, ranks) + (message.chunk + 0.5) * cell for rank in message[:2]]
-            picture.arrow((ends[0], y - 42), (ends[1], y - 2), message.chunk, "message")
-        if number < len(course.rounds):
-            picture.text((0, y - 18), number + 1)
-    return y - 44
-
-
-def draw_strategy(name: str) -> Picture:
-    """Who sends which chunk to whom in which round, and what that costs, counted in the messages."""
-    strategy, hosts, floats = STRATEGIES[name]
-    course, ranks = follow(strategy, hosts, floats), len(hosts)
-    picture = Picture(f"{name}: messages between {ranks} ranks, and how many summands each chunk holds")
-    is_shared = len(set(hosts)) < ranks
-    heads = [f"rank {rank}" + f", host {host}" * is_shared for rank, host in enumerate(hosts)]
-    y = draw_rounds(picture, draw_heads(picture, heads), course, ranks)
-    sent_floats = Counter[int]()
-    for message in (each for messages in course.rounds for each in messages):
-        sent_floats[message.sender] += message.floats
-    cost = f"{len(course.rounds)} rounds; the busiest rank sends {max(sent_floats.values()) / floats:.3g} n of n floats"
-    picture.text((LEFT, y + 20), f"{name}, {cost}")
-    return picture
-
-
-def sharded_halves() -> tuple[Course, Course]:
-    """The ring's reduce-scatter of gradients, and the all-gather of the params that ranks then update."""
-    strategy, hosts, floats = STRATEGIES["ring"]
-    first = follow(strategy, hosts, floats, "scatter")
-    updated = {
-        place: contributors if len(contributors) == len(hosts) else frozenset()
-        for place, contributors in first.held[-1].items()
-    }
-    return first, follow(strategy, hosts, floats, "gather", updated)
-
-
-def draw_zero() -> Picture:
-    """A sharded update: the ring's first half, the optimizer on a chunk, the second half."""
-    picture = Picture("ZeRO: reduce-scatter of gradients, update of a shard, all-gather of params")
-    first, second = sharded_halves()
-    y = draw_rounds(picture, draw_heads(picture, [f"rank {rank}" for rank in range(4)]), first, 4)
-    picture.text((LEFT, y + 22), "each rank has the sum of one chunk: it updates this shard of the params,")
-    picture.text((LEFT, y + 40), "and keeps the optimizer's state of this shard alone")
-    draw_rounds(picture, y + 54, second, 4)
-    return picture
-
-
-def draw_shm(ranks: int = 4, chunks: int = 5) -> Picture:
-    """The chain of ranks over chunks in shared memory, as `comm.shared_sum` has it."""
-    picture = Picture("shm: ranks add to chunks of shared memory, one after another")
-    y = draw_heads(picture, [f"rank {rank}" for rank in range(ranks)])
-    width = (WIDTH - LEFT) / ranks * 0.43
-    for turn in range(chunks + 2 * ranks - 1):
-        picture.text((0, y + 16), turn + 1)
-        for rank in range(ranks):
-            x, added = column(rank, ranks), turn - rank
-            copied = added - ranks  # when a rank has come to chunk j, all ranks have added to chunk j - w
-            if 0 <= added < chunks:
-                opacity = 0.12 + 0.35 * (rank + 1) / ranks
-                picture.box((x, y), (width, 22), f"fill c{added}", "add" if rank else "copy in", opacity)
-            if 0 <= copied < chunks:
-                picture.box((x + width + 1, y), (width, 22), f"fill c{copied}", "out")
-        y += 26
-    picture.text((LEFT, y + 14), "a colour is a chunk of 512 KiB at most, which stays in the processor's caches")
-    return picture
 
 
 # ---------------------------------------------------------------- timelines of rules
@@ -425,25 +193,51 @@ def draw_shuffle(workers: int = 4) -> Picture:
     return picture
 
 
+def time_limits() -> dict[str, float]:
+    """Seconds until something notices a rank that hangs or a host that vanishes, by what the others then do."""
+    from jaxmpi.comm import control, diagnosis, shared_sync
+    from jaxmpi.config import Experiment
+    from jaxmpi.launch import supervisor
+
+    first, gap, probes = (int(supervisor.KEEPALIVE[name]) for name in ("time", "intvl", "probes"))
+    limits = {
+        "the launcher has not ended the job: it is killed": supervisor.ENDS_S,
+        "a rank is waited for: a line names it": diagnosis.SAID_AFTER_S,
+        "a host does not answer TCP: the job ends": first + gap * probes,
+        "a vote or comparison lacks a rank: the job ends": control.AGREE_TIMEOUT_S + control.LATE_S,
+        "no rank gets on: the watchdog names the late one": Experiment.stall_timeout_s,
+        "a message of an exchange is missing: the job ends": shared_sync.TIMEOUT_S,
+    }
+    return dict(sorted(limits.items(), key=lambda limit: limit[1]))
+
+
 def draw_death() -> Picture:
-    """What happens to the others when rank 2 is killed at step 23, the last checkpoint being of step 20."""
-    picture = Picture("A rank is killed: restart from the checkpoint, go on without it, or not notice")
+    """What the others do when rank 2 is killed, and after how long somebody notices what is not so plain."""
+    picture = Picture("A rank is killed: restart from the checkpoint, go on without it, or not notice; time limits")
+    saved, killed = 20, 23  # steps
     cases = (  # what the others do; their next step, after how long; whether rank 2 is back
-        ("--restarts 3: all start again, from the checkpoint", 21, 64, True),
-        ("--on-rank-loss shrink: the others do step 23 again", 23, 26, False),
-        ("asynchronous rules: nobody waits for rank 2", 24, 0, False),
+        ("--restarts 3: all start again, from the checkpoint", saved + 1, 64, True),
+        (f"--on-rank-loss shrink: the others do step {killed} again", killed, 26, False),
+        ("asynchronous rules: nobody waits for rank 2", killed + 1, 0, False),
     )
     for y, (title, resume_step, pause, is_back) in zip(range(0, 400, 132), cases, strict=False):
         picture.text((0, y + 14), title, "small head")
         for rank in range(4):
             top = y + 22 + 24 * rank
             picture.text((0, top + 15), f"rank {rank}")
-            steps = [*range(20, 24), *(range(resume_step, resume_step + 5) if rank != 2 or is_back else ())]
+            steps = [*range(saved, killed + 1), *(range(resume_step, resume_step + 5) if rank != 2 or is_back else ())]
             for i, step in enumerate(steps):
-                x, is_killed = 52 + i * 44 + pause * (i > 3), (rank, i) == (2, 3)
+                x, is_killed = 52 + i * 44 + pause * (step != saved + i), step == killed and rank == 2 and i < 4
                 picture.box((x, top), (40, 20), "fill c4" if is_killed else "box", "killed" if is_killed else step)
         picture.add(f'<line x1="94" y1="{y + 20}" x2="94" y2="{y + 116}" class="line"/>', y + 116)
-    picture.text((0, 400), "a box is a step, the green line the checkpoint of step 20")
+    picture.text((0, 400), f"a box is a step, the green line the checkpoint of step {saved}")
+    limits = time_limits()
+    picture.text((0, 432), "a rank that dies is noticed at once; seconds until (by default):", "small head")
+    for y, (words, seconds) in zip(range(440, 1000, 26), limits.items(), strict=False):
+        length = 190 * np.log10(seconds) / np.log10(max(limits.values()))
+        picture.box((0, y), (length, 20), "fill c4", opacity=0.45)
+        picture.text((6, y + 15), f"{seconds:g} s", "small head")
+        picture.text((200, y + 15), words)
     return picture
 
 
@@ -466,6 +260,7 @@ DRAWINGS: dict[str, Callable[[], Picture]] = {
     **{f"rule-{name}": lambda name=name: draw_free_running(name) for name in FREE_RUNNING},
     **{"shm": draw_shm, "zero": draw_zero, "step": draw_step},
     **{"shuffle": draw_shuffle, "death": draw_death, "rooms": draw_rooms},
+    **{f"papers-{name}": lambda name=name: draw_paper(name) for name in PAPERS},
 }
 
 
