@@ -1,8 +1,9 @@
-"""Hooks of mkdocs.yml: README as first page, pages of options and errors, links out of docs/, pages as Markdown.
+"""Hooks of mkdocs.yml: README as first page, pages of options, errors and linked source, pages as Markdown.
 
 uv run --group docs mkdocs build
 
-Links out of docs/ become plain words. The Markdown of each page lies beside it, and llms.txt lists all pages.
+A link out of docs/ leads to a page of that file's lines; of "`function` in [file](...)", to the function's first line.
+The Markdown of each page lies beside it, and llms.txt lists all pages.
 """
 
 import ast
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+OUTSIDE = re.compile(r"(?:`([\w.]+)` in )?\[([^\]]*)\]\(\.\./([^)\s]+)\)")  # function, words and target
 PROMISE = re.compile(r"^\*(Learn|Understand|Do|Look up|Evidence)\b[^:]*: (.+?)\*$", re.M | re.S)
 
 
@@ -26,7 +29,42 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "index.md", content=text))
     files.append(File.generated(config, "options.md", content=options_page()))
     files.append(File.generated(config, "errors.md", content=errors_page()))
+    pages = [text, *(page.read_text() for page in Path(config.docs_dir).glob("*.md"))]
+    for path in sorted({target.partition("#")[0] for page in pages for _, _, target in OUTSIDE.findall(page)}):
+        if path != "README.md":
+            files.append(File.generated(config, f"source/{path}.md", content=source_page(path)))
     return files
+
+
+def source_page(path: str) -> str:
+    """A file of the repository as a page, with a target for each line; a Markdown file as it is."""
+    text = (ROOT / path).read_text()
+
+    def follow(link: re.Match[str]) -> str:
+        words, target = link.groups()
+        is_page = target.startswith("docs/")
+        return f"[{words}](../{target.removeprefix('docs/')})" if is_page else link[0] if "://" in target else words
+
+    head = "---\nsearch: { exclude: true }\nhide: [navigation]\n---\n"
+    if path.endswith(".md"):
+        return head + LINK.sub(follow, text)
+    kinds = {".py": "python", ".c": "c", ".h": "c", ".sh": "bash", ".yaml": "yaml"}
+    return f'{head}# {path}\n\n````{{ .{kinds.get(Path(path).suffix, "text")} linenums="1" }}\n{text}````\n'
+
+
+def line_of(path: str, function: str) -> int:
+    """The line at which a function begins; `a.b` is `b` in `a`.
+
+    Raises:
+        ValueError: the file has no such function.
+    """
+    text, at, end = (ROOT / path).read_text(), 0, 0
+    for name in function.split("."):
+        begin = rf"^ *(?:def|class) {name}\b" if path.endswith(".py") else rf"^\w[^;{{}}\n]*\b{name}\([^;{{]*\{{"
+        if not (found := re.compile(begin, re.M).search(text, end)):
+            raise ValueError(f"{path} has no function {function}: mend the page that names it")
+        at, end = found.span()
+    return text.count("\n", 0, at) + 1
 
 
 def options_page() -> str:
@@ -138,20 +176,19 @@ def from_docs(target: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point README links at the first page; other outside links become text."""
-    folder = posixpath.dirname(posixpath.join("docs", page.file.src_uri))
+    """Point links out of docs/ at the first page, and at pages of source."""
 
-    def followed(match: re.Match[str]) -> str:
-        words, target = match.groups()
-        if "://" in target or not target.startswith("../"):
-            return match[0]
-        path = posixpath.normpath(posixpath.join(folder, target))
-        if path.startswith("docs/"):
-            return match[0]
-        first, is_first = posixpath.relpath("docs/index.md", folder), path.partition("#")[0] == "README.md"
-        return f"[{words}]({first}{path.removeprefix('README.md')})" if is_first else words
+    def follow(link: re.Match[str]) -> str:
+        function, words, target = link.groups()
+        path, _, anchor = target.partition("#")
+        if path == "README.md":
+            return f"[{words}](index.md{'#' * bool(anchor)}{anchor})"
+        if function:  # as HTML, since MkDocs does not know the anchors of lines
+            url = get_relative_url(f"source/{path}/#__codelineno-0-{line_of(path, function)}", page.url)
+            return f'`{function}` in <a href="{url}">{words}</a>'
+        return f"[{words}](source/{path}.md{'#' * bool(anchor)}{anchor})"
 
-    return LINK.sub(followed, markdown)
+    return markdown if page.file.src_uri.startswith("source/") else OUTSIDE.sub(follow, markdown)
 
 
 def on_post_build(config: Any) -> None:

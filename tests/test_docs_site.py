@@ -29,6 +29,9 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert "--optim.lr" in (tmp_path / "site" / "options" / "index.html").read_text()
     errors = (tmp_path / "site" / "errors" / "index.html").read_text()
     assert "use exchange_gradients(" in errors  # of `allreduce/api.py`
+    way_in = (tmp_path / "site" / "way_in" / "index.html").read_text()
+    [page, line] = re.findall(r'href="\.\./(source/jaxmpi/trainer/main\.py/)#([\w-]+)">', way_in)[0]
+    assert f'id="{line}"' in (tmp_path / "site" / page / "index.html").read_text()
 
 
 def test_every_public_name_is_in_the_api():
