@@ -15,7 +15,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings_handlers.python")
     line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    built = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    built = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert built.returncode == 0, built.stderr
     assert not re.findall(r"^(?:WARNING|ERROR).*", built.stderr, re.M)
     docs = ROOT / "docs"
