@@ -23,7 +23,8 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert all((tmp_path / "site" / page / "index.html").is_file() for page in pages)
     first, listed = ((tmp_path / "site" / name).read_text() for name in ("index.html", "llms.txt"))
     assert all(f'href="{page}/"' in first for page in pages), "a page is not in the menu"
-    assert all(f"({page}.md)" in listed and (tmp_path / "site" / f"{page}.md").is_file() for page in pages)
+    assert all(f"({page}.md): " in listed for page in pages), "a page does not say its kind and promise"
+    assert all("\n**Next:** " in (tmp_path / "site" / f"{page}.md").read_text() for page in pages)
     api = (tmp_path / "site" / "api" / "index.html").read_text()
     assert "bitwise equal on all workers" in api  # of jaxmpi.exchange's docstring
     assert "--optim.lr" in (tmp_path / "site" / "options" / "index.html").read_text()
