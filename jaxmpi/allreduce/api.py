@@ -382,10 +382,10 @@ def exchange_gradients(
     First in a chain it makes any optimizer data-parallel:
     `optax.chain(exchange_gradients("ring16"), optax.adamw(1e-3))`.
 
-    Arguments are those of `exchange`. The strategy may also be a compressor, lowrank<r> or topk<p>, alone or with the
-    strategy for what still travels: `lowrank4`, `topk1/ring32`. Its state is empty; the state of a compressor has what
-    each worker still owes, which is the worker's own. For lowrank<r> that state also has the last factors, equal on all
-    workers. Communicates, raises: as `exchange`.
+    Arguments are those of `exchange`. The strategy may also be a compressor, `lowrank<r>` or `topk<p>`, alone or with
+    the strategy for what it sends: `lowrank4`, `topk1/ring32`. Without a compressor the state is empty. That of a
+    compressor has each worker's own residual; for `lowrank<r>` it also has the last factors, equal on all workers.
+    Communicates, raises: as `exchange`.
     """
     check_op(op)
     if not compression.is_compressor(strategy):

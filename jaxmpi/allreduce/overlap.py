@@ -94,7 +94,7 @@ def exchange(
 
     Args:
         tree: this worker's leaves, traced; float32, bfloat16 or float16.
-        strategy: asa, ring, tree, color<k>, pipering or hier-<cross> of one of these, with any wire; or auto, which
+        strategy: asa, ring, tree, `color<k>`, pipering or `hier-<cross>` of one of these, with any wire; or auto, which
             then takes one of these.
         op: mean or sum.
         comm: all MPI ranks, on CPUs; default: the world.
