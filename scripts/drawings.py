@@ -216,7 +216,7 @@ def draw_death() -> Picture:
     picture = Picture("A rank is killed: restart from the checkpoint, go on without it, or not notice; time limits")
     saved, killed = 20, 23  # steps
     cases = (  # what the others do; their next step, after how long; whether rank 2 is back
-        ("--restarts 3: all start again, from the checkpoint", saved + 1, 64, True),
+        ("--restarts: all start again, from the checkpoint", saved + 1, 64, True),
         (f"--on-rank-loss shrink: the others do step {killed} again", killed, 26, False),
         ("asynchronous rules: nobody waits for rank 2", killed + 1, 0, False),
     )
