@@ -58,6 +58,11 @@ int32_t jaxmpi_open_message(const int32_t *numbers, handle headers, handle array
   return number;
 }
 
+void jaxmpi_close_message(int32_t number) {
+  free(calls[number]);
+  calls[number] = NULL;
+}
+
 /* ---------------------------------------------------------------- notes */
 
 static _Atomic int64_t notes[NOTES]; /* a count << 32 | the call's number, or 0 */
@@ -174,7 +179,7 @@ XLA_FFI_Error *jaxmpi_messages(XLA_FFI_CallFrame *frame) {
   static _Thread_local char message[HEADER_BYTES + INLINE_BYTES];
   if (!is_work(frame)) return NULL;
   struct call *call = calls[words_of(frame)[0]];
-  if (!call) return error(frame, "jaxmpi: a program of another process; compile it in this one");
+  if (!call) return error(frame, "jaxmpi: a program of another process, or of a communicator that was freed; compile it for this one");
   const XLA_FFI_Buffer *x = call->sends ? frame->args.args[0] : NULL, *y = call->receives ? frame->rets.rets[0] : NULL;
   struct exchange e = {.call = call, .is_blocking = 1, .message = message, .y = y ? y->data : NULL};
   int code = begin(&e, x ? x->data : NULL);

@@ -183,7 +183,7 @@ def fill_status(status: int, source: int, tag: int, size_bytes: int) -> None:
 
 
 class Opened(NamedTuple):
-    """A call that C knows by number, for good: a program holds that number alone."""
+    """A call that C knows by number until its communicator is freed: a program holds that number alone."""
 
     call: MpiCall
     what: str
@@ -192,6 +192,15 @@ class Opened(NamedTuple):
 
 
 _opened: dict[int, Opened] = {}
+
+
+class OpenNumbers(list[int]):
+    """Numbers of a communicator's calls; a program of one that is closed gets an error."""
+
+    def close(self) -> None:
+        for number in self:
+            SOURCE.library().jaxmpi_close_message(number)
+            del _opened[number]
 
 
 def open_message(call: MpiCall, text: str, x: Any, place: Any = None) -> int:
@@ -231,6 +240,7 @@ def open_message(call: MpiCall, text: str, x: Any, place: Any = None) -> int:
     is_waited_for = outgoing is not None and (received is None or HEADER.size + sizes[0] > EAGER_BYTES)
     sources = set() if received is None else set(range(comm.size)) if call.source is None else {call.source}
     partners = (sources | ({call.dest} if is_waited_for else set())) - {comm.rank} or {comm.rank}
+    comm.cached("messages", OpenNumbers).append(number)
     _opened[number] = Opened(call, text, received, tuple(comm.processes.in_job(sorted(partners))))
     if waits.notes is None:
         waits.notes = functools.partial(_notes, comm)

@@ -83,6 +83,7 @@ class Handle:
         results = _as_sent(call, operation_of(call).results(call, *operands))
         queue = None if is_message else call.comm.cached("started operations", lambda: StartQueue(call.comm))
         message = messages.open_message(call, text, *operands) if is_message else -1
+        call.comm.cached("starts", StartNumbers).append(call.number)
         # Without the handle, which has arrays of a trace.
         _started[call.number] = Started(dataclasses.replace(call, handle=None), results, text, queue, message)
 
@@ -356,6 +357,16 @@ class Started(NamedTuple):
 
 
 _started: dict[int, Started] = {}
+
+
+class StartNumbers(list[int]):
+    """Numbers of the starts on a communicator; a program of one that is closed ends the job."""
+
+    def close(self) -> None:
+        for number in self:
+            del _started[number]
+
+
 _numbers = itertools.count()
 # By number, that nobody has waited for yet: one at most, since JAX orders starts and waits of all programs.
 _unclaimed: dict[int, Operation] = {}
@@ -370,7 +381,8 @@ def _register_handlers() -> None:
 
 def _start(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> None:
     """Begin a started call; copies of the arrays are sent."""
-    started = _started[call]
+    if (started := _started.get(call)) is None:
+        raise UsageError("start: got a program of a communicator that was freed; compile it for another one")
     xs, ys = [x.copy() for x in operands], [np.empty(shape.shape, shape.dtype) for shape in started.results]
     if started.queue:
         steps = started.queue.start(started.call, started.what, xs, ys)

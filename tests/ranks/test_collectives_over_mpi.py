@@ -14,7 +14,7 @@ import pytest
 import jaxmpi
 from jaxmpi import collectives as mpi
 from jaxmpi.allreduce import host_engine
-from jaxmpi.collectives import messages
+from jaxmpi.collectives import messages, nonblocking
 from jaxmpi.comm.call_comparison import SLOT_BYTES
 from jaxmpi.comm.diagnosis import watch
 from jaxmpi.comm.mpi import open_comms
@@ -195,6 +195,8 @@ def used(comm) -> None:
     assert jaxmpi.exchange(x, "asa32", "sum", comm=comm).tolist() == [total] * 3
     assert mpi.allreduce(x, comm=comm).tolist() == [total] * 3
     assert jax.jit(lambda x: mpi.wait(mpi.start(mpi.allreduce, x, comm=comm)))(x).tolist() == [total] * 3
+    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    assert jax.jit(lambda x: mpi.sendrecv(x, x, left, right, comm=comm))(x).tolist() == [left] * 3
     tx = jaxmpi.sharded(optax.sgd(1.0), "element", comm=comm)
     assert np.asarray(tx.update(x, tx.init(x), x)[0]).tolist() == [-total / comm.size] * 3
 
@@ -211,7 +213,8 @@ def test_more_communicators_than_mpi4py_has_error_handlers_can_be_used_in_jit():
 @pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
 def test_a_freed_communicator_leaves_nothing_and_is_refused():
     def counts() -> tuple[int, ...]:
-        return len(open_comms), len(COMM.processes.comms), len(watch()._registries), len(mappings())
+        programs = len(messages._opened), len(nonblocking._started)
+        return len(open_comms), len(COMM.processes.comms), len(watch()._registries), len(mappings()), *programs
 
     used(COMM.split(0))
     before = []
