@@ -92,9 +92,10 @@ def arrays_of(
             raise UsageError(f"{operation}: got a random key; expected numbers: jax.random.key_data of it")
         if isinstance(leaf, templates):
             leaf = np.zeros(leaf.shape, leaf.dtype)
-        array = to_jax(_name(operation, path), leaf, op, comm.size)
-        if dtype is not None and not isinstance(leaf, jax.Array):
-            check_holds(_name(operation, path), np.asarray(leaf), dtype, op, comm.size)
+        is_bitwise = op in ("and", "or", "xor")  # in the leaf's own dtype
+        array = to_jax(_name(operation, path), leaf, op, comm.size, None if is_bitwise else dtype)
+        if is_bitwise and dtype is not None and not isinstance(leaf, jax.Array):
+            check_holds(_name(operation, path), np.asarray(leaf), dtype)
         check_on_one_device(_name(operation, path), array)
         if array.dtype not in host_callbacks.DTYPES.values():
             raise UsageError(f"{_name(operation, path)} is {array.dtype}; expected numbers of 8 bits or more: cast it")

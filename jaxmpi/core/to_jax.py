@@ -15,11 +15,12 @@ from jaxmpi.core.errors import check
 from jaxmpi.core.host_arrays import check_holds, check_unmasked
 
 
-def to_jax(where: str, leaf: Any, op: str = "", workers: int = 1) -> jax.Array:
+def to_jax(where: str, leaf: Any, op: str = "", workers: int = 1, dtype: Any = None) -> jax.Array:
     """A leaf as a JAX array of the same numbers; `where` names it in errors.
 
     Args:
         op: sum, mean or prod over as many workers, whose result must fit as well.
+        dtype: in which numbers of the host must fit; whole ones get it. Default: JAX's own.
 
     Raises:
         UsageError: it is masked, holds no numbers, or holds some that JAX's dtype does not.
@@ -36,6 +37,10 @@ def to_jax(where: str, leaf: Any, op: str = "", workers: int = 1) -> jax.Array:
     got = type(leaf).__name__ if array.dtype == object else array.dtype
     check(is_known, f"{where}: got {got}; expected a number or an array of numbers, of at most 64 bits")
     is_scalar = isinstance(leaf, (int, float, complex, np.generic))  # whose sum no dtype of the user's limits
+    if dtype is not None:
+        check_holds(where, array, dtype, op, workers)
+        if array.dtype.kind in "iu":
+            return jnp.asarray(array.astype(dtype))
     in_jax_dtype(where, array, op, workers, always=is_scalar and op != "")
     return jnp.asarray(leaf)
 

@@ -875,6 +875,11 @@ def test_what_jax_would_wrap_drop_or_make_infinite_is_refused_by_its_path(name):
 def test_host_arrays_must_fit_the_dtype_of_the_result(number, dtype):
     with pytest.raises(jaxmpi.UsageError, match="cannot hold"):
         mpi.allreduce(np.array([number]), dtype=dtype)
+    for x in (2**40, np.array([2**40])):  # JAX's own dtype for it could not hold it
+        assert (
+            np.asarray(mpi.allreduce(x, dtype=jnp.float32)).tolist()
+            == np.float64(SIZE * 2**40 * np.ones_like(x)).tolist()
+        )
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
