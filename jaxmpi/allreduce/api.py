@@ -24,11 +24,11 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.autotune import allowed_wires, choose, is_auto, size_class
 from jaxmpi.allreduce.buckets import INSIDE, Alignment, Order, Programs, assign_buckets, fuse, in_buckets, no_jit, split
 from jaxmpi.allreduce.building_blocks import allgather, halves, mean_of_halves
-from jaxmpi.allreduce.call_order import call_places, caller, compared, in_turn, number_of, one_thread
+from jaxmpi.allreduce.call_order import call_places, caller, compared, in_turn, joint_call, number_of
 from jaxmpi.allreduce.compression import Collectives
 from jaxmpi.allreduce.derivative import NOT_MAPPED, differentiable
 from jaxmpi.allreduce.dispatch import OnCommThread, sums
-from jaxmpi.comm.agreement import Fingerprint, check_may_send, fingerprint, refuse_together
+from jaxmpi.comm.agreement import Fingerprint, check_may_send, fingerprint
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of
@@ -86,27 +86,27 @@ def exchange(
             ranks whose trees or options differ (rank, path, got, expected); a call by one thread while another is in
             one; over MPI ranks under `jax.vmap`; a bucket of 2^31 floats over MPI.
     """
-    check_op(op)
-    check_bucket_bytes(bucket_bytes)
-    check_strategy(strategy)
-    leaves, structure = jax.tree.flatten(tree)
     comm = workers_of(comm)
-    if not leaves:
-        return tree
-    if any(map(is_complex, leaves)):
-        return join_complex(exchange(split_complex(tree), strategy, op, comm, bucket_bytes, order))
     if not isinstance(comm, AxisComm):
         check_may_send("jaxmpi.exchange")
-    with one_thread(comm) as is_part:
-        with refuse_together(comm.assert_same):
-            leaves = as_numbers(tree, op, comm)
+    with joint_call(comm) as is_part:
+        check_op(op)
+        check_bucket_bytes(bucket_bytes)
+        check_strategy(strategy)
+        leaves, structure = jax.tree.flatten(tree)
+        if not leaves:
+            return tree
+        if has_complex := any(map(is_complex, leaves)):
+            tree = split_complex(tree)
+            structure = jax.tree.structure(tree)
+        leaves = as_numbers(tree, op, comm)
         if is_auto(strategy):
             strategy = resolve_auto(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
         choice = Choice(strategy=parse(strategy).name, op=op, comm=comm, bucket_bytes=bucket_bytes, order=order)
-        if comm.size > 1 and any(isinstance(leaf, Tracer) for leaf in leaves):
-            run = lambda leaves: choice.run(leaves, structure, is_part)  # noqa: E731
-            return jax.tree.unflatten(structure, differentiable(choice, leaves, run))
-        return jax.tree.unflatten(structure, choice.run(leaves, structure, is_part))
+        run = lambda leaves: choice.run(leaves, structure, is_part)  # noqa: E731
+        is_differentiable = comm.size > 1 and any(isinstance(leaf, Tracer) for leaf in leaves)
+        total = jax.tree.unflatten(structure, differentiable(choice, leaves, run) if is_differentiable else run(leaves))
+        return join_complex(total) if has_complex else total
 
 
 def check_op(op: str) -> None:
@@ -405,11 +405,11 @@ def exchange_gradients(
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
         workers: Comm = workers_of(comm)
-        check_leaves(updates)
-        if workers.size == 1:
-            return compression.flush_residual(updates, state)
         choice = Choice(strategy, op, workers, bucket_bytes)
-        with one_thread(workers) as is_part:
+        with joint_call(workers) as is_part:
+            check_leaves(updates)
+            if workers.size == 1:
+                return compression.flush_residual(updates, state)
             if is_traced(jax.tree.leaves((updates, state))):
                 updates = jax.tree.map(lambda x: block_transforms(x, workers), updates)
                 with agreed(choice, updates, is_part):

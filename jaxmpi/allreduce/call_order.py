@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmpi.comm.agreement import refuse_together
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.call_comparison import comparison_of
 from jaxmpi.comm.control import MpiProcesses
@@ -111,11 +112,16 @@ def in_turn(program: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
 
 
 @contextmanager
-def one_thread(comm: Comm | Processes, call: str = "exchange") -> Iterator[bool]:
-    """Refuse an exchange while another thread exchanges with other ranks; inside another one of this thread True.
+def joint_call(comm: Comm | Processes, call: str = "exchange", *, is_compared: bool = True) -> Iterator[bool]:
+    """Make a call that all ranks make together; inside another one of this thread True.
 
-    To let the second thread wait would not do: which of two threads comes first may differ between ranks, so one
-    thread's numbers would meet another's. The refused thread sends nothing; the other goes on.
+    What this rank raises before ranks have compared the call, the others raise as well. While another thread exchanges
+    with other ranks it is refused. To let the second thread wait would not do: which of two threads comes first may
+    differ between ranks, so one thread's numbers would meet another's. The refused thread sends nothing; the other goes
+    on.
+
+    Args:
+        is_compared: ranks compare the call in the block, as they do all but messages.
 
     Raises:
         UsageError: both threads' names.
@@ -136,7 +142,9 @@ def one_thread(comm: Comm | Processes, call: str = "exchange") -> Iterator[bool]
         if _door.last and _door.last[0] != threading.get_ident():
             with contextlib.suppress(Exception):  # the other thread raises that itself
                 _door.last[1].block_until_ready()
-        yield _door.depth > 1
+        control = comm.processes if isinstance(comm, MpiComm) else comm
+        with refuse_together(control) if is_compared else contextlib.nullcontext():
+            yield _door.depth > 1
     finally:
         _door.depth -= 1
         _door.lock.release()

@@ -24,7 +24,7 @@ from jaxmpi.allreduce.api import (
 )
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.call_order import caller, number_of, one_thread
+from jaxmpi.allreduce.call_order import caller, joint_call, number_of
 from jaxmpi.allreduce.comm_thread import unavailable_reason
 from jaxmpi.allreduce.dispatch import OnCommThread
 from jaxmpi.comm.base import Comm
@@ -110,30 +110,30 @@ def exchange(
     Raises:
         UsageError: as `jaxmpi.exchange`; or an exchange cannot run beside a program here.
     """
-    check_op(op)
-    check_bucket_bytes(bucket_bytes)
-    check_strategy(strategy)
-    check_leaves(tree)
-    leaves, structure = jax.tree.flatten(tree)
     workers = workers_of(comm)
-    reason = unavailable_reason("asa:32" if is_auto(strategy) else strategy, workers) if workers.size > 1 else ""
-    check(not reason, f"this exchange cannot run beside a program: {reason}; use jaxmpi.exchange")
-    check(is_traced(leaves), "overlap.exchange is for use inside jax.jit; outside use jaxmpi.exchange")
-    if workers.size == 1 or not leaves:
-        return tree
-    if is_auto(strategy):
-        sizes = [leaf.size for leaf in leaves]
-        strategy = resolve_auto(workers, strategy, bucket_bytes, sizes, algorithms_in_c(workers.hosts))
-    choice = Choice(parse(strategy).name, op, workers, bucket_bytes, order or Order())
-    labels, names = [], [name for name, _ in named_leaves(tree)]
-    for bucket in (buckets := choice.buckets(leaves)):
-        suffix = f" and {len(bucket) - 1} more" if len(bucket) > 1 else ""
-        labels.append(f"bucket {len(labels) + 1} of {len(buckets)} ({names[bucket[0]]}{suffix})")
-    number = None
-    if not portable:  # else ranks compare what they sum when they first run it
-        with one_thread(workers):
+    with joint_call(workers, is_compared=not portable):  # ranks compare what is portable when they first run it
+        check_op(op)
+        check_bucket_bytes(bucket_bytes)
+        check_strategy(strategy)
+        check_leaves(tree)
+        leaves, structure = jax.tree.flatten(tree)
+        reason = unavailable_reason("asa:32" if is_auto(strategy) else strategy, workers) if workers.size > 1 else ""
+        check(not reason, f"this exchange cannot run beside a program: {reason}; use jaxmpi.exchange")
+        check(is_traced(leaves), "overlap.exchange is for use inside jax.jit; outside use jaxmpi.exchange")
+        if workers.size == 1 or not leaves:
+            return tree
+        if is_auto(strategy):
+            sizes = [leaf.size for leaf in leaves]
+            strategy = resolve_auto(workers, strategy, bucket_bytes, sizes, algorithms_in_c(workers.hosts))
+        choice = Choice(parse(strategy).name, op, workers, bucket_bytes, order or Order())
+        labels, names = [], [name for name, _ in named_leaves(tree)]
+        for bucket in (buckets := choice.buckets(leaves)):
+            suffix = f" and {len(bucket) - 1} more" if len(bucket) > 1 else ""
+            labels.append(f"bucket {len(labels) + 1} of {len(buckets)} ({names[bucket[0]]}{suffix})")
+        number = None
+        if not portable:
             workers.assert_same(choice.fingerprint(tree, TRACED))
             number = number_of(workers, f"beside its program: {choice.describe(leaves)}, {caller()}")
-    choice = choice._replace(on_comm_thread=OnCommThread(tuple(labels), portable, number))
-    wrapped_leaves = [block_transforms(jnp.asarray(leaf), workers) for leaf in leaves]
-    return jax.tree.unflatten(structure, choice.program(wrapped_leaves)(wrapped_leaves))
+        choice = choice._replace(on_comm_thread=OnCommThread(tuple(labels), portable, number))
+        wrapped_leaves = [block_transforms(jnp.asarray(leaf), workers) for leaf in leaves]
+        return jax.tree.unflatten(structure, choice.program(wrapped_leaves)(wrapped_leaves))

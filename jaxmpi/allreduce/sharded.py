@@ -23,9 +23,9 @@ from jaxmpi.allreduce.algorithms.table import with_halves
 from jaxmpi.allreduce.api import BUCKET_BYTES, Op, is_traced, resolve_auto
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.zero import Zero, make_zero
-from jaxmpi.comm.agreement import without_messages
+from jaxmpi.comm.agreement import refuse_together, without_messages
 from jaxmpi.comm.base import Comm
-from jaxmpi.comm.mpi import numbers_of, workers_of
+from jaxmpi.comm.mpi import control_of, numbers_of, workers_of
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.core.pytrees import PyTree, RanksOwn, join_complex, named_leaves, split_complex
@@ -175,14 +175,15 @@ class _ShardedOptimizer:
         return ShardedState(state, zero.shard_indices, numbers_of(zero.comm), zero.sharding, leaves)
 
     def update(self, updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        if params is None:
-            raise UsageError("sharded: got no params; expected update(grads, state, params)")
-        updates, params = split_complex(updates), split_complex(params)
-        check_floats(updates)
-        for leaf in jax.tree.leaves(params):
-            check_unmasked("sharded: params", leaf)
-        zero = self.zero_of(updates)
-        check_state(state, zero, has_masters=self.gather_wire != "32")
+        with refuse_together(control_of(workers_of(self.comm))):
+            if params is None:
+                raise UsageError("sharded: got no params; expected update(grads, state, params)")
+            updates, params = split_complex(updates), split_complex(params)
+            check_floats(updates)
+            for leaf in jax.tree.leaves(params):
+                check_unmasked("sharded: params", leaf)
+            zero = self.zero_of(updates)
+            check_state(state, zero, has_masters=self.gather_wire != "32")
         mean, _ = zero.scatter(updates)
         step = self._step
         if isinstance(zero.sharding, TensorSharding) and not is_traced(jax.tree.leaves((updates, params, state))):

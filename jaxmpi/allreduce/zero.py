@@ -31,7 +31,7 @@ from jaxmpi.allreduce.algorithms.table import with_halves
 from jaxmpi.allreduce.api import Choice, Op, agreed, block_transforms, check_op, is_traced, make_once
 from jaxmpi.allreduce.buckets import INSIDE, Jit, Order, Programs, assign_buckets, no_jit
 from jaxmpi.allreduce.building_blocks import spread
-from jaxmpi.allreduce.call_order import in_turn, one_thread
+from jaxmpi.allreduce.call_order import in_turn, joint_call
 from jaxmpi.allreduce.comm_thread import RANK, all_reduce_on_comm_thread
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.dispatch import check_counts, try_host_all_reduce
@@ -176,7 +176,7 @@ class Zero(NamedTuple):
         shapes = tuple(jax.ShapeDtypeStruct(x.shape[axes:], x.dtype) for x in jax.tree.leaves(like))
         if self.mesh:
             return over_devices(self, half, shapes)(leaves_or_shard)
-        with one_thread(self.comm) as is_part:
+        with joint_call(self.comm) as is_part:
             if not is_traced(leaves):
                 given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
                 lasting = self._replace(shared_params=None)  # programs outlive a run, whose params go with it

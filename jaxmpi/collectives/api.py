@@ -25,12 +25,11 @@ from jaxmpi.collectives.arguments import (
     check_root,
     check_rows,
     check_tag,
-    communicator_of,
     count_rows,
     dtypes_of_reduction,
     exchange_counts,
     given_leaves,
-    refusing_together,
+    joint_operation,
 )
 from jaxmpi.collectives.call import MAY_DIFFER, NOBODY, MpiCall
 from jaxmpi.collectives.primitive import bind
@@ -102,33 +101,33 @@ def exscan(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -
     return _apply("exscan", x, comm, op=op, dtype=dtype)
 
 
-def _apply(
-    operation: str, x: PyTree, comm: Any, *, op: str = "", dtype: Any = None, root: Any = None, **options: Any
-) -> PyTree:
+def _apply(operation: str, x: PyTree, comm: Any, *, op: str = "", dtype: Any = None, **options: Any) -> PyTree:
     """An operation on a tree, after all that this rank can check by itself."""
-    row, comm = OPERATIONS[operation], communicator_of(operation, comm)
-    with refusing_together(operation, comm):
+    row = OPERATIONS[operation]
+    with joint_operation(operation, comm) as comm:
         if op not in (row.ops or ("",)):
             raise UsageError(f"{operation}: op: got {op!r}; expected one of {', '.join(row.ops)}")
-        root, dtype = check_root(operation, root, comm), canonical_dtype(operation, dtype)
+        dtype, root = canonical_dtype(operation, dtype), None
+        if "root" in options:
+            options["root"] = root = check_root(operation, options["root"], comm)
         is_elsewhere = root is not None and comm.rank != root
         if operation in ("alltoall", "reduce_scatter") or (operation == "scatter" and not is_elsewhere):
             check_rows(operation, x, comm)
         is_template = operation in ("bcast", "scatter") and is_elsewhere
         leaves = arrays_of(operation, x, comm, op, NO_NUMBERS if is_template else (), dtype)
         dtypes = [dtypes_of_reduction(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x) if op]
-    leaf_shapes = given_leaves(operation, x, comm, root)
-    if op:
-        leaves = [leaf.astype(wide) for leaf, (wide, _) in zip(leaves, dtypes, strict=True)]
-    if op == "mean":
-        results = _means(operation, leaves, [narrow for _, narrow in dtypes], comm, leaf_shapes, root)
-    else:
-        results = _call_each_leaf(operation, leaves, comm, leaf_shapes, op=op, root=root, **options)
-    if op:
-        results = [y.astype(narrow) for y, (_, narrow) in zip(results, dtypes, strict=True)]
-    if operation == "exscan" and op in ("max", "min") and comm.rank == 0:  # a wider type's would be cut off
-        results = [jnp.full_like(y, neutral(op, y.dtype)) for y in results]
-    return jax.tree.unflatten(jax.tree.structure(x), results)
+        leaf_shapes = given_leaves(operation, x, comm, root)
+        if op:
+            leaves = [leaf.astype(wide) for leaf, (wide, _) in zip(leaves, dtypes, strict=True)]
+        if op == "mean":
+            results = _means(operation, leaves, [narrow for _, narrow in dtypes], comm, leaf_shapes, root)
+        else:
+            results = _call_each_leaf(operation, leaves, comm, leaf_shapes, op=op, **options)
+        if op:
+            results = [y.astype(narrow) for y, (_, narrow) in zip(results, dtypes, strict=True)]
+        if operation == "exscan" and op in ("max", "min") and comm.rank == 0:  # a wider type's would be cut off
+            results = [jnp.full_like(y, neutral(op, y.dtype)) for y in results]
+        return jax.tree.unflatten(jax.tree.structure(x), results)
 
 
 def _means(
@@ -219,16 +218,15 @@ def allgatherv(x: PyTree, *, counts: Sequence[int] | None = None, comm: Any = No
     Raises:
         UsageError: counts that are not those of the rows; ranks whose calls differ.
     """
-    comm = communicator_of("allgatherv", comm)
-    with refusing_together("allgatherv", comm):
+    with joint_operation("allgatherv", comm) as comm:
         rows, sizes = count_rows("allgatherv", x), None if counts is None else [int(n) for n in counts]
         if sizes is not None and (len(sizes) != comm.size or sizes[int(comm.rank)] != rows):
             raise UsageError(
                 f"allgatherv: counts: got {sizes} with {rows} rows here; expected {comm.size} numbers, of which this "
                 "rank's is the number of its rows"
             )
-    every = sizes or exchange_counts("allgatherv", comm, rows)
-    return _apply("allgatherv", x, comm, counts=tuple((n,) * comm.size for n in every))
+        every = sizes or exchange_counts("allgatherv", comm, rows)
+        return _apply("allgatherv", x, comm, counts=tuple((n,) * comm.size for n in every))
 
 
 def alltoallv(x: PyTree, send_counts: Sequence[int], *, comm: Any = None) -> PyTree:
@@ -245,20 +243,20 @@ def alltoallv(x: PyTree, send_counts: Sequence[int], *, comm: Any = None) -> PyT
     Raises:
         UsageError: counts that are not w or do not add up to n; ranks whose calls differ.
     """
-    comm = communicator_of("alltoallv", comm)
-    with refusing_together("alltoallv", comm):
+    with joint_operation("alltoallv", comm) as comm:
         rows, counts = count_rows("alltoallv", x), [int(n) for n in send_counts]
         if len(counts) != comm.size or sum(counts) != rows or min(counts) < 0:
             raise UsageError(
                 f"alltoallv: send_counts: got {counts} for {rows} rows; expected {comm.size} numbers that add up to "
                 "the rows"
             )
-    return _apply("alltoallv", x, comm, counts=tuple(map(tuple, exchange_counts("alltoallv", comm, counts))))
+        return _apply("alltoallv", x, comm, counts=tuple(map(tuple, exchange_counts("alltoallv", comm, counts))))
 
 
 def barrier(*, comm: Any = None) -> None:
     """Block until all ranks have called it; under jit in program order."""
-    _call("barrier", communicator_of("barrier", comm))
+    with joint_operation("barrier", comm) as comm:
+        _call("barrier", comm)
 
 
 # ---------------------------------------------------------------- messages from one rank to another
@@ -272,8 +270,7 @@ def send(x: PyTree, dest: int, *, tag: int = 0, comm: Any = None) -> None:
     Raises:
         TrainingError: nobody has received it within `JAXMPI_EXCHANGE_TIMEOUT_S`.
     """
-    comm = communicator_of("send", comm)
-    with refusing_together("send", comm):
+    with joint_operation("send", comm) as comm:
         dest, tag = check_partner("send", "dest", dest, comm), check_tag("send", "tag", tag, comm)
         leaves = arrays_of("send", x, comm)
     if dest != NOBODY:
@@ -296,8 +293,7 @@ def recv(
         UsageError: the message has another shape or dtype: this call, and the other's line.
         TrainingError: none has come within `JAXMPI_EXCHANGE_TIMEOUT_S`.
     """
-    comm = communicator_of("recv", comm)
-    with refusing_together("recv", comm):
+    with joint_operation("recv", comm) as comm:
         source, recvtag = check_partner("recv", "source", source, comm), check_tag("recv", "tag", tag, comm)
         leaves = arrays_of("recv", x, comm, templates=_templates(source))
     number = messages.status_number(status)
@@ -325,8 +321,7 @@ def sendrecv(
     As with MPI, more than a few kB may wait until rank `dest` receives them.
     Transpose: the other way round; for it both ranks give `recvtag`, or neither does.
     """
-    comm = communicator_of("sendrecv", comm)
-    with refusing_together("sendrecv", comm):
+    with joint_operation("sendrecv", comm) as comm:
         leaves = arrays_of("sendrecv", sendbuf, comm)
         places = arrays_of("sendrecv", recvbuf, comm, templates=_templates(source))
         if len(leaves) != len(places):

@@ -2,17 +2,17 @@
 
 import operator
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.allreduce.call_order import one_thread
-from jaxmpi.collectives.call import NOBODY, MpiCall, shape_of
+from jaxmpi.allreduce.call_order import joint_call
+from jaxmpi.collectives.call import MAY_DIFFER, NOBODY, MpiCall, shape_of
 from jaxmpi.collectives.table import OPERATIONS
-from jaxmpi.comm.agreement import check_may_send, refuse_together
+from jaxmpi.comm.agreement import check_may_send
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, communicator
 from jaxmpi.core.errors import UsageError
@@ -24,10 +24,16 @@ from jaxmpi.runtime import host_callbacks
 LEAST_TAGS = 1 << 15  # that every MPI has
 
 
-def communicator_of(operation: str, comm: Any) -> Comm:
-    """The communicator of a call, which may send now."""
+@contextmanager
+def joint_operation(operation: str, comm: Any) -> Iterator[Comm]:
+    """Make a call on the communicator that is yielded.
+
+    A message is refused on its rank alone, and so is a call by mpi4jax's names, whose programs may catch that there.
+    """
     check_may_send(f"jaxmpi.collectives.{operation}")
-    return communicator(comm)
+    comm = communicator(comm)
+    with joint_call(comm, operation, is_compared=not (OPERATIONS[operation].is_message or MAY_DIFFER.get())):
+        yield comm
 
 
 # ---------------------------------------------------------------- ranks and tags
@@ -44,9 +50,9 @@ def _check_index(operation: str, name: str, value: Any, limit: int, expected: st
     return number
 
 
-def check_root(operation: str, root: Any, comm: Comm) -> int | None:
-    """A rank of the communicator as int, or None for None."""
-    return None if root is None else _check_index(operation, "root", root, comm.size, "rank")
+def check_root(operation: str, root: Any, comm: Comm) -> int:
+    """A rank of the communicator as int."""
+    return _check_index(operation, "root", root, comm.size, "rank")
 
 
 def check_partner(operation: str, name: str, rank: Any, comm: Comm) -> Any:
@@ -68,14 +74,6 @@ def check_tag(operation: str, name: str, tag: Any, comm: Comm) -> Any:
 # ---------------------------------------------------------------- arrays
 
 NO_NUMBERS = jax.ShapeDtypeStruct, np.ndarray  # templates of what comes; NumPy's empty arrays hold any numbers
-
-
-@contextmanager
-def refusing_together(operation: str, comm: Comm) -> Iterator[None]:
-    """Check arguments in the block: what one rank refuses all refuse, but of a message its rank alone."""
-    together = nullcontext() if OPERATIONS[operation].is_message else refuse_together(comm.assert_same)
-    with one_thread(comm, operation), together:
-        yield
 
 
 def arrays_of(

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jaxmpi.collectives import api
-from jaxmpi.collectives.arguments import arrays_of, communicator_of, refusing_together
+from jaxmpi.collectives.arguments import arrays_of, joint_operation
 from jaxmpi.collectives.call import NOBODY, lines_may_differ
 from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime import process
@@ -123,18 +123,17 @@ def _reduce_by(op: Any, function: Callable[..., Any], x: Any, comm: Any, **optio
     from mpi4py import MPI
 
     operation = function.__name__
-    name = next((name for name in (*WORDS, *LOGICAL) if op == getattr(MPI, name)), None)
-    if name in WORDS:
-        return function(x, WORDS[name], comm=comm, **options)
-    if name not in LOGICAL:
-        raise UsageError(f"{operation}: got op {op!r}; expected one of mpi4py's, without MINLOC and MAXLOC")
-    comm = communicator_of(operation, comm)
-    with refusing_together(operation, comm):
+    with joint_operation(operation, comm) as comm:
+        name = next((name for name in (*WORDS, *LOGICAL) if op == getattr(MPI, name)), None)
+        if name in WORDS:
+            return function(x, WORDS[name], comm=comm, **options)
+        if name not in LOGICAL:
+            raise UsageError(f"{operation}: got op {op!r}; expected one of mpi4py's, without MINLOC and MAXLOC")
         arrays = jax.tree.unflatten(jax.tree.structure(x), arrays_of(operation, x, comm))
-    are_true = jax.tree.map(lambda array: array != 0, arrays)
-    results = function(are_true, LOGICAL[name], comm=comm, **options)
-    is_elsewhere = comm.rank != options.get("root", comm.rank)
-    return arrays if is_elsewhere else jax.tree.map(lambda y, array: y.astype(array.dtype), results, arrays)
+        are_true = jax.tree.map(lambda array: array != 0, arrays)
+        results = function(are_true, LOGICAL[name], comm=comm, **options)
+        is_elsewhere = comm.rank != options.get("root", comm.rank)
+        return arrays if is_elsewhere else jax.tree.map(lambda y, array: y.astype(array.dtype), results, arrays)
 
 
 def _rank(rank: Any, may_be_any: bool = False) -> Any:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
-from jaxmpi.allreduce.call_order import compared, in_turn, number_of, one_thread
+from jaxmpi.allreduce.call_order import compared, in_turn, joint_call, number_of
 from jaxmpi.allreduce.dispatch import MPI_COUNTS
 from jaxmpi.collectives.call import NOBODY, MpiCall, is_logged, shape_of
 from jaxmpi.collectives.table import OPERATIONS, Operation, has_slots_for, run_by_mpi, run_in_c
@@ -123,7 +123,7 @@ def describe_call(call: MpiCall, operands: Sequence[Any]) -> str:
 def _run_outside_jit(*operands: jax.Array, call: MpiCall) -> list[jax.Array]:
     if call.is_identity:
         return list(operands)
-    with one_thread(call.comm, call.operation):
+    with joint_call(call.comm, call.operation, is_compared=not operation_of(call).is_message):
         assert_same(call, operands, is_traced=False)
         program: Callable[[PyTree], PyTree] = call.comm.cached(
             call, lambda: in_turn(lambda operands: operation_of(call).run(call, *operands))
@@ -135,7 +135,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequ
     if call.is_identity:
         return operands
     row, number, run = operation_of(call), None, functools.partial(operation_of(call).run, call)
-    with nullcontext() if row.is_message else one_thread(call.comm, call.operation) as is_nested:
+    with nullcontext() if row.is_message else joint_call(call.comm, call.operation) as is_nested:
         assert_same(call, ctx.avals_in, is_traced=True)
         if call.handle:
             return mlir.lower_fun(call.handle.lower(call, ctx.avals_in))(ctx, *operands)

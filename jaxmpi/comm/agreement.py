@@ -42,16 +42,28 @@ def on_all_ranks(ranks: Any, act: Callable[[], T]) -> list[T]:
     try:
         result = act()
     except Exception as caught:
-        is_sentence = isinstance(caught, (UsageError, TrainingError))
-        error, failure = caught, [isinstance(caught, UsageError), str(caught) if is_sentence else f"{caught!r:.400}"]
+        error, failure = caught, describe_failure(caught)
     rows = ranks.allgather_object([failure, result])
     for rank, (failed, _) in enumerate(rows):
         if failed:
             if failed[0] and ranks.size == 1:
                 raise UsageError(failed[1]) from error
-            kind = UsageError if failed[0] else AgreedError
-            raise kind(f"rank {ranks.in_job([rank])[0]}: {failed[1]}") from error
+            raise failure_of_rank(ranks.in_job([rank])[0], *failed) from error
     return [row for _, row in rows]
+
+
+def describe_failure(error: Exception) -> tuple[bool, str]:
+    """An error for other ranks: whether it is the user's, and its sentence."""
+    is_sentence = isinstance(error, (UsageError, TrainingError))
+    return isinstance(error, UsageError), str(error) if is_sentence else f"{error!r:.400}"
+
+
+def failure_of_rank(rank: int, is_users: bool, sentence: str) -> UsageError | AgreedError:
+    """The error that the other ranks raise for one of this rank."""
+    return (UsageError if is_users else AgreedError)(f"rank {rank}: {sentence}")
+
+
+DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Fingerprint(NamedTuple):
@@ -90,16 +102,21 @@ def different_calls(calls: Mapping[int, str]) -> str:
 
 
 @contextlib.contextmanager
-def refuse_together(compare: Callable[[Fingerprint], None]) -> Iterator[None]:
-    """Have the other ranks of a call raise as well if this rank refuses what it was given.
+def refuse_together(ranks: Any) -> Iterator[None]:
+    """Have the other ranks of a call raise what this rank raises in the block before it has compared the call.
 
-    They compare the call next. Without an answer from this rank they would wait until the time limit.
+    They compare it next. Without an answer from this rank they would wait until the time limit.
+
+    Args:
+        ranks: a control plane.
     """
+    before = ranks.message_count
     try:
         yield
-    except UsageError as error:
-        with contextlib.suppress(UsageError):  # the others raise it: ranks differ
-            compare(fingerprint(str(error), None))
+    except Exception as error:
+        if ranks.message_count == before:
+            with contextlib.suppress(Exception):  # where messages are refused as well, this rank's own error counts
+                ranks.refuse(error)
         raise
 
 

@@ -21,7 +21,15 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jaxmpi.comm.agreement import Fingerprint, check_may_send, different_calls
+from jaxmpi.comm.agreement import (
+    DIGEST_BYTES,
+    Fingerprint,
+    check_may_send,
+    describe_failure,
+    different_calls,
+    failure_of_rank,
+    fingerprint,
+)
 from jaxmpi.comm.diagnosis import CONTROL, WaitRegistry, watch
 from jaxmpi.comm.mpi_info import check_launcher, thread_level
 from jaxmpi.comm.polling import lost_ranks_left_out, survives_losses, wait
@@ -37,6 +45,8 @@ LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
 ECHO_S = 1.0  # for the message that a rank has ended the job to come, once it is seen to be gone
 AGREE_TIMEOUT_S = seconds_from("JAXMPI_AGREE_TIMEOUT_S", 300)
 MAX_BYTES = 1 << 30  # bytes of one MPI message; counts are C ints
+REFUSAL_BYTES = 2048  # bytes of the error by which a rank refuses a call, at most
+BARRIER = fingerprint("a barrier", None)
 HERE, LEADER = 1, 2  # tags: I am here, and wait; this host's first rank is ready
 
 
@@ -157,17 +167,33 @@ class MpiProcesses(SoloProcesses):
 
     def compare(self, mine: Fingerprint) -> None:
         """`assert_same` for a fingerprint made before: 32 bytes a rank, and the values only if digests differ."""
-        digests, digest = np.empty((self.size, len(mine.digest)), np.uint8), np.frombuffer(mine.digest, np.uint8)
+        digests, digest = np.empty((self.size, DIGEST_BYTES), np.uint8), np.frombuffer(mine.digest, np.uint8)
         self._exchange(lambda: self.world.Iallgather(digest, digests), mine.what)
         differing = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
-        if differing:
-            calls, numbers = self.allgather_object(mine.what), self.numbers
-            if len(set(calls)) > 1:
-                raise UsageError(different_calls(dict(zip(numbers, calls, strict=True))))
-            values = [json.dumps(value) for value in self.allgather_object(mine.value)]
-            pairs = [(numbers[rank], values[rank], numbers[0], values[0]) for rank in differing[:8]]
-            lines = [line for pair in pairs for line in differences(*pair)]
-            raise UsageError(f"{mine.what} differs between ranks:\n" + "\n".join(lines[:24]))
+        if not differing:
+            return
+        if not digests.any(axis=1).all():  # a rank has refused the call, and has sent its error
+            texts = np.empty((self.size, REFUSAL_BYTES), np.uint8)
+            wait(self.world.Iallgather(np.zeros(REFUSAL_BYTES, np.uint8), texts).Test, float("inf"))
+            rank = int(np.flatnonzero(texts.any(axis=1))[0])
+            text = texts[rank].tobytes().decode(errors="ignore").rstrip("\0")
+            raise failure_of_rank(self.numbers[rank], text[0] == "1", text[1:])
+        calls, numbers = self.allgather_object(mine.what), self.numbers
+        if len(set(calls)) > 1:
+            raise UsageError(different_calls(dict(zip(numbers, calls, strict=True))))
+        values = [json.dumps(value) for value in self.allgather_object(mine.value)]
+        pairs = [(numbers[rank], values[rank], numbers[0], values[0]) for rank in differing[:8]]
+        lines = [line for pair in pairs for line in differences(*pair)]
+        raise UsageError(f"{mine.what} differs between ranks:\n" + "\n".join(lines[:24]))
+
+    def refuse(self, error: Exception) -> None:
+        """Have the other ranks' next comparison raise an error of this rank, which goes on without waiting for them."""
+        self._let_exchanges_end()
+        self.message_count += 1
+        is_users, sentence = describe_failure(error)
+        text = f"{is_users:d}{sentence}".encode(errors="replace")[:REFUSAL_BYTES].ljust(REFUSAL_BYTES, b"\0")
+        for mine in (np.zeros(DIGEST_BYTES, np.uint8), np.frombuffer(text, np.uint8)):  # no digest is all zeros
+            self._requests.append(self.world.Iallgather(mine, np.empty((self.size, mine.size), np.uint8)))
 
     # ------------------------------------------------------------ messages
 
@@ -177,7 +203,7 @@ class MpiProcesses(SoloProcesses):
         Raises:
             TrainingError: who has not come within AGREE_TIMEOUT_S; so do the messages below.
         """
-        self._exchange(self.world.Ibarrier, "a barrier")
+        self.compare(BARRIER)  # in place of MPI's: it names ranks that are at another call
 
     def host_barrier(self) -> None:
         """Wait for all ranks of this host, of which one may compile meanwhile: up to 6 AGREE_TIMEOUT_S."""
@@ -262,7 +288,7 @@ class MpiProcesses(SoloProcesses):
 
     def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
         """The arrays of rank `root`; structure, shapes and dtypes must be equal."""
-        if not 0 <= root < self.size:
+        if root not in range(self.size):
             raise UsageError(f"broadcast: root: got {root}; expected a rank in [0, {self.size})")
         described = {name: describe_leaf(leaf) for name, leaf in named_leaves(tree)}
         self.assert_same(f"the tree to broadcast from rank {root}", described)
@@ -297,6 +323,7 @@ class MpiProcesses(SoloProcesses):
         Where others go on without a rank that dies, those that are late are killed, and the message fails.
         """
         self._let_exchanges_end()
+        self.message_count += 1
         request = begin()
         with self.waits.waiting(CONTROL, description, limit_s):
             if wait(request.Test, limit_s, self.is_asked):

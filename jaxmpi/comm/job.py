@@ -13,7 +13,7 @@ import sys
 import warnings
 from typing import Any
 
-from jaxmpi.comm.agreement import check_may_send
+from jaxmpi.comm.agreement import check_may_send, refuse_together
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi_info import library_of
 from jaxmpi.comm.solo import SoloProcesses
@@ -138,10 +138,11 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
         UsageError: ranks gave trees of different structure; rank, path, got, expected. A state of `jaxmpi.sharded`.
     """
     check_may_send("jaxmpi.broadcast")
-    if has_ranks_own(tree):
-        raise UsageError(
-            "broadcast: got a state of jaxmpi.sharded, which is each rank's own; leave it out; its init makes it alike "
-            "from equal params, and jaxmpi.Checkpoints restores it"
-        )
-    buffers = packed(tree)
-    return unpacked(as_given(processes().bcast(buffers, root), buffers))
+    with refuse_together(processes()):
+        if has_ranks_own(tree):
+            raise UsageError(
+                "broadcast: got a state of jaxmpi.sharded, which is each rank's own; leave it out; its init makes it "
+                "alike from equal params, and jaxmpi.Checkpoints restores it"
+            )
+        buffers = packed(tree)
+        return unpacked(as_given(processes().bcast(buffers, root), buffers))

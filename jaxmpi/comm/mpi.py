@@ -7,6 +7,7 @@ mpi4py and mpi4jax never meet. Importing mpi4jax starts MPI, so the imports are 
 
 import collections
 import functools
+import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex
@@ -16,12 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src import effects
 
-from jaxmpi.comm.agreement import Fingerprint, fresh_number
+from jaxmpi.comm.agreement import Fingerprint, fresh_number, refuse_together
 from jaxmpi.comm.base import Comm, NullComm, Pairs, SoloComm, check_member, check_one_host, parse_color, ring_order
 from jaxmpi.comm.control import MpiProcesses
-from jaxmpi.comm.job import processes
+from jaxmpi.comm.job import Processes, processes
 from jaxmpi.comm.shared_compile import SharedJit
 from jaxmpi.comm.shared_sum import SharedSum
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.runtime import host_callbacks
@@ -166,12 +168,13 @@ class MpiComm(RankComm):
         Communicates: a comparison of calls, an allgather of kinds of colors, then `MPI_Comm_split`.
 
         Raises:
-            UsageError: some ranks give "host", others a number.
+            UsageError: no such color; or some ranks give "host", others a number.
         """
         from mpi4py import MPI
 
         check_member(self)
-        color = parse_color(color)
+        with refuse_together(self.processes):
+            color, key = parse_color(color), operator.index(key)
         self.processes.assert_same("split", None)  # polled: it names who is absent, or at another call
         if len({isinstance(value, str) for value in self.processes.allgather_object(color) if value is not None}) > 1:
             raise UsageError("split: color: got 'host' and numbers; expected one of both of all ranks that take part")
@@ -220,9 +223,16 @@ def workers_of(comm: Comm | None) -> Comm:
     if hasattr(comm, "Get_attr"):  # one of mpi4py's
         return communicator(comm)
     chosen = comm or world()
+    if not isinstance(chosen, Comm):
+        raise UsageError(f"comm: got {chosen!r:.80}; expected jaxmpi.world(), a part of it by split(), or an AxisComm")
     if (why := refusing_world.value) and chosen is world():
         raise UsageError(why)
     return chosen
+
+
+def control_of(comm: Comm) -> Processes:
+    """The control plane of a communicator's ranks; along an axis there is one process's."""
+    return comm.processes if isinstance(comm, RankComm) else SoloProcesses()
 
 
 def numbers_of(comm: Comm) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi.comm.agreement import Fingerprint, fingerprint
+from jaxmpi.comm.agreement import Fingerprint, fingerprint, refuse_together
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, check_arrays
 from jaxmpi.runtime.process import my_rank
@@ -31,6 +31,7 @@ class SoloProcesses:
     rank, size, local_rank, local_size = 0, 1, 0, 1
     hosts: tuple[int, ...] = (0,)  # hosts of all ranks, numbered in order of first appearance
     may_overlap = True
+    message_count = 0  # of messages of all ranks that this one has begun
 
     @functools.cached_property
     def numbers(self) -> tuple[int, ...]:
@@ -54,9 +55,12 @@ class SoloProcesses:
             UsageError: ranks differ: rank, path, got, expected; on all ranks alike.
             TrainingError: who is absent when time is up.
         """
-        self.compare(fingerprint(what, value))
+        with refuse_together(self):
+            mine = fingerprint(what, value)
+        self.compare(mine)
 
     def compare(self, mine: Fingerprint) -> None: ...
+    def refuse(self, error: Exception) -> None: ...
     def barrier(self) -> None: ...
     def host_barrier(self) -> None: ...
     def leave(self, code: int = 0) -> None: ...

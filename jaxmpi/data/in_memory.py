@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from jaxmpi.comm.agreement import refuse_together
+from jaxmpi.comm.job import processes
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
@@ -89,19 +91,21 @@ class InMemory:
         seed: int = 0,
         state: dict[str, int] | None = None,
     ) -> None:
-        check_whole("local_batch", local_batch)
-        check_whole("seed", seed, 0)
-        local_batch, seed = int(local_batch), int(seed)  # NumPy's have no JSON
-        settings = _to_data(data)
-        missing = [name for name in STATE if state and name not in state]
-        if missing:
-            raise UsageError(f"InMemory: state: got no {', '.join(missing)}; expected what state() has given")
-        if group_size is not None and settings.group_size not in (0, group_size):
-            raise UsageError(
-                f"InMemory: group_size: got {group_size}, and {settings.group_size} in the Data; give one of the two"
-            )
-        group_size = (settings.group_size or "auto") if group_size is None else group_size
-        group_size = state["group_size"] if state and group_size == "auto" else group_size
+        with refuse_together(processes()):
+            check_whole("local_batch", local_batch)
+            check_whole("seed", seed, 0)
+            local_batch, seed = int(local_batch), int(seed)  # NumPy's have no JSON
+            settings = _to_data(data)
+            missing = [name for name in STATE if state and name not in state]
+            if missing:
+                raise UsageError(f"InMemory: state: got no {', '.join(missing)}; expected what state() has given")
+            if group_size is not None and settings.group_size not in (0, group_size):
+                raise UsageError(
+                    f"InMemory: group_size: got {group_size}, and {settings.group_size} in the Data; give one of the "
+                    "two"
+                )
+            group_size = (settings.group_size or "auto") if group_size is None else group_size
+            group_size = state["group_size"] if state and group_size == "auto" else group_size
         workers, position = gather_workers(1), state or {"shuffles": 0, "batches": 0}
         arguments = {"local_batch": local_batch, "group_size": group_size, "seed": seed, "state": position}
         workers.processes.assert_same("settings of data in memory", arguments)

@@ -23,8 +23,7 @@ from jaxmpi.checkpoint.restore import Slicing, restore
 from jaxmpi.comm.agreement import check_may_send, on_all_ranks
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.job import Processes
-from jaxmpi.comm.mpi import MpiComm, communicator
-from jaxmpi.comm.solo import SoloProcesses
+from jaxmpi.comm.mpi import communicator, control_of
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.pytrees import PyTree, as_given, check_arrays, has_ranks_own, path_name
 from jaxmpi.core.random_keys import is_key_data, packed, unpacked
@@ -81,7 +80,7 @@ class Checkpoints:
                 earlier checkpoints stay.
         """
         check_may_send("jaxmpi.Checkpoints.save")
-        control, number = self._processes(), _whole_number(step)
+        control, number = control_of(communicator(self._comm)), _whole_number(step)
         control.assert_same("jaxmpi.Checkpoints.save", {"step": f"{step!r:.80}" if number is None else number})
         if number is None:
             raise UsageError(
@@ -115,10 +114,6 @@ class Checkpoints:
             agrees=True,
         )
 
-    def _processes(self) -> Processes:
-        comm = communicator(self._comm)
-        return comm.processes if isinstance(comm, MpiComm) else SoloProcesses()
-
     def _check(self, files: Files, step: int, control: Processes) -> None:
         """Raise `TrainingError` if this rank cannot write the checkpoint."""
         if control.rank == 0:
@@ -151,7 +146,7 @@ class Checkpoints:
                 sharded otherwise than here.
         """
         check_may_send("jaxmpi.Checkpoints.restore")
-        control = self._processes()
+        control = control_of(communicator(self._comm))
         control.assert_same("jaxmpi.Checkpoints.restore", None)
         prepared: list[tuple[ShardedStates, TrainState]] = []
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxmpi.allreduce.call_order import one_thread
-from jaxmpi.comm.agreement import check_may_send, fingerprint, refuse_together
+from jaxmpi.allreduce.call_order import joint_call
+from jaxmpi.comm.agreement import check_may_send, fingerprint
 from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.host_arrays import check_holds, check_unmasked
@@ -70,16 +70,16 @@ def mean(metrics: PyTree, count: Any = 1) -> PyTree:
 def _over_ranks(what: str, metrics: PyTree, count: Any, is_mean: bool) -> PyTree:
     check_may_send(what)
     control = processes()
-    with one_thread(control, what), refuse_together(control.compare):
+    with joint_call(control, what):
         weight = _weight(count) if is_mean else 1.0
         named = [(path or "(the number itself)", leaf) for path, leaf in named_leaves(metrics)]
         given = [_array(f"{what}: leaf {path!r}", leaf) for path, leaf in named]
-    kinds = {
-        path: f"{KINDS.get(x.dtype.kind, 'integers')}{list(x.shape)}" for (path, _), x in zip(named, given, strict=True)
-    }
-    arrays = [_real(x) for x in given]
-    columns = [_as_floats(x.reshape(-1)) for x in arrays]
-    with one_thread(control, what):
+        kinds = {
+            path: f"{KINDS.get(x.dtype.kind, 'integers')}{list(x.shape)}"
+            for (path, _), x in zip(named, given, strict=True)
+        }
+        arrays = [_real(x) for x in given]
+        columns = [_as_floats(x.reshape(-1)) for x in arrays]
         control.compare(fingerprint(what, kinds))
         rows = control.allgather_array(np.concatenate([[weight], *columns]))
     if not rows[:, 0].any():

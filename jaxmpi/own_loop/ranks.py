@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmpi.allreduce.api import exchange
-from jaxmpi.allreduce.call_order import one_thread
+from jaxmpi.allreduce.call_order import joint_call
 from jaxmpi.comm.agreement import check_may_send, without_messages
 from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import UsageError, check
@@ -104,7 +104,7 @@ def join(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
     while True:
         check_may_send("jaxmpi.join")
         found = next(source, _END)
-        with one_thread(control, "jaxmpi.join"):
+        with joint_call(control, "jaxmpi.join"):
             control.assert_same("jaxmpi.join", None)
             are_there = control.allgather_array(np.array([found is not _END], np.float64))[:, 0]
         if not are_there.any():

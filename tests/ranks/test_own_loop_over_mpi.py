@@ -20,6 +20,8 @@ import pytest
 from flax import nnx
 
 import jaxmpi
+from jaxmpi import collectives as mpi
+from jaxmpi.allreduce.overlap import exchange as beside
 from jaxmpi.checkpoint import manager
 from jaxmpi.comm import diagnosis
 from jaxmpi.comm.base import SoloComm
@@ -62,6 +64,49 @@ def test_a_rank_at_another_call_root_or_step_is_named_on_all():
             call() if RANK == 0 else jaxmpi.broadcast(tree)
     with pytest.raises(jaxmpi.UsageError, match=r"Checkpoints.save differs between ranks:\n.*step: got 1, expected 0"):
         jaxmpi.Checkpoints("unused").save(RANK, tree)
+
+
+X, ONES = {"w": jnp.ones(3)}, jnp.ones(SIZE)
+TX = {"topk": jaxmpi.exchange_gradients("topk5"), "sharded": jaxmpi.sharded(optax.sgd(1.0), "element")}
+MASKED = {"w": np.ma.masked_array([1.0, 2.0, 3.0], [False, True, False])}
+# A call of all ranks, what they give, what rank 1 gives in its place, and how its error begins.
+REFUSED_ON_RANK_1: dict[str, tuple[Any, Any, Any, str]] = {
+    "strategy": (lambda y: jaxmpi.exchange(X, y), "asa32", "best", "unknown strategy 'best'"),
+    "op": (lambda y: jaxmpi.exchange(X, op=y), "sum", "max", "unknown op 'max'"),
+    "bucket_bytes": (lambda y: jaxmpi.exchange(X, bucket_bytes=y), None, -1, ".*bucket_bytes: got -1"),
+    "order": (lambda y: jaxmpi.exchange(X, order=y), None, "text", "AttributeError"),
+    "in jit": (lambda y: jax.jit(lambda x: jaxmpi.exchange(x, y))(X), "shm", "best", "unknown strategy 'best'"),
+    "beside": (lambda y: jax.jit(lambda x: beside(x, y))(X), "asa32", "best", "unknown strategy 'best'"),
+    "auto": (lambda y: jaxmpi.exchange(y, "auto"), X, "text", "exchange: leaf .* is str; expected floats"),
+    "gradients": (lambda y: TX["topk"].update(y, TX["topk"].init(X)), X, "text", "exchange: leaf .* is str"),
+    "params": (lambda y: TX["sharded"].update(X, TX["sharded"].init(X), y), X, None, "sharded: got no params"),
+    "allreduce": (lambda y: mpi.allreduce(X, y), "sum", "plus", "allreduce: op: got 'plus'"),
+    "dtype": (lambda y: mpi.scan(X, dtype=y), None, "text", "scan: dtype: got 'text'"),
+    "root": (lambda y: mpi.bcast(X, y), 0, None, "bcast: root: got None"),
+    "template": (lambda y: mpi.bcast(y, 0), X, "text", "bcast: leaf .*: got <U4"),
+    "rows": (mpi.alltoall, ONES, jnp.ones(SIZE + 1), "alltoall: leaf .* has shape"),
+    "counts": (lambda y: mpi.allgatherv(ONES, counts=y), None, 5, "TypeError"),
+    "send_counts": (lambda y: mpi.alltoallv(ONES, y), [1] * SIZE, [SIZE + 1], "alltoallv: send_counts: got"),
+    "start": (lambda y: jax.jit(lambda: mpi.wait(mpi.start(mpi.allreduce, X, y)))(), "sum", "no", "allreduce: op: got"),
+    "count": (lambda y: jaxmpi.metrics.mean(X, y), 1, -1, "jaxmpi.metrics.mean: count: got -1"),
+    "broadcast": (lambda y: jaxmpi.broadcast(X, y), 0, None, "broadcast: root: got None"),
+    "statistics": (jaxmpi.average_statistics, X, MASKED, "exchange: leaf 'w': got a masked array"),
+    "same": (lambda y: jaxmpi.same_on_all_ranks("plan", y), 1, {1}, "plan: ranks cannot compare it"),
+    "color": (COMM.split, 0, -1, "split: color"),
+    "key": (lambda y: COMM.split(0, y), 0, "text", "TypeError"),
+    "extra": (lambda y: jaxmpi.Checkpoints("unused").save(1, X, extra=y), None, {"x": {1}}, ".*extra: "),
+    "local_batch": (lambda y: jaxmpi.InMemory("unused", y), 1, 0, "local_batch: got 0"),
+}
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
+@pytest.mark.parametrize("name", REFUSED_ON_RANK_1)
+def test_what_one_rank_alone_refuses_ends_on_all_ranks_with_its_sentence(name):
+    call, usual, odd, sentence = REFUSED_ON_RANK_1[name]
+    with pytest.raises((jaxmpi.UsageError, jaxmpi.TrainingError, TypeError, AttributeError)) as error:
+        call(odd if RANK == 1 else usual)
+    assert re.search(sentence if RANK == 1 else f"Error: rank 1: {sentence}", f"{error.typename}: {error.value}")
+    jaxmpi.same_on_all_ranks("the next call", 1)
 
 
 def test_metrics_of_any_dtype_are_exact_for_uneven_counts():
