@@ -1,18 +1,21 @@
-"""Images per second and core of loaders, and their delay of steps.
+"""Images per second of loaders.
 
-    python scripts/bench_data.py [--part peers formats] [--rounds 3] [--images 512] [--cores 0 1]
+    python scripts/bench_data.py [--part peers loaders formats] [--rounds 3] [--images 512] [--cores 0 1]
 
 JPEG files of 500 x 375 px, quality 90, are cut from scikit-learn's two photographs. All contenders read the same files
-and give u8[64, 224, 224, 3] batches of random-resized crops, mirrored half of the time. Each is a job of its own, with
-one loader, pinned with all its processes to one core. Jobs take turns; the median of the rounds counts.
+and give u8[64, 224, 224, 3] batches of random-resized crops, half of them mirrored. Each is a job of its own, pinned
+with all its processes to one core, with one loader. Jobs take turns; the median of the rounds counts.
 
-peers    bare: simplejpeg's decode of whole files, nothing else. Others: as their documentation has it, decoding with
-         Pillow or OpenCV as the name says.
+peers    bare: simplejpeg's decode of whole files by one thread, nothing else. Others: as their documentation has it,
+         decoding with Pillow, OpenCV or our decode as the name says; of packages that are installed (SPDL needs no
+         more than `uv pip install --no-deps spdl spdl-core`).
+loaders  the same on all cores, with a loader a core.
 formats  the same photographs as a folder of JPEG files, and packed with the shorter side 256 px. The packed ones are
          also loaded into memory. The centres of 256 x 256 px are in batch files and in an array in memory.
 """
 
 import argparse
+import functools
 import importlib.util
 import io
 import os
@@ -31,6 +34,7 @@ BATCH, PX, WIDTH, HEIGHT, QUALITY = 64, 224, 500, 375, 90
 LABELS = "china", "flower"  # names of the photographs
 AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
 SHORTER = 256  # px, of the images in batch files and in memory
+Decode = Callable[[bytes, np.random.Generator], np.ndarray]
 
 
 # ---------------------------------------------------------------- data
@@ -117,6 +121,25 @@ def by_opencv(blob: bytes, rng: np.random.Generator) -> np.ndarray:
     return cv2.flip(scaled, 1) if mirror else scaled
 
 
+def by_jaxmpi(blob: bytes, rng: np.random.Generator) -> np.ndarray:
+    """Decode and crop as jaxmpi's loaders do."""
+    return our_augment().encoded(blob, 0, int(rng.integers(1 << 30)), "image")
+
+
+@functools.cache
+def our_augment() -> Any:
+    """Augmentation of jaxmpi's loaders."""
+    from jaxmpi.config.data import Data
+    from jaxmpi.data.augment import Augment
+
+    return Augment(Data(crop=PX, crop_area=AREA, mirror=True), train=True, seed=0)
+
+
+def cores() -> int:
+    """Number of loaders: one a core that this job is pinned to."""
+    return len(os.sched_getaffinity(0))
+
+
 def bare(folder: Path) -> Iterator[int]:
     """Decode only."""
     import simplejpeg
@@ -137,7 +160,7 @@ def jaxmpi_loader(source: str, folder: Path, kind: str) -> Any:
     from jaxmpi.data.memory_source import MemorySource
 
     options: dict[str, Any] = {"loader": kind, "crop": PX, "crop_area": AREA, "mirror": True}
-    data = Data(dir=str(folder), loaders=1, prefetch=2, **options)
+    data = Data(dir=str(folder), loaders=cores(), prefetch=2, **options)
     place = folder / FOLDERS.get(source, "")
     if source == "array":
         files = open_source(Data("batchfiles", str(place)), "train")
@@ -165,51 +188,88 @@ def jaxmpi(source: str, kind: str) -> Callable[[Path], Iterator[int]]:
 class Files:
     """Data set for PyTorch: files and a decoder."""
 
-    def __init__(self, paths: list[Path]) -> None:
-        self.paths = paths
+    def __init__(self, paths: list[Path], decode: Decode) -> None:
+        self.paths, self.decode = paths, decode
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         path = self.paths[index]
-        return by_pillow(path.read_bytes(), np.random.default_rng(index)), int(path.parent.name == "flower")
+        return self.decode(path.read_bytes(), np.random.default_rng(index)), int(path.parent.name == "flower")
 
 
-def torch_pillow(folder: Path) -> Iterator[int]:
-    """PyTorch's DataLoader with one worker."""
+def torch(folder: Path, decode: Decode) -> Iterator[int]:
+    """PyTorch's DataLoader: worker processes."""
     from torch.utils.data import DataLoader  # pyright: ignore[reportMissingImports]
 
-    data: Any = Files(files(folder))
-    loader = DataLoader(data, BATCH, shuffle=True, num_workers=1, persistent_workers=True)
+    data: Any = Files(files(folder), decode)
+    loader = DataLoader(data, BATCH, shuffle=True, num_workers=cores(), persistent_workers=True)
     while True:
         for images, _ in loader:
             yield len(images)
 
 
-def grain_by(decode: Callable[[bytes, np.random.Generator], np.ndarray]) -> Callable[[Path], Iterator[int]]:
-    """Grain with one reading thread, which is quicker than one process."""
+class Example:
+    """Example of a file, for Grain and its processes."""
 
-    def counts(folder: Path) -> Iterator[int]:
-        import grain  # pyright: ignore[reportMissingImports]
+    def __init__(self, decode: Decode) -> None:
+        self.decode = decode
 
-        def example(path: Path, rng: np.random.Generator) -> tuple[np.ndarray, int]:
-            return decode(path.read_bytes(), rng), int(path.parent.name == "flower")
+    def __call__(self, path: Path, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+        return self.decode(path.read_bytes(), rng), int(path.parent.name == "flower")
 
-        data = grain.MapDataset.source(files(folder)).seed(0).shuffle().repeat().random_map(example).batch(BATCH)
-        for images, _ in data.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)):
+
+def grain(folder: Path, decode: Decode, processes: bool = False) -> Iterator[int]:
+    """Grain with reading threads, or with processes of one each."""
+    import grain  # pyright: ignore[reportMissingImports]
+    from absl import flags
+
+    data = grain.MapDataset.source(files(folder)).seed(0).shuffle().repeat().random_map(Example(decode)).batch(BATCH)
+    threads = 1 if processes else cores()
+    batches = data.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(2, threads)))
+    if processes:
+        flags.FLAGS.mark_as_parsed()
+        batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=cores()))
+    for images, _ in batches:
+        yield len(images)
+
+
+def spdl(folder: Path, decode: Decode) -> Iterator[int]:
+    """SPDL with threads."""
+    from spdl.pipeline import PipelineBuilder  # pyright: ignore[reportMissingImports]
+
+    def endless() -> Iterator[tuple[int, Path]]:
+        rng, paths = np.random.default_rng(0), files(folder)
+        while True:
+            yield from ((i, paths[i]) for i in rng.permutation(len(paths)).tolist())
+
+    def example(numbered: tuple[int, Path]) -> tuple[np.ndarray, int]:
+        i, path = numbered
+        return decode(path.read_bytes(), np.random.default_rng(i)), int(path.parent.name == "flower")
+
+    def batch(examples: list[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray]:
+        images, labels = zip(*examples, strict=True)
+        return np.stack(images), np.array(labels)
+
+    builder = PipelineBuilder().add_source(endless()).pipe(example, concurrency=cores(), output_order="input")
+    pipeline = builder.aggregate(BATCH).pipe(batch).add_sink(2).build(num_threads=cores())
+    with pipeline.auto_stop():
+        for images, _ in pipeline:
             yield len(images)
-
-    return counts
 
 
 CONTENDERS: dict[str, Callable[[Path], Iterator[int]]] = {
     "bare": bare,
-    "jaxmpi, a process": jaxmpi("imagefolder", "processes"),
-    "jaxmpi, a thread": jaxmpi("imagefolder", "threads"),
-    "torch, Pillow": torch_pillow,
-    "grain, Pillow": grain_by(by_pillow),
-    "grain, OpenCV": grain_by(by_opencv),
+    "jaxmpi, processes": jaxmpi("imagefolder", "processes"),
+    "jaxmpi, threads": jaxmpi("imagefolder", "threads"),
+    "torch, Pillow": partial(torch, decode=by_pillow),
+    "torch, our decode": partial(torch, decode=by_jaxmpi),
+    "grain, Pillow": partial(grain, decode=by_pillow),
+    "grain, OpenCV": partial(grain, decode=by_opencv),
+    "grain, our decode": partial(grain, decode=by_jaxmpi),
+    "grain, our decode, processes": partial(grain, decode=by_jaxmpi, processes=True),
+    "spdl, our decode": partial(spdl, decode=by_jaxmpi),
 }
 FORMATS = {
     "imagefolder": ("imagefolder", "processes"),
@@ -233,45 +293,51 @@ def measure(counts: Iterator[int], seconds: float) -> float:
 
 
 def images_per_s(name: str, folder: str, cores: list[int], seconds: float) -> float:
-    """Be a contender, pinned to one core with all its processes."""
-    os.sched_setaffinity(0, {cores[0]})
+    """Be a contender, pinned to these cores with all its processes."""
+    os.sched_setaffinity(0, cores)
     contender = CONTENDERS[name] if name in CONTENDERS else jaxmpi(*FORMATS[name])
     return measure(contender(Path(folder)), seconds)
 
 
-def rounds(names: list[str], folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Images/s: medians of jobs that take turns."""
+def rounds(names: list[str], folder: Path, options: argparse.Namespace, cores: list[int]) -> dict[str, list[float]]:
+    """Images/s of jobs that take turns."""
     job = partial(harness.on_ranks, images_per_s, timeout_s=300)
-    runs: dict[str, Any] = {name: partial(job, name, str(folder), options.cores, options.seconds) for name in names}
-    rates = harness.take_turns(runs, options.rounds, clock=harness.result)
-    return {name: statistics.median(values) for name, values in rates.items()}
+    runs: dict[str, Any] = {name: partial(job, name, str(folder), cores, options.seconds) for name in names}
+    return harness.take_turns(runs, options.rounds, clock=harness.result)
 
 
 # ---------------------------------------------------------------- tables
 
 
-def show_peers(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Print images/s and core, with ratios to the bare decode and the best other."""
-    names = options.only or list(CONTENDERS)
-    rates = rounds(names, folder, options)
+def show_peers(folder: Path, options: argparse.Namespace, cores: list[int]) -> dict[str, float]:
+    """Print images/s with their spread, and ratios to the bare decode and the best other."""
+    packages = {name: name.split(",")[0] for name in options.only or CONTENDERS}
+    names = [name for name, package in packages.items() if package == "bare" or importlib.util.find_spec(package)]
+    values = rounds(names, folder, options, cores)
+    rates = {name: statistics.median(each) for name, each in values.items()}
     bases = rates.get("bare"), max((rates[n] for n in names if not n.startswith(("jaxmpi", "bare"))), default=None)
     rows = [
-        [name, f"{rate:.0f}", *(f"{rate / base:.2f}" if base else "-" for base in bases)]
+        [name, harness.interval(values[name], 0), *(f"{rate / base:.2f}" if base else "-" for base in bases)]
         for name, rate in sorted(rates.items(), key=lambda item: -item[1])
     ]
-    print(harness.table(("peers", "images/s", "of bare", "of the best other"), rows))
+    print(harness.table((f"{len(cores)} loaders", "images/s", "of bare", "of the best other"), rows))
     return rates
 
 
 def show_formats(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Print images/s and core of every format."""
-    rates = rounds(list(FORMATS), folder, options)
+    values = rounds(list(FORMATS), folder, options, options.cores[:1])
+    rates = {name: statistics.median(each) for name, each in values.items()}
     rows = [[name, f"{rate:.0f}", f"{rate / rates['imagefolder']:.2f}"] for name, rate in rates.items()]
     print(harness.table(("format", "images/s", "of folder"), rows))
     return rates
 
 
-PARTS = {"peers": show_peers, "formats": show_formats}
+PARTS: dict[str, Callable[[Path, argparse.Namespace], dict[str, float]]] = {
+    "peers": lambda folder, options: show_peers(folder, options, options.cores[:1]),
+    "loaders": lambda folder, options: show_peers(folder, options, options.cores),
+    "formats": show_formats,
+}
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ class Data:
     max_skipped: float = 0.01  # largest share of the examples that a run may skip in an epoch, of each epoch begun
     # kind of loaders that make batches; auto: processes to decode images
     loader: Literal["auto", "processes", "threads", "spawn"] = "auto"
-    loaders: int = 2  # number of loaders per worker
+    loaders: int = 0  # loaders per worker; 0: one per core of the worker, 8 at most, to decode images, else 2
     prefetch: int = 2  # batches made ahead, per worker
     stall_timeout_s: float = 300.0  # seconds that a loader may be at one example before the run ends
     # unit that is put in a new order each epoch; auto: see docs/data.md
@@ -78,7 +78,7 @@ class Data:
             crop=">= 0 px",
             channels=">= 1",
             prefetch=">= 1",
-            loaders=f"[1, {MOST_LOADERS}]",
+            loaders=f"[0, {MOST_LOADERS}]",
             synthetic_examples=">= 1",
             window=">= 1",
             stall_timeout_s="> 0 seconds",

@@ -19,7 +19,6 @@ from jaxmpi.data.batch_loader import Batch as Batch
 from jaxmpi.data.batch_loader import Loader as Loader
 from jaxmpi.data.decode import CorruptExample as CorruptExample
 from jaxmpi.data.loader_pool import LoaderPool as LoaderPool
-from jaxmpi.data.loader_pool import kind_for as kind_for
 from jaxmpi.data.sampler import FileSampler as FileSampler
 from jaxmpi.data.sampler import Sampler as Sampler
 from jaxmpi.data.sampler import Share as Share

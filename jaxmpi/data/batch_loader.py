@@ -6,6 +6,7 @@ ring of `prefetch + 2` slots is filled: one for the step that runs, one for the 
 
 import collections
 import logging
+import os
 import time
 import weakref
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.data.augment import Augment, load_mean_image
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import Example, ExampleReader
-from jaxmpi.data.loader_pool import LoaderPool, kind_for
+from jaxmpi.data.loader_pool import LoaderPool, make_pool
 from jaxmpi.data.loader_worker import NO_SLOT, Ring
 from jaxmpi.data.sampler import Sampler, Share
 from jaxmpi.data.sources.base import Source
@@ -117,7 +118,7 @@ class Loader:
         self._free: collections.deque[int] = collections.deque()  # slots
         self._filler: Example | None = None
         self._reader = ExampleReader(source, augment, config.on_error == "skip", classes, labels)
-        self._pool = pool or LoaderPool(kind_for(config, source), config.loaders, config.stall_timeout_s)
+        self._pool = pool or make_pool(config, source, len(os.sched_getaffinity(0)))
         self._job = self._pool.open(self._reader)
         self._ring: Ring | None = None
         self._finalize = weakref.finalize(self, _release, self._pool, self._job, stop=pool is None)

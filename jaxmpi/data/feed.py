@@ -34,13 +34,14 @@ from jaxmpi.data import mpi_loaders as mpi_loaders  # a kind of loaders
 from jaxmpi.data.augment import Augment, load_mean_image
 from jaxmpi.data.batch_loader import Loader
 from jaxmpi.data.example import ExampleReader, nested
-from jaxmpi.data.loader_pool import LoaderPool, kind_for
+from jaxmpi.data.loader_pool import LoaderPool, make_pool
 from jaxmpi.data.sampler import UNBOUNDED, FileSampler, Sampler, StreamSampler
 from jaxmpi.data.shuffle import MemoryShuffle, keep_in_memory
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.grain_datasets import StreamSource
 from jaxmpi.data.sources.registry import open_source
 from jaxmpi.model.contract import Model
+from jaxmpi.runtime.process import rank_cores
 from jaxmpi.tasks.registry import find_spec, make_task
 
 
@@ -250,10 +251,9 @@ def open_feed(
         source, sampler = _choose_sampler(source, data, is_train, workers)
         make = partial(sampler, len(source), effective_batch, shuffle=is_train, **order)
         samplers = tuple(make(rank=rank) for rank in workers.mine)
-    kind = kind_for(data, source)
-    loaders = 1 if is_stream else data.loaders * len(workers.mine)  # a stream has one order
-    if pool is None or (pool.kind, pool.size) != (kind, loaders):
-        pool = LoaderPool(kind, loaders, data.stall_timeout_s)
+    own_pool = make_pool(data, source, rank_cores(), len(workers.mine))
+    if pool is None or (pool.kind, pool.size) != (own_pool.kind, own_pool.size):
+        pool = own_pool
     return DeviceFeed(
         source=source,
         samplers=samplers,

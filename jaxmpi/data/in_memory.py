@@ -19,13 +19,14 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.core.train_state import Batch
 from jaxmpi.data.feed import DeviceFeed
 from jaxmpi.data.group_order import GroupSampler, permute_within_parts
-from jaxmpi.data.loader_pool import LoaderPool, kind_for
+from jaxmpi.data.loader_pool import make_pool
 from jaxmpi.data.memory_source import NoRoom
 from jaxmpi.data.sampler import Share
 from jaxmpi.data.shuffle import Shuffle, keep_in_memory
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.registry import open_source
 from jaxmpi.model.contract import check_whole
+from jaxmpi.runtime.process import rank_cores
 
 MOST_BATCHES = 1 << 32  # between two shuffles
 STATE = ("shuffles", "batches", "examples", "effective_batch", "seed", "group_size")  # keys of `state()`
@@ -120,7 +121,7 @@ class InMemory:
         inside = self._memory.source
         agreed: type[Exception] = UsageError  # all ranks raise it together
         try:
-            pool = LoaderPool(kind_for(config, inside), config.loaders, config.stall_timeout_s)
+            pool = make_pool(config, inside, rank_cores())
             self._feed = DeviceFeed(inside, samplers, config, True, pool, memory=self._memory, labels="numbers")
             workers.processes.assert_same("the data", self._feed.facts())
             odd = [f"{k}: got {v}, expected {state.get(k)}" for k, v in self._facts.items() if state and state[k] != v]

@@ -43,11 +43,13 @@ from jaxmpi.data.loader_worker import (
     answer_from_bytes,
 )
 from jaxmpi.data.sources.base import Source, where
+from jaxmpi.data.sources.grain_datasets import StreamSource
 
 JOIN_S = 5.0  # a loader stuck in a read must not keep an error from being shown
 END_S = 1.0  # a process ends as soon as its pipe is closed, unless it has been stopped
 START_S = 120.0  # at least, for a process to start: a network file system may have to deliver all of Python
 POLL_S = 0.1  # between looks at whether loaders are well, while an answer is waited for
+MOST_BY_CORES = 8  # of a worker that decode, unless `data.loaders` says more: each process takes about 100 MB
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
@@ -216,6 +218,16 @@ def kind_for(config: Data, source: Source) -> str:
         return config.loader
     decodes = getattr(source, "encoded", None) is not None
     return "processes" if decodes and not in_process and hasattr(os, "memfd_create") else "threads"
+
+
+def make_pool(config: Data, source: Source, cores: int, workers: int = 1) -> LoaderPool:
+    """The pool of a process's workers, not yet started: `data.loaders` each, or as many as its cores allow."""
+    kind = kind_for(config, source)
+    decodes = kind != "threads" or getattr(source, "encoded", None) is not None
+    # Threads that do not decode wait for files or hold Python's lock, on any number of cores.
+    each = config.loaders or (max(1, min(cores // workers, MOST_BY_CORES)) if decodes else 2)
+    size = 1 if isinstance(source, StreamSource) else each * workers  # a stream has one order
+    return LoaderPool(kind, size, config.stall_timeout_s)
 
 
 class ThreadLoader:

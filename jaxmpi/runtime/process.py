@@ -259,6 +259,12 @@ def cores() -> int:
     return min(len(core_mask()) or os.cpu_count() or 1, quota_cores())
 
 
+def rank_cores() -> int:
+    """Number of cores of this rank, at least 1: its own, or its part of those that it shares with ranks of its host."""
+    launch = launched()
+    return min(cores(), max(1, min(os.cpu_count() or 1, quota_cores()) // (launch.local_size if launch else 1)))
+
+
 def quota_cores() -> int:
     """Whole cores, at least 1, of a control group's quota; without one the host's."""
     with suppress(OSError, ValueError):  # there is no control group, or its quota is "max"

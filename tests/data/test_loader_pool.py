@@ -24,7 +24,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.data import ArraySource, CorruptExample, Loader, LoaderPool, Sampler, open_source
 from jaxmpi.data.feed import open_feed
-from jaxmpi.data.loader_pool import python_line
+from jaxmpi.data.loader_pool import make_pool, python_line
 from jaxmpi.data.loader_worker import (
     SharedPickle,
 )
@@ -105,6 +105,22 @@ class TestSameBatches:
                 for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
                     assert np.array_equal(x, y)
                 assert a.image.shape == (5, 24, 24, 3)
+
+    @pytest.mark.parametrize(
+        ("cores", "workers", "data", "loaders"),
+        [
+            (3, 1, {}, 3),
+            (5, 2, {}, 4),
+            (1, 2, {}, 2),
+            (64, 1, {}, 8),
+            (3, 1, {"loader": "threads"}, 3),
+            (64, 2, {"loaders": 20}, 40),
+            (64, 1, {"source": "digits"}, 2),
+        ],
+    )
+    def test_loaders_that_decode_are_as_many_as_cores_allow(self, photographs, cores, workers, data, loaders):
+        data = dataclasses.replace(folder_data(photographs), **{"loader": "auto", "loaders": 0, **data})
+        assert make_pool(data, open_source(data, "train"), cores, workers).size == loaders
 
     def test_training_and_evaluation_share_loaders(self, photographs):
         data = folder_data(photographs)

@@ -22,15 +22,14 @@ from jaxmpi.core.errors import AgreedError, UsageError
 from jaxmpi.data import (
     ArraySource,
     Loader,
-    LoaderPool,
     Sampler,
     group_order,
-    kind_for,
     memory_source,
     shuffle,
 )
 from jaxmpi.data.feed import DeviceFeed
 from jaxmpi.data.group_order import SEGMENT_BYTES
+from jaxmpi.data.loader_pool import make_pool
 from jaxmpi.data.shuffle import THREAD, keep_in_memory
 from jaxmpi.runtime import progress
 
@@ -66,8 +65,7 @@ def kept(source, train: bool = True, **data):
     """A feed whose source is in memory."""
     options = Data(memory="partition", **data)
     memory, samplers = keep_in_memory(source, options, 3, LOCAL * SIZE, train, WORKERS)
-    pool = LoaderPool(kind_for(options, memory.source), options.loaders, options.stall_timeout_s)
-    return DeviceFeed(memory.source, samplers, options, train, pool, memory=memory)
+    return DeviceFeed(memory.source, samplers, options, train, make_pool(options, memory.source, 2), memory=memory)
 
 
 def from_files(source, train: bool = True, start: int = 0, stop: int | None = None):

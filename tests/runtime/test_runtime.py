@@ -267,14 +267,19 @@ def test_a_process_whose_thread_ends_the_job_does_not_end_well_meanwhile():
     assert python(SLOW_END).returncode == 1
 
 
-@pytest.mark.parametrize(("text", "cores"), [("max 100000", 7), ("250000 100000", 2), ("50000 100000", 1), ("", 7)])
-def test_cores_of_a_quota(text, cores, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("text", "cores", "of_two_ranks"),
+    [("max 100000", 7, 3), ("250000 100000", 2, 1), ("50000 100000", 1, 1), ("", 7, 3)],
+)
+def test_cores_of_a_quota(text, cores, of_two_ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(process, "core_mask", lambda: [*range(7)])
     monkeypatch.setattr(os, "cpu_count", lambda: 7)
     monkeypatch.setattr(process, "QUOTA", tmp_path / "cpu.max")
     if text:
         process.QUOTA.write_text(text)
-    assert process.cores() == cores
+    assert process.cores() == process.rank_cores() == cores
+    monkeypatch.setattr(process, "launched", lambda: process.Launch("mpirun", 0, 4, 0, 2))
+    assert process.rank_cores() == of_two_ranks
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan"])
