@@ -167,10 +167,11 @@ def draw_step() -> Picture:
 
 def owners_by_epoch(examples: int = 24, workers: int = 4) -> tuple[np.ndarray, np.ndarray]:
     """i[n]: the worker that reads each record in epoch 0 and in epoch 1, all workers being a group."""
-    from jaxmpi.data.group_order import GroupSampler, record_owners
+    from jaxmpi.data.group_order import GroupSampler, place_owners, record_owners
 
     sampler = GroupSampler(examples, 8, seed=0, parts=workers)
-    before, after = (record_owners(*sampler.shuffled_records(sampler.shuffle_of_turn(epoch))) for epoch in (0, 1))
+    owners = place_owners(examples, 8, workers)
+    before, after = (record_owners(sampler.epoch_order(epoch), owners) for epoch in (0, 1))
     return before, after
 
 

@@ -3,7 +3,7 @@
 One frozen dataclass has the settings of all sources, so that a flag can change the source of an experiment. It checks
 itself when it is made: a bad value is refused before any file is read. Python objects, such as `train` and `augment`,
 can be set in an experiment file only; all else has a flag. `to_loader_config` leaves out the objects that only the
-source needs. `shuffle_schedule` says when data in memory moves between workers.
+source needs.
 """
 
 import math
@@ -11,13 +11,11 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from jaxmpi.config import durations
 from jaxmpi.config.validate import InPython, check_fields
 from jaxmpi.core.errors import UsageError
 
-_PERIOD = re.compile(r"\d+(\.\d+)?(ep|st|ex)")
 MOST_LOADERS = 1024  # per worker; each is a thread or a process
 
 
@@ -60,8 +58,7 @@ class Data:
     memory: Literal["none", "partition"] = "none"
     # partition: workers that hold one full copy together; 0 = all workers; auto: the fewest whose hosts have the memory
     group_size: int | str = 0
-    # partition: epochs between two shuffles over a group, or steps, as in 500st; 0 = after the first none
-    shuffle_period: int | str = 1
+    shuffle_period: int = 1  # partition: epochs between two shuffles over a group; 0 = after the first none
     # array: anything with __len__ and __getitem__ -> (image, label); grain: a MapDataset; mixture: parts and weights
     train: InPython[Any] = None
     validation: InPython[Any] = None  # the same, for evaluation; several as a dict by name
@@ -82,6 +79,7 @@ class Data:
             synthetic_examples=">= 1",
             window=">= 1",
             stall_timeout_s="> 0 seconds",
+            shuffle_period=">= 0 epochs",
         )
         if self.memory != "none" and self.shuffle_by in ("files", "files-mixed"):
             raise UsageError(
@@ -106,8 +104,7 @@ class Data:
             raise UsageError(
                 f"data.group_size: got {self.group_size!r}; expected a number of workers, 0 for all of them, or auto"
             )
-        shuffle_schedule(self.shuffle_period, 1, 1)  # says what is wrong with it
-        validation_sets(self)  # the same
+        validation_sets(self)  # says what is wrong with them
         area, (narrow, wide) = self.crop_area, self.crop_aspect
         if area and not (len(area) == 2 and 0 < area[0] <= area[1] <= 1):
             raise UsageError(f"data.crop_area: got {area}; expected two shares with 0 < smallest <= largest <= 1")
@@ -147,33 +144,6 @@ def is_several(validation: Any, train: Any) -> bool:
         return False
     has_fields = any(hasattr(part, "shape") or isinstance(part, (list, tuple)) for part in validation.values())
     return not (has_fields or (isinstance(train, dict) and train.keys() == validation.keys()))
-
-
-class ShuffleSchedule(NamedTuple):
-    """When records in memory move to other workers."""
-
-    epochs: int  # between two shuffles; 0: after the first none
-    piece_steps: int = 0  # if > 0: those whose records come at once, fewer than an epoch has
-
-
-def shuffle_schedule(period: int | str, steps_per_epoch: int, effective_batch: int) -> ShuffleSchedule:
-    """`data.shuffle_period` in whole epochs, rounded, or in steps below one epoch.
-
-    Raises:
-        UsageError: it is neither epochs nor a duration.
-    """
-    message = f"data.shuffle_period: got {period!r}; expected epochs, such as 2, or a duration, as 500st"
-    if isinstance(period, int):
-        if not period >= 0:
-            raise UsageError(f"{message}; 0 for no shuffle after the first")
-        return ShuffleSchedule(period)
-    match = _PERIOD.fullmatch(period)
-    if match is None:
-        raise UsageError(message)
-    steps = durations.duration_steps(period, steps_per_epoch, effective_batch)
-    if 0 < steps < steps_per_epoch:
-        return ShuffleSchedule(1, steps)
-    return ShuffleSchedule(max(round(steps / steps_per_epoch), 1) if steps else 0)
 
 
 def to_loader_config(config: Data) -> Data:

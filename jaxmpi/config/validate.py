@@ -46,7 +46,7 @@ def check_fields(part: Any, prefix: str = "", **ranges: str) -> None:
         lookup(dict.fromkeys(words), getattr(part, name), prefix + name)
     for name, text in ranges.items():
         value = getattr(part, name)
-        if value is not None and (isinstance(value, bool) or not is_in(value, text)):
+        if value is not None and (isinstance(value, bool | str) or not is_in(value, text)):
             raise UsageError(f"{prefix}{name}: got {value}; expected {text}")
 
 

@@ -7,7 +7,6 @@ reads, and all groups together read each record once.
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,16 +23,11 @@ class GroupSampler(Sampler):
     """The order of examples that move between the workers of a group of `parts` every `period` epochs (0: once).
 
     At the first of these epochs the order is that of `Sampler`. In the others each member's records are permuted among
-    themselves, by (seed, epoch, member): it then depends on the group's size too.
-
-    With `piece_steps` the order is that of `Sampler` always. Members keep what they have read from files, and copies of
-    the records that they read in the next steps come in pieces of so many. A turn is a piece, or an epoch whose records
-    come at once; turns are numbered over all epochs.
+    themselves, by (seed, epoch, member): it then depends on the group's size too. A turn is an epoch.
     """
 
     parts: int = 1
     period: int = 1
-    piece_steps: int = 0
 
     @property
     def name(self) -> str:
@@ -41,44 +35,22 @@ class GroupSampler(Sampler):
         is_plain = self.period == 1 or self.parts == 1 or not self.shuffle
         return "" if is_plain else f"shuffled over {self.parts} workers every {self.period} epochs"
 
-    @property
-    def pieces(self) -> int:
-        """Turns of an epoch."""
-        return math.ceil(self.steps_per_epoch / self.piece_steps) if self.piece_steps else 1
-
-    @property
-    def copies(self) -> float:
-        """The most that a member has in memory, in parts: its own, and the next epoch's or two pieces."""
-        return 2.0 if not self.piece_steps else 1 + min(2 * self.piece_steps / self.steps_per_epoch, 1)
-
     def turn_of_step(self, step: int) -> int:
         """The turn in which `step` is read."""
-        epoch, batch = divmod(step, max(self.steps_per_epoch, 1))
-        return epoch * self.pieces + batch // self.piece_steps if self.piece_steps else epoch
-
-    def shuffle_of_turn(self, turn: int) -> int:
-        """The shuffle whose records a turn reads, numbered by its first turn."""
-        return turn if self.piece_steps else self._shuffle_epoch(turn)
-
-    def shuffled_records(self, shuffle: int) -> tuple[np.ndarray, np.ndarray]:
-        """What a shuffle brings: i64[k], records in epoch order; i32[k], the group's worker that reads each."""
-        epoch, piece = divmod(shuffle, self.pieces)
-        length = self.piece_steps * self.effective_batch or self.examples
-        places = slice(piece * length, (piece + 1) * length)
-        return self.epoch_order(epoch)[places], place_owners(self.examples, self.effective_batch, self.parts)[places]
+        return step // max(self.steps_per_epoch, 1)
 
     def epoch_order(self, epoch: int) -> np.ndarray:
         """i64[n]: the epoch's whole order, if examples are shuffled."""
-        first = self._shuffle_epoch(epoch)
+        first = self.shuffle_of_turn(epoch)
         if epoch == first:
             return super()._order(epoch, 0, self.examples)
         return permute_within_parts(self.examples, self.effective_batch, self.seed, epoch, self.parts, first)
 
-    def _shuffle_epoch(self, epoch: int) -> int:
-        """The epoch whose shuffle brought the records that are read in `epoch`."""
+    def shuffle_of_turn(self, turn: int) -> int:
+        """The turn whose shuffle brought the records that are read in this one."""
         if self.parts == 1:
-            return epoch  # nothing needs to move
-        return epoch - epoch % self.period if self.period else 0
+            return turn  # nothing needs to move
+        return turn - turn % self.period if self.period else 0
 
     def _order(self, epoch: int, begin: int, end: int) -> np.ndarray:
         return self.epoch_order(epoch)[begin:end] if self.shuffle else super()._order(epoch, begin, end)

@@ -227,12 +227,11 @@ class MemorySource(TableSource):
         """The arena that was taken last."""
         return self._arenas[0]
 
-    def forget(self, stays: Arena | None = None) -> mmap.mmap | None:
-        """Drop all arenas but the newest and this one; return the pages of one that nobody reads any more."""
+    def forget(self) -> mmap.mmap | None:
+        """Drop all arenas but the newest; return the pages of one that nobody reads any more."""
         with self._changed:
-            remaining = [arena for arena in self._arenas if arena is self._arenas[0] or arena is stays]
-            dropped = [(weakref.ref(arena.bytes), arena.pages) for arena in self._arenas if arena not in remaining]
-            self._arenas = tuple(remaining)
+            dropped = [(weakref.ref(arena.bytes), arena.pages) for arena in self._arenas[1:]]
+            self._arenas = self._arenas[:1]
         return next((pages for view, pages in dropped if view() is None), None)
 
 
@@ -256,7 +255,7 @@ def _sample_first(records: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------- room
 
 
-def need_and_left(part_bytes: float, loaded_bytes: float = 0, copies: float = 1) -> np.ndarray:
+def need_and_left(part_bytes: float, loaded_bytes: float = 0, copies: int = 1) -> np.ndarray:
     """f64[2]: bytes that a process still needs, its part `copies` times and to send records; bytes that are left."""
     need_bytes = copies * part_bytes + min(part_bytes, BUFFER_BYTES) - loaded_bytes
     return np.array([need_bytes, available_bytes()], np.float64)
@@ -290,16 +289,13 @@ def _by_host(hosts: Sequence[int]) -> list[list[int]]:
     return [[rank for rank, other in enumerate(hosts) if other == host] for host in sorted(set(hosts))]
 
 
-def smallest_group(
-    total_bytes: float, copies: float, available: np.ndarray, hosts: Sequence[int], per_process: int = 1
-) -> int:
+def smallest_group(total_bytes: float, available: np.ndarray, hosts: Sequence[int], per_process: int = 1) -> int:
     """The smallest group whose parts fit into FREE_SHARE of each host's free memory; all workers if none does.
 
     The smaller a group, the fewer records move.
 
     Args:
         total_bytes: of all records.
-        copies: of its part that a worker has at once if records move.
         available: f64[ranks], bytes that the host of each has left.
         hosts: of the ranks.
         per_process: workers of a rank.
@@ -307,7 +303,7 @@ def smallest_group(
     sizes = _group_sizes(len(hosts) * per_process, per_process)
     for size in sizes:
         parts = max(size // per_process, 1)
-        need = need_and_left(total_bytes / parts, copies=copies if parts > 1 else 1)[0]
+        need = need_and_left(total_bytes / parts, copies=2 if parts > 1 else 1)[0]
         if all(len(ranks) * need <= FREE_SHARE * available[ranks].min() for ranks in _by_host(hosts)):
             return size
     return sizes[-1]

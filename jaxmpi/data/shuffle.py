@@ -10,7 +10,6 @@ names them all 2 to 10 times: Open MPI reads only contiguous bytes out of anothe
 """
 
 import collections
-import dataclasses
 import threading
 import time
 import weakref
@@ -24,7 +23,7 @@ from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.polling import WaitClock
 from jaxmpi.comm.topology import Workers
-from jaxmpi.config.data import Data, shuffle_schedule
+from jaxmpi.config.data import Data
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.shared_memory import available_bytes
@@ -56,7 +55,6 @@ def describe_memory(sampler: GroupSampler, is_auto: bool, worker_bytes: float, l
         how = f"groups of {sampler.parts} workers{auto} have one copy each, in one process, which shuffles indices"
     else:
         rhythm = {0: "once", 1: "every epoch"}.get(sampler.period, f"every {sampler.period} epochs")
-        rhythm = f"in pieces of {sampler.piece_steps} steps" if sampler.piece_steps else rhythm
         how = f"groups of {sampler.parts} workers{auto} have one copy each, shuffled {rhythm}"
     return f"training data in memory, {worker_bytes / 1e6:,.1f} MB a worker: {how}; loaded in {load_s:.1f} s"
 
@@ -77,7 +75,6 @@ class MemoryShuffle:
         self.load_s = 0.0  # seconds that loading took
         self.shuffles: list[Shuffle] = []  # that are done
         self._is_loaded = False
-        self._home: Arena | None = None  # what has been loaded, if it stays: shuffles bring copies of it
         self._turn, self._last_turn = -1, None
         self._placed: int | None = None  # the shuffle whose records are here or will be; None: as they were loaded
         # That of the last shuffle, which keeps this object alive until it is done. The process must not end before: MPI
@@ -114,7 +111,7 @@ class MemoryShuffle:
         self._turn = turn
         is_last = self._last_turn is not None and turn >= self._last_turn
         if is_last or not self._bring(turn + 1):
-            self.source.forget(self._home)
+            self.source.forget()
 
     def load(self) -> bool:
         """Load this process's part once, on all ranks together; return True if this call did. Raises as `begin`."""
@@ -137,11 +134,9 @@ class MemoryShuffle:
         for values in (source.lengths, source.labels, source.is_corrupt.view(np.uint8)):
             group.Allgatherv(values[begin:end].copy(), [values, (np.diff(bounds).tolist(), bounds[:-1].tolist())])
         self._check_room(source.lengths.sum() / group.size, source.newest().bytes.size)  # now all lengths are known
-        if self.sampler.piece_steps:
-            self._home = source.newest()
 
     def _check_room(self, part_bytes: float, loaded_bytes: float) -> None:
-        local = memory_source.need_and_left(part_bytes, loaded_bytes, 1 if self.group is None else self.sampler.copies)
+        local = memory_source.need_and_left(part_bytes, loaded_bytes, 1 if self.group is None else 2)
         rows, control = local[None], self.control
         if isinstance(control, MpiProcesses):
             rows = np.empty((control.size, local.size))
@@ -168,15 +163,15 @@ class MemoryShuffle:
         _join(last)
         group, source, sampler = self.group, self.source, self.sampler
         begin = time.perf_counter()
-        order, worker = sampler.shuffled_records(shuffle)
-        if before is None or sampler.piece_steps:
+        order = sampler.epoch_order(shuffle)
+        targets = group_order.place_owners(len(source), sampler.effective_batch, sampler.parts) // self.each
+        if before is None:
             owners = group_order.slice_owners(len(source), group.size)
         else:
-            order_before, worker_before = sampler.shuffled_records(before)
-            owners = group_order.record_owners(order_before, worker_before // self.each)
-        moves = group_order.plan_moves(order, owners, worker // self.each, source.lengths, group.rank, group.size)
-        old = self._home or source.newest()
-        arena = new_arena(source, moves, self._home)
+            owners = group_order.record_owners(sampler.epoch_order(before), targets)
+        moves = group_order.plan_moves(order, owners, targets, source.lengths, group.rank, group.size)
+        old = source.newest()
+        arena = new_arena(source, moves)
         self._fill(arena, old, moves)
         source.take(arena, promised=True)
         end = time.perf_counter()
@@ -227,9 +222,9 @@ def _join(threads: list[threading.Thread]) -> None:
             thread.join()
 
 
-def new_arena(source: MemorySource, moves: list[Move], stays: Arena | None = None) -> Arena:
+def new_arena(source: MemorySource, moves: list[Move]) -> Arena:
     """The empty arena that these moves fill in order, in pages that nobody reads any more if they are enough."""
-    spare = source.forget(stays)
+    spare = source.forget()
     part_bytes = sum(int(move.received_bytes.sum()) for move in moves)
     spare_bytes = len(spare) * memory_source.SPARE // (memory_source.SPARE + 1) if spare else 0
     memory_source.check_alone(part_bytes, spare_bytes)  # others may have taken memory since
@@ -263,16 +258,12 @@ def keep_in_memory(
     """
     n, size, per_process, control = len(source), workers.size, len(workers.mine), workers.processes
     inside = MemorySource(source, data)
-    options: dict[str, Any] = {"shuffle": train, "multiple": multiple}
-    whole_sampler = sampler(n, effective_batch, 0, size, seed, **options)
-    rhythm = shuffle_schedule(data.shuffle_period, max(whole_sampler.steps_per_epoch, 1), effective_batch)
-    options |= {"period": rhythm.epochs, "piece_steps": rhythm.piece_steps}
+    options: dict[str, Any] = {"shuffle": train, "multiple": multiple, "period": data.shuffle_period}
     parts = 1
     if train and data.group_size == "auto":
         mean_bytes = float(control.bcast_object(inside.mean_bytes() if control.rank == 0 else 0.0))
         available = control.allgather_array(np.array([available_bytes()]))[:, 0]
-        copies = dataclasses.replace(whole_sampler, **options).copies
-        parts = memory_source.smallest_group(n * mean_bytes, copies, available, control.hosts, per_process)
+        parts = memory_source.smallest_group(n * mean_bytes, available, control.hosts, per_process)
     elif train:
         parts = memory_source.check_group(int(data.group_size), size, per_process)
     samplers = tuple(sampler(n, effective_batch, rank, size, seed, **options, parts=parts) for rank in workers.mine)

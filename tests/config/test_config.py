@@ -66,6 +66,7 @@ OUT_OF_RANGE: list[tuple[type, dict[str, Any]]] = [
     (Data, {"channels": 0}),
     (Data, {"loaders": 2147483648}),
     (Data, {"prefetch": True}),
+    (Data, {"shuffle_period": "500st"}),
     (Data, {"group_size": True}),
     (Data, {"mean": (0.5, 0.5)}),
     (Data, {"std": (1.0, 0.0, 1.0)}),
@@ -223,8 +224,8 @@ def test_numbers_of_numpy_are_as_pythons(number):
         (["--inject", "kill", "--inject=nan"], {"inject": ("kill", "nan")}),
         (["--exchange.bucket_bytes", "None"], {"exchange": ExchangeConfig(bucket_bytes=None)}),
         (
-            ["--data.group-size", "4", "--data.shuffle-period", "5st"],
-            {"data": Data(group_size=4, shuffle_period="5st")},
+            ["--data.group-size", "4", "--data.shuffle-period", "5"],
+            {"data": Data(group_size=4, shuffle_period=5)},
         ),
     ],
 )

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from jaxmpi.config.data import shuffle_schedule
 from jaxmpi.data import Sampler
 from jaxmpi.data.group_order import (
     GroupSampler,
@@ -25,9 +24,9 @@ from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
 ORDERS = st.tuples(st.integers(1, 90), st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3))
 
 
-def samplers(n: int, batch: int, parts: int, groups: int = 1, period: int = 1, **kwargs) -> list[GroupSampler]:
+def samplers(n: int, batch: int, parts: int, groups: int = 1, period: int = 1) -> list[GroupSampler]:
     size = parts * groups
-    return [GroupSampler(n, batch, rank, size, 5, parts=parts, period=period, **kwargs) for rank in range(size)]
+    return [GroupSampler(n, batch, rank, size, 5, parts=parts, period=period) for rank in range(size)]
 
 
 @given(ORDERS, st.integers(0, 7))
@@ -63,23 +62,6 @@ def test_shuffled_every_epoch_the_order_is_that_from_files(order, epoch):
     plain = Sampler(n, n, seed=5).indices(epoch).indices.tolist()
     assert samplers(n, batch, parts, groups)[0].epoch_order(epoch).tolist() == plain
     assert samplers(n, batch, 1, groups, period=3)[0].epoch_order(epoch).tolist() == plain
-
-
-@given(st.integers(1, 90), st.integers(1, 9), st.integers(1, 4), st.integers(1, 7))
-def test_pieces_have_what_is_read_in_the_order_of_files(n, batch, parts, piece_steps):
-    """Also if parts do not divide the batch, and pieces not the epoch."""
-    workers = samplers(n, batch, parts, piece_steps=piece_steps)
-    for rank, mine in enumerate(workers):
-        plain = Sampler(n, batch, rank, parts, 5)
-        for step in range(2 * mine.steps_per_epoch):
-            share = mine.indices(step).indices
-            assert share.tolist() == plain.indices(step).indices.tolist()
-            records, worker = mine.shuffled_records(mine.shuffle_of_turn(mine.turn_of_step(step)))
-            assert set(share) <= set(records[worker == rank])
-            assert len(records) <= piece_steps * batch
-    turns = range(workers[0].turn_of_step(workers[0].steps_per_epoch))
-    assert sorted(np.concatenate([workers[0].shuffled_records(turn)[0] for turn in turns])) == list(range(n))
-    assert workers[0].name == ""
 
 
 @pytest.mark.parametrize("period", [1, 3])
@@ -176,11 +158,3 @@ def test_no_count_passes_what_a_c_int_holds(parts):
         sent_bytes += sum(move.sent_bytes.sum() for move in moves)
     assert len(numbers) == 1
     assert sent_bytes == lengths.sum()
-
-
-PERIODS = {1: (1, 0), 0: (0, 0), "0st": (0, 0), "10st": (1, 10), "0.5ep": (1, 12), "120ex": (1, 2), "60st": (2, 0)}
-
-
-@pytest.mark.parametrize(("period", "expected"), PERIODS.items())
-def test_a_period_is_steps_within_an_epoch_or_whole_epochs(period, expected):
-    assert shuffle_schedule(period, 24, 60) == expected

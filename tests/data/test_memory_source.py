@@ -120,12 +120,11 @@ class TestGroups:
     def test_the_smallest_that_fits_is_chosen(self):
         """Eight ranks on two hosts, 8 GB of records and buffers of 64 MiB a rank; half of what is left is taken."""
 
-        def chosen(left_bytes: float, copies: float = 2.0) -> int:
+        def chosen(left_bytes: float) -> int:
             left = np.array([9e12] * 4 + [left_bytes] * 4)
-            return memory_source.smallest_group(8e9, copies, left, (0, 0, 0, 0, 1, 1, 1, 1))
+            return memory_source.smallest_group(8e9, left, (0, 0, 0, 0, 1, 1, 1, 1))
 
         assert [chosen(left) for left in (2 * 33e9, 2 * 32e9, 2 * 17e9, 2 * 16e9, 2 * 9e9, 1e9)] == [1, 4, 4, 8, 8, 8]
-        assert chosen(2 * 18e9, copies=1.1) == 2
 
 
 class TestSource:
