@@ -185,18 +185,27 @@ def jaxmpi(source: str, kind: str) -> Callable[[Path], Iterator[int]]:
     return counts
 
 
+class Example:
+    """Example of a file: image and label."""
+
+    def __init__(self, decode: Decode) -> None:
+        self.decode = decode
+
+    def __call__(self, path: Path, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+        return self.decode(path.read_bytes(), rng), int(path.parent.name == "flower")
+
+
 class Files:
-    """Data set for PyTorch: files and a decoder."""
+    """Data set for PyTorch: examples of files."""
 
     def __init__(self, paths: list[Path], decode: Decode) -> None:
-        self.paths, self.decode = paths, decode
+        self.paths, self.example = paths, Example(decode)
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        path = self.paths[index]
-        return self.decode(path.read_bytes(), np.random.default_rng(index)), int(path.parent.name == "flower")
+        return self.example(self.paths[index], np.random.default_rng(index))
 
 
 def torch(folder: Path, decode: Decode) -> Iterator[int]:
@@ -208,16 +217,6 @@ def torch(folder: Path, decode: Decode) -> Iterator[int]:
     while True:
         for images, _ in loader:
             yield len(images)
-
-
-class Example:
-    """Example of a file, for Grain and its processes."""
-
-    def __init__(self, decode: Decode) -> None:
-        self.decode = decode
-
-    def __call__(self, path: Path, rng: np.random.Generator) -> tuple[np.ndarray, int]:
-        return self.decode(path.read_bytes(), rng), int(path.parent.name == "flower")
 
 
 def grain(folder: Path, decode: Decode, processes: bool = False) -> Iterator[int]:
@@ -239,20 +238,18 @@ def spdl(folder: Path, decode: Decode) -> Iterator[int]:
     """SPDL with threads."""
     from spdl.pipeline import PipelineBuilder  # pyright: ignore[reportMissingImports]
 
-    def endless() -> Iterator[tuple[int, Path]]:
-        rng, paths = np.random.default_rng(0), files(folder)
-        while True:
-            yield from ((i, paths[i]) for i in rng.permutation(len(paths)).tolist())
+    data = Files(files(folder), decode)
 
-    def example(numbered: tuple[int, Path]) -> tuple[np.ndarray, int]:
-        i, path = numbered
-        return decode(path.read_bytes(), np.random.default_rng(i)), int(path.parent.name == "flower")
+    def endless() -> Iterator[int]:
+        rng = np.random.default_rng(0)
+        while True:
+            yield from rng.permutation(len(data)).tolist()
 
     def batch(examples: list[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray]:
         images, labels = zip(*examples, strict=True)
         return np.stack(images), np.array(labels)
 
-    builder = PipelineBuilder().add_source(endless()).pipe(example, concurrency=cores(), output_order="input")
+    builder = PipelineBuilder().add_source(endless()).pipe(data.__getitem__, concurrency=cores(), output_order="input")
     pipeline = builder.aggregate(BATCH).pipe(batch).add_sink(2).build(num_threads=cores())
     with pipeline.auto_stop():
         for images, _ in pipeline:

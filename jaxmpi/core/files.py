@@ -81,6 +81,19 @@ def sync_file(file: IO[Any]) -> None:
     os.fsync(file.fileno())
 
 
+@contextmanager
+def whole_file(path: Path) -> Iterator[io.FileIO]:
+    """An unbuffered file to write that appears whole, in place of an earlier one, or not at all."""
+    aside = path.with_name(f"{path.name}.tmp")
+    try:
+        with aside.open("wb", buffering=0) as file:
+            yield file
+            sync_file(file)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
 def write_whole(path: Path, raw: bytes) -> None:
     """Write a run's file aside, then rename it: nobody reads a part.
 

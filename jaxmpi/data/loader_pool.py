@@ -273,12 +273,6 @@ def _work(board: np.ndarray, inbox: "queue.SimpleQueue[Any]", answers: "queue.Si
         del message, answer  # else an idle thread keeps its last batch alive
 
 
-def start_threads(size: int, board: Segment) -> list[ThreadLoader]:
-    """Loaders that are threads."""
-    rows = board.array(0, (size,), BOARD)
-    return [ThreadLoader(number, rows) for number in range(size)]
-
-
 def pickle_reader(reader: ExampleReader) -> SharedPickle:
     """A reader pickled for loader processes, to be kept until its job is closed."""
     try:
@@ -376,6 +370,6 @@ def _send_all(pipe: Connection, outbox: "queue.SimpleQueue[bytes | None]") -> No
 # By kind, what starts `size` loaders. Each has `send(message)`, `receive(timeout_s)`, which waits for the first of its
 # answers, `ended()`, empty while it lives, `end()` and `join(timeout_s)`. `mpi_loaders` adds `spawn`.
 KINDS: dict[str, Callable[[int, Segment], Sequence[Any]]] = {
-    "threads": start_threads,
+    "threads": lambda size, board: [ThreadLoader(number, board.array(0, (size,), BOARD)) for number in range(size)],
     "processes": lambda size, board: [LoaderProcess(number, board.address) for number in range(size)],
 }

@@ -77,11 +77,6 @@ class SpawnedLoader:
 
 def start_spawned(size: int, board: Segment) -> list[SpawnedLoader]:
     """Loaders that MPI starts."""
-    (mpi, comm), stopped = _spawn(size, board), set()
-    return [SpawnedLoader(number, mpi, comm, stopped) for number in range(size)]
-
-
-def _spawn(size: int, board: Segment) -> tuple[Any, Any]:
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -116,7 +111,8 @@ def _spawn(size: int, board: Segment) -> tuple[Any, Any]:
             "its launcher does not allow it; start the job with more slots than ranks, or use processes"
         ) from error
     failures.job.has_spawned = True
-    return MPI, comm
+    stopped: set[int] = set()
+    return [SpawnedLoader(number, MPI, comm, stopped) for number in range(size)]
 
 
 def _receive(mpi: Any, comm: Any, rank: int, tag: int) -> bytes | None:

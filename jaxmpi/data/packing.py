@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.files import refuse_ways_out, sync_file, write_all
+from jaxmpi.core.files import refuse_ways_out, sync_file, whole_file, write_all
 from jaxmpi.data.decode import CorruptExample, corrupt_if_it_fails, decoded, encoded, encoded_again, resized
-from jaxmpi.data.sources.base import Source, pair, sha256, where
+from jaxmpi.data.sources.base import Source, file_state, pair, sha256, where
 from jaxmpi.data.sources.packed import (
     FORMAT,
     INDEX,
@@ -119,7 +119,10 @@ def pack(
             except BlockingIOError:
                 raise UsageError(f"{folder}: another process packs into it; wait for its end") from None
             if (folder / MANIFEST).exists():
-                return _read_finished(folder, job)
+                made = PackedSource(folder).manifest
+                _check_same_job(made.made, job, folder)
+                (folder / JOB).unlink(missing_ok=True)
+                return Packing(made.records, sum(made.shard_bytes), int(made.made.get("skipped", 0)))
             shards += _resume(notes, folder, job, len(source))
             begin = _count_done(shards)
             progress(begin)
@@ -146,11 +149,9 @@ def _digest_states(source: Source) -> str:
 
     def describe(path: str) -> str:
         try:
-            state = os.stat(path)
+            return " ".join(map(str, file_state(path)))
         except OSError:  # whoever comes to the file says what is wrong with it
             return ""
-        # `cp -p` and rsync restore the time of the last change of contents, but not that of the file's state.
-        return f"{state.st_size} {state.st_mtime_ns} {state.st_ctime_ns} {state.st_ino}"
 
     return sha256(map(describe, getattr(source, "paths", tuple)()))
 
@@ -168,13 +169,6 @@ def _check_same_job(earlier: dict[str, Any], job: dict[str, Any], folder: Path) 
         raise UsageError(
             f"{folder}: packed from something else: {', '.join(odd)}; give another folder, or delete this one"
         )
-
-
-def _read_finished(folder: Path, job: dict[str, Any]) -> Packing:
-    packed = PackedSource(folder)
-    _check_same_job(packed.manifest.made, job, folder)
-    (folder / JOB).unlink(missing_ok=True)
-    return Packing(len(packed), sum(packed.manifest.shard_bytes), int(packed.manifest.made.get("skipped", 0)))
 
 
 def _resume(notes: io.FileIO, folder: Path, job: dict[str, Any], examples: int) -> list[Shard]:
@@ -258,7 +252,7 @@ def _write_shard(
     """Put the next shard in place, and its rows into the index."""
     offset = sum(shard.size_bytes for shard in before)
     rows, size_bytes, skipped, after = [], 0, 0, 0
-    with _whole_file(folder / shard_name(len(before))) as file:
+    with whole_file(folder / shard_name(len(before))) as file:
         for number, record in numbered:
             after = number + 1
             progress(1)
@@ -277,19 +271,6 @@ def _write_shard(
     return Shard(after, skipped, len(rows), size_bytes)
 
 
-@contextlib.contextmanager
-def _whole_file(path: Path) -> Iterator[io.FileIO]:
-    """A file to write that appears whole, or not at all."""
-    aside = path.with_name(f"{path.name}.tmp")
-    try:
-        with aside.open("wb", buffering=0) as file:
-            yield file
-            sync_file(file)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
 def _finish(source: Source, folder: Path, job: dict[str, Any], shards: list[Shard]) -> Packing:
     skipped = sum(shard.skipped for shard in shards)
     manifest = Manifest(
@@ -301,7 +282,7 @@ def _finish(source: Source, folder: Path, job: dict[str, Any], shards: list[Shar
         made={**job, "skipped": skipped},
     )
     check_manifest(manifest, folder / MANIFEST)  # names are any object's
-    with _whole_file(folder / MANIFEST) as file:
+    with whole_file(folder / MANIFEST) as file:
         write_all(file, json.dumps({"format": FORMAT, **manifest._asdict()}, indent=1).encode())
     (folder / JOB).unlink()
     return Packing(manifest.records, sum(manifest.shard_bytes), skipped)

@@ -280,6 +280,15 @@ def split_files(config: Data, split: str, suffix: str) -> list[str]:
     return files
 
 
+def file_state(path: str) -> tuple[int, int, int, int]:
+    """Size, modification time, time of the inode's change, and inode: what changes whenever a file's contents do.
+
+    The first two can be kept by whoever mends or relabels a file (rsync, cp -p). Nobody sets the third.
+    """
+    state = os.stat(path)
+    return state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino
+
+
 def check_plain_files(paths: Iterable[str], expected: str) -> None:
     """Raise `UsageError` for a pipe, a device or a folder: libraries would wait for what it never gives."""
     for path in paths:

@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.files import sync_file
+from jaxmpi.core.files import whole_file, write_all
 from jaxmpi.data.sampler import Sampler
 from jaxmpi.data.sources.base import Source, data_root, open_table, pair, place_in_parts, split_name
 from jaxmpi.data.sources.numpy_files import Expected, StoredArray, StoredRows, load_array, read_header
@@ -184,15 +184,10 @@ def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128
 
 
 def _save(path: Path, array: np.ndarray) -> None:
-    array, aside = np.ascontiguousarray(array), path.with_suffix(".tmp")  # stacked images keep their own order
-    try:
-        with _writing(path), aside.open("wb") as file:
-            np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
-            file.write(array.data)  # NumPy's own writing does not say why it failed
-            sync_file(file)
-            aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    array = np.ascontiguousarray(array)  # stacked images keep their own order
+    with _writing(path), whole_file(path) as file:
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+        write_all(file, array.reshape(-1).view(np.uint8))  # NumPy's own writing does not say why it failed
 
 
 @contextlib.contextmanager

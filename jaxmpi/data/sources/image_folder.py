@@ -22,7 +22,7 @@ class FolderSource(TableSource):
     is no class.
     """
 
-    is_compressed = True
+    is_compressed = is_labelled = True
     labels: np.ndarray
 
     def __init__(self, config: Data, root: str, classes: Sequence[str]) -> None:
@@ -66,16 +66,6 @@ class FolderSource(TableSource):
         return blob, int(self.labels[index])
 
 
-class UnlabelledFolder(FolderSource):
-    """Images right in `root`, of unknown classes; their labels are 0."""
-
-    is_labelled = False
-
-    def __init__(self, config: Data, root: str) -> None:
-        super().__init__(config, root, [""])
-        self.classes = 0  # any number
-
-
 def imagefolder(config: Data, split: str) -> Source:
     """JPEG and PNG files in DIR/<split>/<class>/.
 
@@ -96,7 +86,9 @@ def imagefolder(config: Data, split: str) -> Source:
     classes = _list_folders(train if os.path.isdir(train) else root)
     if classes or split == "train":
         return FolderSource(config, root, classes)
-    return UnlabelledFolder(config, root)
+    images = FolderSource(config, root, [""])
+    images.is_labelled, images.classes = False, 0  # any number
+    return images
 
 
 def _list_folders(root: str) -> list[str]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data.sources.base import Source, TableSource, open_table, place_in_parts, refusing, split_files
+from jaxmpi.data.sources.base import Source, TableSource, file_state, open_table, place_in_parts, refusing, split_files
 from jaxmpi.data.sources.numpy_files import MOST_HEAD_BYTES, parse_header
 from jaxmpi.data.sources.open_files import OpenFiles
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
@@ -125,7 +125,10 @@ DECODERS: dict[str, Callable[[bytes, str], Any]] = {
 
 def load_or_build_index(shards: Sequence[str], columns: Sequence[str]) -> Index:
     """Load the shards' index, or build and save it; raises as the source."""
-    states = [_shard_state(path) for path in shards]
+    states = []
+    for path in shards:
+        with refusing(path, TAR):
+            states.append((os.path.basename(path), *file_state(path)))
     signature = np.frombuffer(json.dumps([VERSION, list(columns), states]).encode(), np.uint8)
     name = hashlib.sha256(json.dumps([list(columns), list(shards)]).encode()).hexdigest()[:16]
     file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmpi" / "index" / f"{name}.npz"
@@ -140,21 +143,10 @@ def load_or_build_index(shards: Sequence[str], columns: Sequence[str]) -> Index:
                     return Index(*(fields[field] for field in Index._fields))
         index = build_index(shards, [name.split(";") for name in columns])
         # A write in the same tick of the clock as this one would leave the signature as it is.
-        if time.time() - max(changed_ns for *_, changed_ns in states) / 1e9 > SETTLED_S:
+        if time.time() - max(changed_ns for *_, changed_ns, _ in states) / 1e9 > SETTLED_S:
             with contextlib.suppress(OSError):
                 np.savez(file, signature=signature, **index._asdict())
         return index
-
-
-def _shard_state(path: str) -> tuple[str, int, int, int, int]:
-    """What changes whenever a shard's contents do.
-
-    Size and modification time can both be kept by whoever mends or relabels a shard (rsync, cp -p). Nobody sets the
-    time of the inode's change.
-    """
-    with refusing(path, TAR):
-        state = os.stat(path)
-    return os.path.basename(path), state.st_size, state.st_ino, state.st_mtime_ns, state.st_ctime_ns
 
 
 def build_index(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) -> Index:
@@ -189,21 +181,20 @@ def build_index(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) ->
 def _find_member(members: dict[str, tarfile.TarInfo], names: Sequence[str], where: str) -> tuple[int, int, int]:
     """Offset and bytes of the first of these members, and which it is."""
     got = [name for name in names if name in members]
+    if not got:
+        raise UsageError(
+            f"{where}: got no member {' or '.join(names)}; there are {', '.join(members)}: choose input and label with "
+            "data.columns, such as --data.columns jpg cls"
+        )
     if len(got) > 1 and tuple(names) == IMAGES:
         raise UsageError(
             f"{where}: got members {' and '.join(got)}; expected one image: name it, such as --data.columns {got[0]} "
             f'cls, or which comes first, as "{";".join(got)}"'
         )
-    for place, name in enumerate(names):
-        if name in members:
-            member = members[name]
-            if member.size > MAX_RECORD_BYTES:
-                raise UsageError(f"{where}: got {member.size} bytes; expected <= {MAX_RECORD_BYTES}")
-            return member.offset_data, member.size, place
-    raise UsageError(
-        f"{where}: got no member {' or '.join(names)}; there are {', '.join(members)}: choose input and label with "
-        "data.columns, such as --data.columns jpg cls"
-    )
+    member = members[got[0]]
+    if member.size > MAX_RECORD_BYTES:
+        raise UsageError(f"{where}: got {member.size} bytes; expected <= {MAX_RECORD_BYTES}")
+    return member.offset_data, member.size, names.index(got[0])
 
 
 def _group_examples(tar: tarfile.TarFile, path: str) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
