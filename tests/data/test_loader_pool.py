@@ -462,7 +462,10 @@ def test_a_launcher_that_has_no_room_for_loaders(experiment, tmp_path):
     hosts.write_text("localhost slots=2 max_slots=2\n")
     launcher, *options = mpirun_line(2)
     job = [sys.executable, "-m", "jaxmpi.train", str(experiment), "--run-dir", str(tmp_path / "run")]
-    ended = run([launcher, "--hostfile", str(hosts), *options, *job, "--data.loader", "spawn"], timeout_s=60)
+    ended = run(
+        [launcher, "--hostfile", str(hosts), *options, *job, "--data.loader", "spawn", "--data.loaders", "2"],
+        timeout_s=60,
+    )
     assert not ended.timed_out, ended.out[-3000:]
     assert ended.code != 0, ended.out[-3000:]  # the launcher's own, for what it could not start
     assert "data.loader: got spawn, but MPI cannot start 2 loaders a worker" in ended.out
