@@ -437,9 +437,9 @@ def test_loaders_that_mpi_starts(own, end):
 
 
 LOSSES = {  # of a loader that MPI has started
-    "stalls": ("sleep_s=100", r"loader \d of 2 has been at file\d\.jpg \(example \d\) for \d+ s"),
-    "is stopped": ("ends_at=3, by='SIGSTOP'", r"loader \d of 2 has been at file3\.jpg \(example 3\) for \d+ s"),
-    "dies": ("ends_at=3", r"loader \d of 2 \(process \d+\) was killed by SIGKILL at file3\.jpg \(example 3\)"),
+    "stalls": ("sleep_s=100", r"loader \d of \d+ has been at file\d\.jpg \(example \d\) for \d+ s"),
+    "is stopped": ("ends_at=3, by='SIGSTOP'", r"loader \d of \d+ has been at file3\.jpg \(example 3\) for \d+ s"),
+    "dies": ("ends_at=3", r"loader \d of \d+ \(process \d+\) was killed by SIGKILL at file3\.jpg \(example 3\)"),
 }
 
 

@@ -52,7 +52,7 @@ def test_a_run_from_memory_is_that_from_files(tmp_path, packed):
     assert 0 < loaded["worker_bytes"] < 400_000
     moved = record(tmp_path / "memory", "shuffle")
     assert [row["shuffle"] for row in moved] == [1, 2, 3]
-    assert all(0 < row["moved_bytes"] < loaded["worker_bytes"] and row["shuffle_s"] > 0 for row in moved)
+    assert all(0 < row["moved_bytes"] < 2 * loaded["worker_bytes"] and row["shuffle_s"] > 0 for row in moved)
     drawn = charts([record_reader.read(tmp_path / "memory")])
     assert {"Shuffles of data in memory", "What shuffles move"} <= {chart.title for chart in drawn}
     events = json.loads((tmp_path / "memory" / "trace.json").read_text())["traceEvents"]
