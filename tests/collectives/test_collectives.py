@@ -270,6 +270,7 @@ REFUSED = [
     (lambda: mpi.sendrecv([1, 2], [1], 0, 0), "sendrecv: got 2 leaves"),
     (lambda: mpi.sendrecv(jnp.ones(2), jnp.ones(3), 0, 0), r"float32\[3\] .*, but got float32\[2\]"),
     (lambda: mpi.allreduce(jnp.ones(3), comm=jaxmpi.AxisComm("w", 2)), "comm: got AxisComm"),
+    (lambda: jaxmpi.exchange(jnp.ones(3), comm="text"), "comm: got 'text'"),  # pyright: ignore[reportArgumentType]
     (lambda: mpi.allreduce({"k": jax.random.key(0)}), "allreduce: got a random key"),
     (lambda: jaxmpi.world().split(-1), "split: color: rank 0: got -1"),
 ]

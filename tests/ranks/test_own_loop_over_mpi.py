@@ -84,6 +84,8 @@ REFUSED_ON_RANK_1: dict[str, tuple[Any, Any, Any, str]] = {
     "dtype": (lambda y: mpi.scan(X, dtype=y), None, "text", "scan: dtype: got 'text'"),
     "root": (lambda y: mpi.bcast(X, y), 0, None, "bcast: root: got None"),
     "template": (lambda y: mpi.bcast(y, 0), X, "text", "bcast: leaf .*: got <U4"),
+    "masked": (lambda y: jax.jit(lambda: mpi.allgather(y))(), X, MASKED, "allgather: leaf 'w': got a masked array"),
+    "numbers": (mpi.allreduce, ONES, np.full(SIZE, 1e300), "allreduce: leaf .*: got 1e.300, which float32 cannot hold"),
     "rows": (mpi.alltoall, ONES, jnp.ones(SIZE + 1), "alltoall: leaf .* has shape"),
     "counts": (lambda y: mpi.allgatherv(ONES, counts=y), None, 5, "TypeError"),
     "send_counts": (lambda y: mpi.alltoallv(ONES, y), [1] * SIZE, [SIZE + 1], "alltoallv: send_counts: got"),
