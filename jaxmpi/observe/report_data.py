@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmpi.observe.record_format import PARTS
-from jaxmpi.observe.record_reader import XS, Record, average_neighbours, known_means
+from jaxmpi.observe.record_reader import XS, Record, as_list, average_neighbours, known_means
 
 BINS = 800  # bins of a line on the page, each with its least and its greatest value; fewer if there are many runs
 LEAST_BINS = 100
@@ -54,16 +54,23 @@ def charts(records: Sequence[Record]) -> list[Chart]:
         return Chart(section, title, [Series(table, field)], unit, **more)
 
     is_measured = any(record.facts.get("peak") == "measured" for record in records)
-    losses = [Series("train", "loss", "training"), Series("evaluations", "eval_loss", "held out")]
-    tops = [Series("evaluations", field, f"{label} held out") for field, label in TOPS.items()]
+    sets = dict.fromkeys(str(name) for record in records for name in as_list(record.facts.get("validation_sets")))
+    held_out = {"eval_": "held out", **{f"eval_{name}_": f"held out, {name}" for name in sets}}
+    losses = [Series("evaluations", f"{prefix}loss", words) for prefix, words in held_out.items()]
+    tops = [
+        Series("evaluations", prefix + field[5:], f"{label} {words}")
+        for prefix, words in held_out.items()
+        for field, label in TOPS.items()
+    ]
+    drawn_together = {series.field for series in (*losses, *tops)}
     tops += [Series("train", f"train_{field[5:]}", f"{label} training") for field, label in TOPS.items()]
     workers = [Series("workers", f"{WORKER}{i}", f"worker {i}") for i in range(MOST_WORKERS)]
     workers = [series for series in workers if any(has_values(record, series) for record in records)]
     peak, goodput = "of a peak that was measured" * is_measured, "seconds of compute over seconds since the first start"
     described = [
-        Chart("learning", "Loss", losses, is_log=True),
+        Chart("learning", "Loss", [Series("train", "loss", "training"), *losses], is_log=True),
         Chart("learning", "Accuracy", tops, "%", 100),
-        *(figure_chart(name) for name in custom_figures(records)),
+        *(figure_chart(name) for name in custom_figures(records) if name not in drawn_together),
         *(chart("speed", f"Speed, {speed_unit(name)}", name) for name in fields(records, "train") if is_speed(name)),
         chart("speed", "Model FLOP/s", "model_flops_per_s", "FLOP/s"),
         chart("speed", "Model FLOPs utilisation", "mfu", "%", factor=100, note=peak),

@@ -55,7 +55,7 @@ class Functions:
     train_step: Callable[[TrainState, Batch], tuple[TrainState, steps.Metrics]]
     compile_step: Callable[[TrainState, Batch], jax.stages.Compiled]  # its largest program, which it then runs
     is_fused: bool  # that program is the whole step; else it is the gradients
-    eval_step: Callable[[PyTree, PyTree, Batch], Any]  # -> FigureSums, with `whole_set` also the outputs
+    eval_step: Callable[[PyTree, PyTree, Batch], tuple[steps.FigureSums, Any]]  # with outputs for `whole_set`
     mean_state: Callable[[PyTree], PyTree]  # model state, its floating-point leaves averaged over workers
     eval_params: Callable[[PyTree, PyTree], PyTree]  # (params, rule state) -> params to evaluate
     fingerprints: Callable[[PyTree], np.ndarray]  # u32[workers of this process, leaves]
@@ -91,13 +91,12 @@ def build_functions(plan: Plan) -> Functions:
         # sharded average is gathered beside a program.
         eval_params = jit(eval_params)
         mean_state = jit(mean_state) if workers.mesh else mean_state
-    eval_step = steps.eval_step_with_outputs if experiment.whole_set else steps.eval_step
     return Functions(
         rule=rule,
         train_step=train_step,
         compile_step=compile_step,
         is_fused=not form.is_split,
-        eval_step=jit(partial(eval_step, forward)),
+        eval_step=jit(partial(steps.eval_step, forward, with_outputs=bool(experiment.whole_set))),
         mean_state=mean_state,
         eval_params=eval_params,
         fingerprints=fingerprints_by(jit, workers),
@@ -161,7 +160,7 @@ def forward_of(plan: Plan) -> steps.Forward:
     synchronised = plan.experiment.batch_statistics == "synchronised"
     return steps.Forward(
         plan.task,
-        jnp.bfloat16 if plan.experiment.compute_dtype == "bfloat16" else jnp.float32,
+        jnp.dtype(plan.experiment.compute_dtype),
         partial(exchange, strategy="asa32", comm=plan.workers.comm) if synchronised else None,
     )
 

@@ -78,8 +78,8 @@ class Finished:
             raise UsageError(
                 f"{self.feed.source.name}: got images without folders of classes; jaxmpi predict takes them"
             )
-        eval_step = steps.eval_step_with_outputs if self.whole_set else steps.eval_step
-        evaluate_batch = partial(self.workers.comm.jit(partial(eval_step, self.forward)), self.params, self.model_state)
+        eval_step = partial(steps.eval_step, self.forward, with_outputs=bool(self.whole_set))
+        evaluate_batch = partial(self.workers.comm.jit(eval_step), self.params, self.model_state)
         with contextlib.ExitStack() as pools:
             for feed in self.feeds.values():
                 pools.enter_context(feed.pool)
@@ -153,8 +153,8 @@ def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = N
     local = experiment.local_batch or -(-experiment.effective_batch // workers.size) or 32
     feeds = open_validation(experiment, local * workers.size, workers)
     feed = next(iter(feeds.values()))
-    dtype = jnp.bfloat16 if experiment.compute_dtype == "bfloat16" else jnp.float32
-    forward = steps.Forward(make_task(dataclasses.replace(experiment, model=feed.model)), dtype)
+    task = make_task(dataclasses.replace(experiment, model=feed.model))
+    forward = steps.Forward(task, jnp.dtype(experiment.compute_dtype))
     shapes = jax.eval_shape(lambda key: init_model(forward.task, feed, key), jax.random.key(0))
     arrays = zeros_for(shapes)
 

@@ -324,6 +324,8 @@ def write_facts(run: Run, root: Path | None, digest: str) -> None:
         "scaled_for": plan.scaled_for,
         "format": FORMAT,
     }
+    if len(plan.validation) > 1:
+        facts["validation_sets"] = [prefix.removeprefix("eval_")[:-1] for prefix in plan.validation]
     facts["began_ms"] = run.recorder.began_ms
     if peak:
         facts |= {"peak_flops_per_s": peak.flops_per_s, "peak": peak.source}

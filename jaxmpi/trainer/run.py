@@ -12,7 +12,7 @@ callbacks run; before a sum that one of them makes, ranks compare which call the
 
 import contextlib
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -310,7 +310,7 @@ def figures_of(
         after_batch: called after each batch of this process.
     """
 
-    def evaluate_batch(batch: Batch) -> Any:
+    def evaluate_batch(batch: Batch) -> tuple[FigureSums, Any]:
         failures.set_phase(f"evaluation after step {step}", failures.LONG)  # for the watchdog: it makes progress
         fault_injection.inject_at("eval", step)
         result = run.functions.eval_step(*subject, batch)
@@ -327,7 +327,7 @@ def figures_of(
 def evaluate_sets(
     feeds: dict[str, DeviceFeed],
     batches_of: Callable[[DeviceFeed], Generator[Batch, None, None]],
-    evaluate_batch: Callable[[Batch], Any],
+    evaluate_batch: Callable[[Batch], tuple[FigureSums, Any]],
     workers: Workers,
     function: WholeSetFunction | None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
@@ -344,10 +344,15 @@ def evaluate_sets(
     figures, tables = dict[str, Any](eval_count=0), dict[str, str]()
     for prefix, feed in feeds.items():
         whole_set = WholeSet(function, workers) if function else None
+        sums: dict[str, np.ndarray] = {}  # f64[2, ...]: sums and what divides them, over this process's batches
         with contextlib.closing(batches_of(feed)) as batches:
-            results = ((batch, evaluate_batch(batch)) for batch in batches)
-            sums = (whole_set.add(batch, *result) if whole_set else result for batch, result in results)
-            found = gather_figures(sums, workers)
+            for batch in batches:
+                batch_sums, outputs = evaluate_batch(batch)
+                for name, rows in rows_by_name(batch_sums, workers).items():
+                    sums[name] = sums.get(name, 0) + rows
+                if whole_set:
+                    whole_set.add(batch, outputs)
+        found = gather_figures(sums, workers)
         if whole_set:
             found |= whole_set.figures(found)
             tables |= {prefix + name: text for name, text in whole_set.tables.items()}
@@ -358,12 +363,8 @@ def evaluate_sets(
     return figures, tables
 
 
-def gather_figures(metrics: Iterable[FigureSums], workers: Workers) -> dict[str, Any]:
-    """Figures over all workers' batches, `count` of examples first, then the loss; all ranks call it."""
-    sums: dict[str, np.ndarray] = {}  # f64[2, ...]: sums and what divides them, over this process's batches
-    for batch in metrics:
-        for name, rows in rows_by_name(batch, workers).items():
-            sums[name] = sums.get(name, 0) + rows
+def gather_figures(sums: dict[str, np.ndarray], workers: Workers) -> dict[str, Any]:
+    """Figures over all workers' sums, `count` of examples first, then the loss; all ranks call it."""
     names = sorted(sums, key=lambda name: name != "loss")
     flat = np.concatenate([sums[name].ravel() for name in names] or [np.zeros(0)])
     totals = split_by_name(workers.processes.allreduce_sum(flat), {name: sums[name].shape for name in names})

@@ -237,21 +237,18 @@ def revert_if_nonfinite(before: TrainState, after: TrainState) -> tuple[TrainSta
 # ---------------------------------------------------------------- evaluation
 
 
-def eval_step(forward: Forward, params: PyTree, model_state: PyTree, batch: Batch) -> FigureSums:
-    """Sums of loss, count and metrics over examples of weight > 0."""
+def eval_step(
+    forward: Forward, params: PyTree, model_state: PyTree, batch: Batch, *, with_outputs: bool = False
+) -> tuple[FigureSums, Any]:
+    """Sums of loss, count and metrics over examples of weight > 0; and what `predict` returns, None without outputs."""
     unused = jax.random.key(0)  # nothing is random in evaluation
     losses, _, outputs, scalars = forward.losses(params, model_state, batch, unused, False)
     weights, real = forward.weights(batch), batch["weight"] > 0
     loss = jnp.where(real, losses * weights, 0).sum(), weights.sum()
     examples = real.sum(dtype=jnp.float32)
-    return {"loss": loss, "count": (examples, examples), **forward.figures(outputs, scalars, batch)}
-
-
-def eval_step_with_outputs(
-    forward: Forward, params: PyTree, model_state: PyTree, batch: Batch
-) -> tuple[FigureSums, Any]:
-    """`eval_step`, and what `predict` returns; XLA computes once what they have in common."""
-    return eval_step(forward, params, model_state, batch), predict(forward, params, model_state, batch)
+    sums = {"loss": loss, "count": (examples, examples), **forward.figures(outputs, scalars, batch)}
+    # XLA computes once what they have in common.
+    return sums, predict(forward, params, model_state, batch) if with_outputs else None
 
 
 def predict(forward: Forward, params: PyTree, model_state: PyTree, batch: Batch) -> Any:

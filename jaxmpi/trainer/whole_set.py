@@ -16,7 +16,6 @@ from jaxmpi.comm.topology import Workers, local_rows
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import Batch
-from jaxmpi.trainer.step import FigureSums
 
 WholeSetFunction = Callable[[Any, Any], dict[str, Any]]
 
@@ -29,15 +28,14 @@ class WholeSet:
         self.tables: dict[str, str] = {}  # arrays that the function returned, as texts; on rank 0
         self._parts: list[tuple[Any, Any]] = []  # outputs and labels of batches; on rank 0
 
-    def add(self, batch: Batch, sums: FigureSums, outputs: Any) -> FigureSums:
-        """Gather a batch's rows, and pass its sums on; all ranks call it."""
+    def add(self, batch: Batch, outputs: Any) -> None:
+        """Gather a batch's rows; all ranks call it."""
         fields = {name: value for name, value in batch.items() if name != "weight"}
         labels = fields.get("label", fields)
         outputs, labels, weight = gather_rows((outputs, labels, batch["weight"]), self.workers)
         if self.workers.processes.rank == 0:
             real = weight > 0
             self._parts.append(jax.tree.map(lambda x: x[real], (outputs, labels)))
-        return sums
 
     def figures(self, taken: Collection[str]) -> dict[str, float]:
         """Figures by the user's function; all ranks call it.

@@ -105,6 +105,25 @@ def test_the_page_of_two_runs_has_all_sections_and_needs_nothing_else(tmp_path):
     assert "<th scope=row>experiment.optim.lr</th><td>0.1</td><td>0.2</td>" in differing
 
 
+def test_validation_sets_share_the_charts_of_loss_and_accuracy(tmp_path):
+    figures = {"eval_clean_loss": 1.0, "eval_noisy_loss": 2.0, "eval_noisy_top1": 0.5, "eval_noisy_mae": 3.0}
+    lines = [
+        {"kind": "run", "validation_sets": ["clean", "noisy"]},
+        {"kind": "train", "step": 1, "loss": 3.0},
+        {"kind": "eval", "step": 1, **figures},
+    ]
+    page = Page(report.write([write_lines(tmp_path / "run", lines)], tmp_path / "out").read_text())
+    drawn = {
+        chart["title"]: [series["label"] for series, values in zip(chart["series"], shown, strict=True) if values]
+        for chart, shown in zip(page.data["charts"], page.data["runs"][0]["charts"], strict=True)
+    }
+    assert drawn == {
+        "Loss": ["training", "held out, clean", "held out, noisy"],
+        "Accuracy": ["top-1 held out, noisy"],
+        "noisy mae": ["held out"],
+    }
+
+
 def test_the_page_has_the_newest_samples_and_no_file_from_elsewhere(tmp_path):
     run = write_run(tmp_path / "run", lines=1)
     with Recorder(run, terminal=Terminal()) as record:

@@ -54,7 +54,7 @@ def forward(apply, loss=classes.cross_entropy, **kwargs) -> step.Forward:
 
 def evaluated(made: step.Forward, params, batch) -> dict[str, float]:
     """Sums over a batch."""
-    return {name: float(sums) for name, (sums, _) in step.eval_step(made, params, {}, batch).items()}
+    return {name: float(sums) for name, (sums, _) in step.eval_step(made, params, {}, batch)[0].items()}
 
 
 # ---------------------------------------------------------------- gradients of exact arithmetic
