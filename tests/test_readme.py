@@ -271,7 +271,7 @@ OTHERS_FLAGS = {
 def test_every_flag_exists(capsys):
     with pytest.raises(SystemExit):
         experiment_file.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
-    for line in (*cli.COMMANDS, "data pack", "data check", "data words"):
+    for line in (*cli.COMMANDS, "data pack", "data check", "data words", "data tokens"):
         with contextlib.suppress(SystemExit):
             cli.run([*line.split(), "--help"])
     known = flags(capsys.readouterr().out) | {"--version"} | set().union(*OTHERS_FLAGS.values())

@@ -1,4 +1,4 @@
-"""`jaxmpi data`: pack any source, check what is packed, make a vocabulary."""
+"""`jaxmpi data`: pack any source, check what is packed, make a vocabulary, write a text's tokens."""
 
 import argparse
 import contextlib
@@ -18,6 +18,8 @@ from jaxmpi.data.packing import PackingOptions, Progress, find_damage, pack, spl
 from jaxmpi.data.sources.packed import PackedSource
 from jaxmpi.data.sources.registry import SOURCES, open_source
 from jaxmpi.data.sources.text import write_words
+from jaxmpi.data.sources.token_file import SUFFIX
+from jaxmpi.data.tokens import write_tokens
 
 SHOWN = 20  # damaged records that are named
 NEED_NO_FOLDER = ("digits", "animals", "synthetic")
@@ -98,6 +100,35 @@ def words_main(argv: list[str]) -> None:
     print(f"{options.file}: {vocab.words:,} words; {100 * vocab.known:.1f} % of the held-out ones are among them")
 
 
+def tokens_main(argv: list[str]) -> None:
+    """`jaxmpi data tokens SRC DST`."""
+    description = "Write a text's tokens to DST/train.tokens and DST/validation.tokens, for --data.source text."
+    parser = _parser("tokens", description, "/data/books /data/tokens --tokenizer words.json")
+    add = parser.add_argument
+    add("src", metavar="SRC", help="folder with train/ and validation/, or stdlib, which needs none")
+    add("dst", metavar="DST", type=Path, help="folder for the files")
+    add("--source", default="text", help="what SRC holds: text, jsonl, parquet, huggingface (default: text)")
+    add("--column", default="text", help="of tables and lines of JSON: name of the text (default: text)")
+    add("--tokenizer", default="", help="JSON of the library tokenizers (default: tokens are bytes)")
+    add("--train-split", default="train", help="its name in SRC and DST (default: train)")
+    add("--validation-split", default="validation", help="its name in SRC and DST; '' for none")
+    options = _parse(parser, argv)
+    splits = {"train": options.train_split, "validation": options.validation_split}
+    source, folder = ("stdlib", "") if options.src == "stdlib" else (options.source, options.src)
+    data = Data(
+        source,
+        dir=folder,
+        tokenizer=options.tokenizer,
+        train_split=options.train_split,
+        validation_split=options.validation_split,
+    )
+    for split, name in splits.items():
+        if name:
+            path = options.dst / f"{name}{SUFFIX}"
+            facts = write_tokens(data, split, path, options.column, options.threads)
+            print(f"{path}: {facts.ends[-1]:,} tokens of {facts.text_bytes / 1e6:,.1f} MB of text")
+
+
 def _parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
     line = f"jaxmpi data {name}"
     return argparse.ArgumentParser(line, description=description, epilog=f"example: {line} {example}")
@@ -118,19 +149,25 @@ def _progress_bar(text: str, total: int) -> Iterator[Progress]:
         yield lambda n: shown.advance(task, n)
 
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {"pack": pack_main, "check": check_main, "words": words_main}
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "pack": pack_main,
+    "check": check_main,
+    "words": words_main,
+    "tokens": tokens_main,
+}
 USAGE = """usage: jaxmpi data pack SRC DST [options]
        jaxmpi data check DST [options]
        jaxmpi data words SRC FILE [options]
+       jaxmpi data tokens SRC DST [options]
 
-Pack a source into few files that are read fast, and check them; make a vocabulary of a text. `--help` after the command
-lists its options.
+Pack a source into few files that are read fast, and check them; make a vocabulary of a text; write a text's tokens to
+files. `--help` after the command lists its options.
 
 example: jaxmpi data pack /data/imagenet /data/packed"""
 
 
 def main(argv: list[str]) -> None:
-    """Run `jaxmpi data pack`, `check` or `words`."""
+    """Run `jaxmpi data pack`, `check`, `words` or `tokens`."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return

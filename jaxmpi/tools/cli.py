@@ -50,7 +50,7 @@ COMMANDS = {
         "tools.doctor:main",
         "tools.options:doctor",
     ),
-    "data": CommandSpec("pack any source into few files; check them; words of a text", "data.command:main"),
+    "data": CommandSpec("pack any source into few files; check them; words and tokens of a text", "data.command:main"),
     "export": CommandSpec(
         "a run's model as a program for JAX alone, an Orbax folder or safetensors",
         "trainer.finished:export",

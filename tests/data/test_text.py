@@ -1,6 +1,9 @@
 """Text: windows of bytes or of a tokenizer's tokens, the standard library as a corpus, vocabularies of words."""
 
+import json
 import os
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +12,14 @@ import pytest
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import command, open_source, write_words
+from jaxmpi.data import command, open_source, tokens, write_tokens, write_words
 from jaxmpi.data.memory_source import MemorySource
 from jaxmpi.data.sources.text import TextSource, library_files
+from launching import train
+from runs import column
 
 tokenizers = pytest.importorskip("tokenizers")
+pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
 
 @pytest.fixture
@@ -79,12 +85,13 @@ class TestLibrary:
         train, held_out = (open_source(Data("stdlib", window=128), split) for split in ("train", "validation"))
         assert isinstance(train, TextSource)
         assert isinstance(held_out, TextSource)
-        assert len(train.text) > 10_000_000  # some distributions leave the tests out
-        assert 0 < len(held_out.text) < len(train.text) / 10
-        modules = [{file.split("/")[0] for file in source.files} - {"test"} for source in (train, held_out)]
+        assert len(train.tokens) > 10_000_000  # some distributions leave the tests out
+        assert 0 < len(held_out.tokens) < len(train.tokens) / 10
+        files, held_out_files = train.facts.files, held_out.facts.files
+        modules = [{file.split("/")[0] for file in each} - {"test"} for each in (files, held_out_files)]
         assert not modules[0] & modules[1]
-        assert list(train.files) == sorted(train.files)  # all names are ASCII: the order of bytes
-        assert "operator.py" in held_out.files
+        assert list(files) == sorted(files)  # all names are ASCII: the order of bytes
+        assert "operator.py" in held_out_files
 
     def test_modules_are_held_out_whole(self):
         files = ["test/test_asyncio/utils.py", "test/test_asyncio/x.py", "test/test_ast.py", "curses/ascii.py"]
@@ -195,6 +202,131 @@ class TestTokenizers:
         assert "data.tokenizer" in str(caught.value)
 
 
+# ---------------------------------------------------------------- tokens in a file
+
+DOCUMENTS = ["one small step", "", "naïve\ncafé", *(f"document {i} of many, " * 9 for i in range(200))]
+
+
+def write_documents(folder: Path, source: str) -> None:
+    """The same documents in two files, as a source has them."""
+    for split, documents in {"train": DOCUMENTS, "validation": DOCUMENTS[:50]}.items():
+        place = folder / split
+        if source == "huggingface":
+            datasets = pytest.importorskip("datasets")
+            datasets.Dataset.from_dict({"body": documents}).save_to_disk(str(place))
+            continue
+        place.mkdir(parents=True)
+        for part, some in enumerate((documents[:9], documents[9:])):
+            if source == "text":
+                for number, document in enumerate(some):
+                    (place / f"{part}-{number:03d}").write_text(document)
+            elif source == "jsonl":
+                lines = (json.dumps({"body": document, "id": 1}) + "\n" for document in some)
+                (place / f"{part}.jsonl").write_text("".join(lines))
+            else:
+                pq.write_table(pa.table({"body": some}), place / f"{part}.parquet", row_group_size=64)
+
+
+@pytest.fixture
+def tokens_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function: a text's tokens in files, in blocks of 48 bytes, and the same text as files in memory."""
+    monkeypatch.setattr(tokens, "BLOCK_BYTES", 48)
+    write_documents(tmp_path / "text", "text")
+
+    def write(source: str = "text", tokenizer: str = "") -> tuple[Path, Any]:
+        if source != "text":
+            write_documents(tmp_path / source, source)
+        more = ["--source", source, "--column", "body", *(["--tokenizer", tokenizer] if tokenizer else [])]
+        command.main(["tokens", str(tmp_path / source), str(tmp_path / "out"), *more])
+        return tmp_path / "out", opened(tmp_path / "text", tokenizer=tokenizer, window=10)
+
+    return write
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "parquet", "huggingface"])
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_windows_of_a_file_of_tokens_are_those_in_memory(tokens_of, source, kind, tmp_path, capsys):
+    tokenizer = ""
+    if kind == "words":
+        given = words()
+        given.add_tokens(["document", "many", "é", "1"])
+        given.save(tokenizer := str(tmp_path / "words.json"))
+    folder, expected = tokens_of(source, tokenizer)
+    assert f"train.tokens: {len(expected.tokens):,} tokens of" in capsys.readouterr().out
+    got = pickle.loads(pickle.dumps(opened(folder, window=10)))
+    assert (len(got), got.classes, got.bytes_each) == (len(expected), expected.classes, expected.bytes_each)
+    for i in (*range(len(got)), 3):
+        np.testing.assert_array_equal(got[i], expected[i])
+        assert got[i][0].dtype == np.int32
+    np.testing.assert_array_equal(np.load(folder / "train.tokens", mmap_mode="r"), expected.tokens)
+    if source == "text":
+        assert got.digest() == expected.digest()
+        assert [got.where(i) for i in (0, 99)] == [expected.where(i) for i in (0, 99)]
+
+
+BIGRAMS = """
+import jax.numpy as jnp
+from jaxmpi.config import Data, Experiment
+from jaxmpi.model import plain_model
+
+init = lambda key: {"logits": jnp.zeros((256, 256))}
+apply = lambda params, tokens: jnp.take(params["logits"], tokens, axis=0)
+model = plain_model(init, apply, name="bigrams", input_shape=(16,), classes=256)
+model = model._replace(input_dtype=jnp.int32, label_shape=(16,))
+experiment = Experiment(model=model, data=Data("text", window=16), effective_batch=8, train_for="6st", log_every=1)
+"""
+
+
+@pytest.mark.e2e
+def test_two_ranks_learn_alike_from_a_file_of_tokens_and_from_memory(tokens_of, tmp_path):
+    folders, rows = {"memory": tmp_path / "text", "file": tokens_of()[0]}, {}
+    (tmp_path / "bigrams.py").write_text(BIGRAMS)
+    for name, folder in folders.items():
+        run_dir = str(tmp_path / name)
+        done = train(2, str(tmp_path / "bigrams.py"), "--data.dir", str(folder), "--run-dir", run_dir)
+        assert done.code == 0, done.out
+        rows[name] = [column(run_dir, "train", "loss"), column(run_dir, "eval", "eval_bits_per_byte")]
+    assert len(rows["file"][0]) == 6
+    assert rows["file"] == rows["memory"]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:500]), "bytes are missing"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "cut or damaged"),
+        (lambda file: flip(file, 333), "damaged at token 192 "),
+        (lambda file: flip(file, -99), "cut or damaged"),
+        (lambda file: flip(file, 3), "npy file"),
+        (lambda file: file.unlink(), "validation.tokens: No such file"),
+        (lambda file: shutil.copy(file.with_name("words"), file), "got tokens by words.json, 5 different"),
+    ],
+)
+def test_files_of_tokens_that_are_damaged_or_by_another_tokenizer_are_refused(tokens_of, change, match, tmp_path):
+    folder, _ = tokens_of()
+    words().save(path := str(tmp_path / "words.json"))
+    write_tokens(Data("text", dir=str(tmp_path / "text"), tokenizer=path), "validation", folder / "words")
+    change(folder / f"{'validation' if match.startswith(('validation', 'got')) else 'train'}.tokens")
+    with pytest.raises(UsageError, match=match):
+        print([[*opened(folder, split)] for split in ("train", "validation")])
+
+
+def flip(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+def test_another_tokenizer_than_that_of_the_file_is_refused(tokens_of, tmp_path):
+    words().save(path := str(tmp_path / "words.json"))
+    folder, _ = tokens_of(tokenizer=path)
+    assert opened(folder, tokenizer=words()).classes == 5
+    with pytest.raises(UsageError, match=r"got tokens by words\.json, 5 .*expected those of data\.tokenizer"):
+        opened(folder, tokenizer=function(lambda text: [1] * len(text), 5))
+    with pytest.raises(UsageError, match="exists"):
+        write_tokens(Data("text", dir=str(tmp_path / "text")), "train", folder / "train.tokens")
+
+
 def test_a_vocabulary_has_the_most_frequent_words_and_reads_the_text_whole(folder, tmp_path, capsys):
     """`b b a c d`: of three words the first are white space and b; a, c and d are equally frequent."""
     for file in ("b.txt", "a/x"):
@@ -203,6 +335,6 @@ def test_a_vocabulary_has_the_most_frequent_words_and_reads_the_text_whole(folde
     command.main(["words", str(folder), str(tmp_path / "words.json"), "--words", "4"])
     assert "words.json: 4 words; 80.0 % of the held-out ones are among them" in capsys.readouterr().out
     source = opened(folder, "validation", window=1, tokenizer=str(tmp_path / "words.json"))
-    assert (source.classes, source.text.tolist()) == (4, [3, 1, 2, 1, 0])
+    assert (source.classes, source.tokens.tolist()) == (4, [3, 1, 2, 1, 0])
     with pytest.raises(UsageError, match="source digits"):
         write_words(Data("digits"), tmp_path / "words.json")

@@ -4,11 +4,13 @@ A window is an example: i32[window] in, i32[window] to predict. A token is a byt
 file: a JSON file of `tokenizers`, an object that encodes, or a function.
 """
 
-import dataclasses
+import contextlib
 import hashlib
+import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.sources.base import check_plain_files, import_package, place_in_parts, sha256, split_name
+from jaxmpi.data.sources.token_file import SUFFIX, WAY_OUT, TextFacts, TokenFile
 
 BYTES = 256  # classes
 SEPARATOR = b"\0"  # between files; no text has it
@@ -31,92 +34,76 @@ FORM = (
 UNKNOWN = "[UNK]"
 WORD = r"\w+|[^\w\s]|\s+"  # letters and digits, one other sign, or white space: together they are the whole text
 MOST_WORDS = 1 << 24
+# Tells tokenizers apart: letters, signs, numbers, code, other scripts.
+SAMPLE = (
+    "The quick brown fox, aged 0123456789, jumps over 3.14 lazy dogs -- don't!\n\tdef f(x): return x ** 2\n"
+    "na\u00efve caf\u00e9 Stra\u00dfe \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u4e2d\u6587 \u65e5\u672c\u8a9e "
+    "\U0001f389 a b c d e f g h i j k l m n o p q r s t u v w x y z"
+)
 
 
 class TextSource:
-    """Files as one row of tokens, cut into windows.
+    """Tokens in one row, in memory or in a file, cut into windows.
 
     Examples are (i32[window], i32[window]). Window i has tokens [i T, i T + T), T the window; its labels are tokens
     [i T + 1, i T + T + 1). So each token but the first is predicted once, from those before it in its window. The last
     n - 1 mod T tokens are left out.
 
     Args:
-        root, files: a folder, and names in it, in this order, the same on all machines; a NUL is put between two files.
-        window: T, tokens, >= 1.
         name: of the source, for errors.
-        tokenizer: makes the tokens of a file, without a NUL; None: they are its bytes.
-        errors: what becomes of bytes that are not UTF-8, for a tokenizer: strict refuses them, replace takes U+FFFD.
+        window: T, tokens, >= 1.
+        tokens: of all files; a NUL is put between two files if they are bytes.
+        facts: what they are of, the same on all machines.
 
     Attributes:
         bytes_each, tokens_each: mean bytes that are predicted in an example, and tokens.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        files: Sequence[str],
-        window: int,
-        name: str,
-        tokenizer: "Tokenizer | None" = None,
-        errors: str = "strict",
-    ) -> None:
-        self.name, self.files, self.window = name, tuple(files), window
-        self.classes, self.token = (tokenizer.classes, "token") if tokenizer else (BYTES, "byte")
-        parts, size_bytes, path = [np.empty(0, np.uint8)], 0, root
-        try:
-            # Files are in memory twice: as they are read, and joined. Sparse ones may be larger than their disk.
-            need_bytes, left_bytes = 2 * sum((path := root / file).stat().st_size for file in files), available_bytes()
-            if need_bytes > left_bytes:
-                raise UsageError(
-                    f"{name}: {root}: {need_bytes / 1e9:,.1f} GB of memory are needed to read {len(files)} files, and "
-                    f"{left_bytes / 1e9:,.1f} GB are left; take fewer or smaller files"
-                )
-            for path in (root / file for file in files):
-                blob = path.read_bytes() + (b"" if tokenizer else SEPARATOR)
-                size_bytes += len(blob)
-                if tokenizer is None:
-                    parts.append(np.frombuffer(blob, np.uint8))
-                else:
-                    parts.append(tokenizer.tokens(blob.decode(errors=errors), str(path)))
-        except (OSError, UnicodeDecodeError) as error:
-            way_out = "mend it or take it away, on all machines; a tokenizer takes UTF-8"
-            raise UsageError(f"{name}: {path} cannot be read: {error}; {way_out}") from error
-        self.ends = np.cumsum([len(part) for part in parts[1:]], dtype=np.int64)
-        self.text = np.concatenate(parts)
+    def __init__(self, name: str, window: int, tokens: np.ndarray | TokenFile, facts: TextFacts) -> None:
+        self.name, self.window, self.tokens, self.facts, self.classes = name, window, tokens, facts, facts.classes
+        self.unit, self.ends = "token" if facts.tokenizer else "byte", np.array(facts.ends, np.int64)
         if not len(self):
             raise UsageError(
-                f"{name}: got {len(files)} files of {len(self.text)} {self.token}s in {root}; expected at least "
-                f"data.window + 1 = {window + 1} {self.token}s"
+                f"{name}: got {len(tokens)} {self.unit}s in {len(facts.files)} files; expected at least "
+                f"data.window + 1 = {window + 1} {self.unit}s"
             )
-        self.tokens_each, self.bytes_each = window, window * size_bytes / len(self.text)
+        self.tokens_each, self.bytes_each = window, window * facts.text_bytes / len(tokens)
 
     def __len__(self) -> int:
-        return max(len(self.text) - 1, 0) // self.window
+        return max(len(self.tokens) - 1, 0) // self.window
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name}: got window {index} of {len(self)}")
         begin = index * self.window
-        tokens = self.text[begin : begin + self.window + 1].astype(np.int32)
+        tokens = self.tokens[begin : begin + self.window + 1].astype(np.int32)
         return tokens[:-1], tokens[1:]
 
     def where(self, index: int) -> str:
         file, place = place_in_parts(self.ends, index * self.window)
-        return f"{self.files[file]}, {self.token} {place}"
+        return f"{self.facts.files[file]}, {self.unit} {place}"
 
     def digest(self) -> str:
-        return sha256(self.files, (self.text,))
+        return self.facts.digest
 
 
 def text(config: Data, split: str) -> TextSource:
-    """All files below DIR/<split>/ in alphabetical order; DIR is `data.dir`."""
-    folder = Path(config.dir) / split_name(config, split)
-    if not config.dir or not folder.is_dir():
-        raise UsageError(
-            f"text: set data.dir to a folder DIR with files in DIR/train/ and DIR/validation/; got no folder {folder}; "
-            f"name the right one with --data.{split}-split"
-        )
-    return TextSource(folder, list_files(folder), config.window, "text", open_tokenizer(config.tokenizer))
+    """The tokens in DIR/<split>.tokens, or all files below DIR/<split>/ in alphabetical order; DIR is `data.dir`."""
+    tokenizer = open_tokenizer(config.tokenizer)
+    path, train_path = (Path(config.dir, split_name(config, each) + SUFFIX) for each in (split, "train"))
+    if not config.dir or not (path.is_file() or train_path.is_file()):
+        return TextSource("text", config.window, *read_tokens(config, split, tokenizer))
+    tokens = TokenFile(path)
+    expected = {"data.tokenizer": tokenizer.digest} if tokenizer else {}
+    if train_path.is_file():
+        expected[str(train_path)] = TokenFile(train_path).facts.tokenizer_digest
+    for name, digest in expected.items():
+        if digest != tokens.facts.tokenizer_digest:
+            raise UsageError(
+                f"{path}: got tokens by {tokens.facts.tokenizer or 'no tokenizer'}, {tokens.facts.classes} different "
+                f"ones; expected those of {name}, another tokenizer: {WAY_OUT}"
+            )
+    return TextSource("text", config.window, tokens, tokens.facts)
 
 
 def stdlib(config: Data, split: str) -> TextSource:
@@ -124,9 +111,87 @@ def stdlib(config: Data, split: str) -> TextSource:
 
     One module in 50 is held out whole: a top-level file or package, or one below `test`.
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    files = library_files(list_files(root, ".py"), held_out=split != "train")
-    return TextSource(root, files, config.window, "stdlib", open_tokenizer(config.tokenizer), errors="replace")
+    return TextSource("stdlib", config.window, *read_tokens(config, split, open_tokenizer(config.tokenizer)))
+
+
+# ---------------------------------------------------------------- files
+
+
+class Part(NamedTuple):
+    """A file of a text, or of its documents."""
+
+    name: str  # the same on all machines
+    documents: Callable[[], Iterable[tuple[str, bytes]]]  # a name in errors, and the text, of each
+
+
+def list_parts(config: Data, split: str) -> tuple[Path, list[Part]]:
+    """The folder of `stdlib` or `text`, and its files, each one document."""
+    if config.source == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        files = library_files(list_files(root, ".py"), held_out=split != "train")
+    else:
+        root = Path(config.dir) / split_name(config, split)
+        if not config.dir or not root.is_dir():
+            raise UsageError(
+                f"text: set data.dir to a folder DIR with files in DIR/train/ and DIR/validation/, or with "
+                f"train{SUFFIX}; got no folder {root}; name the right one with --data.{split}-split"
+            )
+        files = list_files(root)
+
+    def read(path: Path) -> list[tuple[str, bytes]]:
+        with refusing_text(config.source, path):
+            return [(str(path), path.read_bytes())]
+
+    return root, [Part(file, partial(read, root / file)) for file in files]
+
+
+def read_tokens(config: Data, split: str, tokenizer: "Tokenizer | None") -> tuple[np.ndarray, TextFacts]:
+    """All tokens of `stdlib` or `text` in memory."""
+    root, parts = list_parts(config, split)
+    with refusing_text(config.source, root):
+        # Files are in memory twice: as they are read, and joined. Sparse ones may be larger than their disk.
+        need_bytes, left_bytes = 2 * sum((root / part.name).stat().st_size for part in parts), available_bytes()
+    if need_bytes > left_bytes:
+        raise UsageError(
+            f"{config.source}: {root}: {need_bytes / 1e9:,.1f} GB of memory are needed to read {len(parts)} files, and "
+            f"{left_bytes / 1e9:,.1f} GB are left; write their tokens to a file: jaxmpi data tokens"
+        )
+    encoded = [encode(document, config.source, tokenizer) for part in parts for document in part.documents()]
+    arrays, sizes = zip(*encoded, strict=True) if encoded else ((np.empty(0, np.uint8),), (0,))
+    tokens, files = np.concatenate(arrays), tuple(part.name for part in parts)
+    facts = TextFacts(
+        files=files,
+        ends=tuple(np.cumsum([*map(len, arrays)]).tolist()),
+        text_bytes=sum(sizes),
+        classes=tokenizer.classes if tokenizer else BYTES,
+        digest=sha256(files, (tokens,)),
+        tokenizer=tokenizer.name if tokenizer else "",
+    )
+    return tokens, facts
+
+
+def encode(document: tuple[str, bytes], source: str, tokenizer: "Tokenizer | None") -> tuple[np.ndarray, int]:
+    """A document's tokens, and the number of its bytes; without a tokenizer a NUL ends it, which counts."""
+    where, blob = document
+    if tokenizer is None:
+        return np.frombuffer(blob + SEPARATOR, np.uint8), len(blob) + 1
+    with refusing_text(source, where):
+        return tokenizer.tokens(decode(blob, source), where), len(blob)
+
+
+def decode(blob: bytes, source: str) -> str:
+    """Files of the standard library may have bytes that are not UTF-8, which become U+FFFD."""
+    return blob.decode(errors="replace" if source == "stdlib" else "strict")
+
+
+@contextlib.contextmanager
+def refusing_text(source: str, where: str | Path) -> Iterator[None]:
+    """Turn errors of a file into a `UsageError`."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        way_out = "mend it or take it away, on all machines; a tokenizer takes UTF-8"
+        raise UsageError(f"{source}: {where} cannot be read: {error}; {way_out}") from error
 
 
 def list_files(root: Path, suffix: str = "") -> list[str]:
@@ -164,6 +229,19 @@ class Tokenizer(NamedTuple):
 
     encode: Callable[[str], Any]
     classes: int
+    name: str
+    vocabulary: Callable[[], Mapping[str, int]] = dict  # numbers of tokens, if they are known
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of tokens: u16 or u32."""
+        return np.dtype("<u2" if self.classes <= 1 << 16 else "<u4")
+
+    @property
+    def digest(self) -> str:
+        """The same for tokenizers with the same vocabulary that make the same tokens of SAMPLE."""
+        words = json.dumps(sorted(self.vocabulary().items()))
+        return sha256([words, str(self.classes)], [self.tokens(SAMPLE, "a sample").astype("<u4")])
 
     def tokens(self, text: str, where: str) -> np.ndarray:
         """u16 or u32[n] of a whole file."""
@@ -178,7 +256,7 @@ class Tokenizer(NamedTuple):
                 f"{where}: data.tokenizer: got {tokens.dtype}{list(tokens.shape)} from {lowest} to {highest}; expected "
                 f"whole numbers [tokens], 0 <= token < {self.classes}, its vocab_size"
             )
-        return tokens.astype(np.uint16 if self.classes <= 1 << 16 else np.uint32)
+        return tokens.astype(self.dtype)
 
 
 def open_tokenizer(tokenizer: Any) -> Tokenizer | None:
@@ -195,7 +273,8 @@ def open_tokenizer(tokenizer: Any) -> Tokenizer | None:
         classes = max(classes, len(tokenizer))
     if not callable(encode) or not is_number or classes <= 0:
         raise UsageError(f"data.tokenizer: got {type(tokenizer).__name__} of vocab_size {classes!r}; expected {FORM}")
-    return Tokenizer(encode, int(classes))
+    name = getattr(tokenizer, "name", None) or getattr(tokenizer, "__name__", type(tokenizer).__name__)
+    return Tokenizer(encode, int(classes), str(name), getattr(tokenizer, "get_vocab", dict))
 
 
 def _open_json(tokenizer: Any) -> Tokenizer:
@@ -213,7 +292,8 @@ def _open_json(tokenizer: Any) -> Tokenizer:
     parsed.no_truncation()  # many are saved with it: it would cut each file off
     parsed.no_padding()
     classes = max([parsed.get_vocab_size(), *(number + 1 for number in parsed.get_vocab().values())])
-    return Tokenizer(lambda text: parsed.encode(text).ids, classes)
+    name = os.path.basename(tokenizer) if is_file else type(tokenizer).__name__
+    return Tokenizer(lambda text: parsed.encode(text).ids, classes, name, parsed.get_vocab)
 
 
 def _import_tokenizers(purpose: str) -> Any:
@@ -243,20 +323,18 @@ def write_words(config: Data, path: str | Path, words: int = 72_000) -> Vocabula
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORD), "isolated")
     trainer = tokenizers.trainers.WordLevelTrainer(vocab_size=words, special_tokens=[UNKNOWN], show_progress=False)
-    tokenizer.train_from_iterator(_decode_files(config, "train"), trainer)
+    tokenizer.train_from_iterator(_decoded_files(config, "train"), trainer)
     try:
         tokenizer.save(str(path))
     except Exception as error:  # all that the library raises
         raise UsageError(f"words: {path} cannot be written: {error}") from error
-    tokens = [token for file in tokenizer.encode_batch(_decode_files(config, "validation")) for token in file.ids]
+    files = tokenizer.encode_batch([*_decoded_files(config, "validation")])
+    tokens = [token for file in files for token in file.ids]
     return Vocabulary(tokenizer.get_vocab_size(), 1 - tokens.count(0) / max(len(tokens), 1))
 
 
-def _decode_files(config: Data, split: str) -> list[str]:
-    open_text, errors = (stdlib, "replace") if config.source == "stdlib" else (text, "strict")
-    joined = open_text(dataclasses.replace(config, tokenizer="", window=1), split).text.tobytes()
-    try:
-        return [file.decode(errors=errors) for file in joined.split(SEPARATOR) if file]
-    except UnicodeDecodeError as error:
-        way_out = "words are of UTF-8: convert the file, or take it away"
-        raise UsageError(f"words: {config.dir}: {error}; {way_out}") from error
+def _decoded_files(config: Data, split: str) -> Iterator[str]:
+    for part in list_parts(config, split)[1]:
+        for where, blob in part.documents():
+            with refusing_text(f"words: {config.source}", where):
+                yield decode(blob, config.source)
