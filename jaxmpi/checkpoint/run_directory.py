@@ -113,7 +113,8 @@ def claim(experiment: Experiment, name: str, stack: contextlib.ExitStack) -> Hel
         else:
             if experiment.from_start:
                 _set_aside(folder)
-            begin_record(folder)
+            refuse_run(folder)
+            (folder / "record.jsonl").write_text("")
     return home
 
 
@@ -140,15 +141,14 @@ def as_training_errors() -> Iterator[None]:
 # ---------------------------------------------------------------- what it holds
 
 
-def begin_record(folder: Path) -> None:
-    """Begin the record; refuse a folder with a checkpoint or steps."""
+def refuse_run(folder: Path) -> None:
+    """Refuse a folder with a checkpoint or steps."""
     record = folder / "record.jsonl"
     if complete_checkpoints(folder / "checkpoints") or (record.exists() and b'"kind": "train"' in record.read_bytes()):
         raise UsageError(
             f"run directory {str(folder)!r} holds a run already; go on with --resume, begin again with --from-start, "
             "or name another with --run-dir"
         )
-    record.write_text("")
 
 
 def _set_aside(folder: Path) -> None:

@@ -6,20 +6,23 @@ JAX is imported (`refuse_early`): a missing file, an unknown flag, a value of an
 be one of the experiments that ship with jaxmpi (docs/decisions.md, 22).
 """
 
+import dataclasses
 import functools
 import hmac
 import importlib.util
+import re
 import shlex
 import shutil
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxmpi.config import flags
 from jaxmpi.config.data import data_dir
-from jaxmpi.config.schema import Experiment
-from jaxmpi.core.errors import UsageError, nearest
+from jaxmpi.config.schema import PARTS, Experiment
+from jaxmpi.core.errors import UsageError, hint, nearest
 from jaxmpi.core.json_tree import read_json
 from jaxmpi.runtime import failures, process, provenance
 from jaxmpi.runtime.provenance import PACKAGE, project_root
@@ -265,6 +268,7 @@ def load(path: Path) -> Experiment:
     except SystemExit as end:
         raise UsageError(f"{path}: ends the program, sys.exit({end.code!r}); expected a module to import") from end
     except Exception as error:
+        _refuse_unknown_keyword(path, error)
         if process.my_rank() == 0:
             raise
         raise UsageError(f"{path}: {type(error).__name__}: {error}") from error  # rank 0 shows where
@@ -272,6 +276,21 @@ def load(path: Path) -> Experiment:
     if not isinstance(experiment, Experiment):
         raise UsageError(f"{path}: expected a module-level `experiment = Experiment(...)`")
     return experiment
+
+
+def _refuse_unknown_keyword(path: Path, error: Exception) -> None:
+    """Say in a sentence that the experiment, or a part of it, has no such field."""
+    found = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    parts = {"": Experiment, **{f"{name}.": part for name, (part, _) in PARTS.items()}}
+    for prefix, part in parts.items():
+        if found and isinstance(error, TypeError) and found[1] == part.__name__:
+            names = sorted(field.name for field in dataclasses.fields(part))
+            known = {prefix + name.replace("_", "-"): None for name in names} | flags.flags(Experiment())
+            nearest_name = hint(prefix + found[2].replace("_", "-"), known).replace("-", "_")
+            raise UsageError(
+                f"{path}:{traceback.extract_tb(error.__traceback__)[-1].lineno}: {part.__name__} has no field "
+                f"{found[2]!r}; {nearest_name}there are: {', '.join(names)}"
+            ) from error
 
 
 def _fall_back(experiment: Experiment, argv: Sequence[str]) -> Experiment:

@@ -64,9 +64,9 @@ def nearest(name: str, known: Mapping[str, Any]) -> str:
 
 def hint(name: str, known: Mapping[str, Any]) -> str:
     """The nearest known name as a question, whatever the case; empty if none is near."""
-    if ELSEWHERE.get(name) in known:
-        return f"did you mean {ELSEWHERE[name]!r}? "
-    by_lower = {other.lower(): other for other in known}
+    by_lower = {other.lower(): other for other in known} | {
+        other: field for other, field in ELSEWHERE.items() if field in known
+    }
     close = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.4)
     return f"did you mean {by_lower[close[0]]!r}? " if close else ""
 

@@ -16,11 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from jaxmpi.checkpoint import run_directory
 from jaxmpi.config import experiment_file
 from jaxmpi.config.flags import summary
+from jaxmpi.config.schema import Experiment
 from jaxmpi.core.env import getting_mpi
 from jaxmpi.core.errors import UsageError, lookup
-from jaxmpi.launch.experiment_facts import ExperimentFacts, facts_of
+from jaxmpi.launch.experiment_facts import ExperimentFacts, facts_of, facts_of_flags
 from jaxmpi.launch.options import USAGE, Options, parse
 from jaxmpi.launch.supervisor import PROBE_S, supervise, without_hosts
 from jaxmpi.runtime import failures, job_folder, process
@@ -49,10 +51,18 @@ def launch(options: Options) -> NoReturn:
             "no network interface is up, not even the loopback, and Open MPI needs one: ip link set lo up, or train in "
             "one process, with --devices K for K workers"
         )
-    facts = ExperimentFacts()
+    words = options.train_args[1:]
+    facts = ExperimentFacts() if experiment_file.HELP & {*words} else facts_of_flags(words)
     may_outlive = not is_alone and options.launcher == "mpirun" and has_ulfm(version_of(find("mpirun")))
     if options.restarts or may_outlive:
         facts = facts_of(options.train_args, file_is_here=options.are_ranks_here)
+    if options.are_ranks_here:  # so this rank 0 would say the same, seconds later
+        with run_directory.as_usage_errors():
+            if facts.resume:
+                resumed = Experiment(resume=True, run_dir=facts.run_dir)
+                run_directory.find_run_to_resume(resumed, Path(options.train_args[0]).stem)
+            elif facts.run_dir and not facts.from_start:
+                run_directory.refuse_run(Path(facts.run_dir))
 
     def print_line(job: Options) -> list[str]:
         line = command(job, **host, outlives_ranks=facts.outlives_ranks)

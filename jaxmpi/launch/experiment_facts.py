@@ -32,7 +32,7 @@ PLAIN = sys.stdlib_module_names | {"jaxmpi", "jax", "numpy", "flax", "optax"}  #
 
 
 class ExperimentFacts(NamedTuple):
-    """Facts of an experiment, with the fields of the command line."""
+    """Facts of an experiment, with the fields of the command line; a dry run has a directory of its own."""
 
     outlives_ranks: bool = False  # by its rule, or by `on_rank_loss`
     run_dir: str = ""
@@ -86,6 +86,8 @@ def facts_of_flags(argv: Sequence[str]) -> ExperimentFacts:
             facts = facts._replace(run_dir=words[0])
         elif field in ("resume", "from_start"):
             facts = facts._replace(**{field: not flag.startswith("no-")})
+        elif flag == "dry-run":
+            return ExperimentFacts()
     return facts
 
 
@@ -128,8 +130,8 @@ def main(parent: str, answer: str, *train_args: str) -> None:
         rule = lookup(RULES, experiment.rule.name, "rule")
         facts = {
             "outlives_ranks": rule.is_asynchronous or experiment.on_rank_loss == "shrink",
-            "run_dir": experiment.run_dir,
-            "resume": experiment.resume,
+            "run_dir": "" if experiment.dry_run else experiment.run_dir,
+            "resume": experiment.resume and not experiment.dry_run,
             "from_start": experiment.from_start,
         }
     except UsageError as error:

@@ -3,11 +3,13 @@
 A model whose shapes do not fit would fail while the whole step is traced, far from its cause. `check_model` passes
 `init`, `apply` and the loss through `jax.eval_shape`, which computes nothing and allocates nothing on a device. Each
 result is compared with what the trainer takes, and the error says model, function, got and expected. Training and
-evaluation are both tried, since outputs may differ: auxiliary logits exist in training alone. Errors of the model's own
-pass.
+evaluation are both tried, since outputs may differ: auxiliary logits exist in training alone. Of the model's own errors
+those of shapes become one sentence with its line; others pass.
 """
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.core.errors import UsageError
+from jaxmpi.core.frames import is_users, line_of
 from jaxmpi.core.pytrees import PyTree, by_path
 from jaxmpi.model.contract import Model, check_facts, check_pair, format_value, with_article
 
@@ -40,7 +43,8 @@ def check_model(model: Any, loss: Callable[..., Any] | None = None, compute_dtyp
             "linen_model, equinox_model and plain_model make one"
         )
     check_facts(model.name, model.input_shape, model.classes)
-    params, model_state = init_shapes(model.name, model.init, model.example())
+    with _errors_of_shapes(f"{model.name}: init", model.example()):
+        params, model_state = init_shapes(model.name, model.init, model.example())
     for train in (True, False):
         outputs = _output_shapes(model, params, model_state, train, compute_dtype)
         if loss is None or not train:
@@ -119,10 +123,26 @@ def _output_shapes(model: Model, params: PyTree, model_state: PyTree, train: boo
 
     image = model.example(EXAMPLES)
     image = image if model.takes_tokens else as_float_shapes(image, dtype)
-    result = jax.eval_shape(apply, as_float_shapes(params, dtype), model_state, image, jax.random.key(0))
+    with _errors_of_shapes(f"{model.name}: apply in {mode(train)}", image):
+        result = jax.eval_shape(apply, as_float_shapes(params, dtype), model_state, image, jax.random.key(0))
     outputs, updated = as_float_shapes(result, jnp.float32)
     check_state(f"{model.name}: apply in {mode(train)}", model_state, updated)
     return outputs
+
+
+@contextmanager
+def _errors_of_shapes(call: str, image: jax.ShapeDtypeStruct) -> Iterator[None]:
+    """Turn an error that JAX or the model's library raises at a shape into one that names the model's input."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        lines = [line_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__) if is_users(frame)]
+        raise UsageError(
+            f"{call}: got {format_value(image)}, as the model's input_shape says; expected a shape that it takes; "
+            f"{', '.join(lines[-1:])}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _check_logits(model: Model, outputs: Any, train: bool) -> None:

@@ -180,7 +180,18 @@ def test_settings_of_ones_own_may_be_nested_and_their_text_indented_as_it_likes(
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("import no_such_package", "No module named 'no_such_package'"), ("import sys; sys.exit(0)", "ends the program")],
+    [
+        ("import no_such_package", "No module named 'no_such_package'"),
+        ("import sys; sys.exit(0)", "ends the program"),
+        (
+            "from jaxmpi.config import Experiment\nExperiment(lerning_rate=1)",
+            r"mine.py:2: Experiment has no field 'lerning_rate'; did you mean 'optim.lr'",
+        ),
+        (
+            "from jaxmpi.config import Optim\nOptim(wieght_decay=1)",
+            "Optim has no field 'wieght_decay'; did you mean 'optim.weight_decay'",
+        ),
+    ],
 )
 def test_an_experiment_that_cannot_be_imported_is_one_sentence(line, message, tmp_path):
     (tmp_path / "mine.py").write_text(line)

@@ -162,6 +162,26 @@ def test_launchers_that_are_not_there(path, text, message):
         line(text)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "holds a run already"),
+        (("--resume", "--run-dir", "empty"), "is no run directory"),
+        (("--dry-run",), None),
+        (("--from-start",), None),
+    ],
+)
+def test_a_run_directory_is_looked_at_before_ranks_start(flags, message, path, tmp_path, monkeypatch):
+    path("mpirun", VERSIONS["mpich"])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "record.jsonl").write_text('{"kind": "train", "step": 1}\n')
+    started = []
+    monkeypatch.setattr(command, "supervise", lambda *args: started.append(args) or 0)
+    with pytest.raises(UsageError if message else SystemExit, match=message):
+        command.main(["-n", "2", "digits", "--run-dir", str(tmp_path / "run"), *flags])
+    assert not started if message else started
+
+
 @pytest.mark.e2e
 def test_a_job_needs_no_home_but_a_network(tmp_path):
     line = ["python", "-m", "jaxmpi.tools.cli", "train", "-n", "2", "digits", "--train-for", "1st"]

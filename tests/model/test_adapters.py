@@ -384,6 +384,10 @@ BROKEN = {
     ),
     "other classes": (with_apply(lambda out, state: (out[:, :7], state)), "got float32[2, 7] in training"),
     "a tuple": (with_apply(lambda out, state: ((out, out), state)), "got a tuple of 2"),
+    "another size": (
+        with_apply(lambda out, state: (out.reshape(-1, 49), state)),
+        "net: apply in training: got float32[2, 8, 8, 1], as the model's input_shape says; expected",
+    ),
     "whole logits": (
         with_apply(lambda out, state: (out.astype(jnp.int32), state)),
         "got int32[2, 10]",
