@@ -71,6 +71,7 @@ COMMANDS = {
         "the experiments that come with jaxmpi, by name; a copy of one",
         "tools.experiments:main",
     ),
+    "completion": CommandSpec("a script by which bash and zsh complete all this", "tools.completion:main"),
 }
 
 

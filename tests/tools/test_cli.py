@@ -48,6 +48,24 @@ def test_version(monkeypatch, capsys):
     assert f"jaxmpi {importlib.metadata.version('jaxmpi')}  jax {importlib.metadata.version('jax')}  " in out
 
 
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("do", ["doctor"]),
+        ("train --optim.lr-f", ["--optim.lr-for-batch"]),
+        ("train dig", ["digits"]),
+        ("plan --ga", ["--gamma-s-per-byte"]),
+    ],
+)
+def test_bash_completes_commands_flags_and_experiments(words, offered):
+    line = f"COMP_WORDS=(jaxmpi {words}); COMP_CWORD={len(words.split())}"
+    completed = f'eval "$(cat)"; {line}; _jaxmpi; echo "${{COMPREPLY[@]}}"'
+    script = run("completion").stdout
+    out = subprocess.run(["bash", "-c", completed], input=script, capture_output=True, text=True, timeout=20).stdout
+    assert set(offered) <= {*out.split()}
+    assert "--seed" not in out
+
+
 def test_an_unknown_command_lists_what_exists(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["jaxmpi", "trian"])
     with pytest.raises(SystemExit) as ended:
@@ -70,6 +88,7 @@ MISTAKES = {
     "export run model.jaxexport --platforms abacus": "platforms: got abacus; expected cpu",
     "report": "the following arguments are required: RUN",
     "run": "the following arguments are required: SCRIPT.py",
+    "completion fish": "got fish",
 }
 
 

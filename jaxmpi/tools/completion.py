@@ -1,0 +1,49 @@
+"""`jaxmpi completion`: what a shell offers behind `jaxmpi`, as a script of words, so that Tab starts no Python."""
+
+import contextlib
+import io
+import re
+from collections.abc import Sequence
+
+from jaxmpi.config import experiment_file
+from jaxmpi.config.flags import flags
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import UsageError
+from jaxmpi.tools.cli import COMMANDS, import_function
+
+USAGE = """usage: jaxmpi completion > FILE
+
+Print a script by which bash and zsh complete commands, flags, experiments and files. For all shells, in ~/.bashrc or
+~/.zshrc: eval "$(jaxmpi completion)"
+
+example: jaxmpi completion > ~/.local/share/bash-completion/completions/jaxmpi"""
+
+SCRIPT = """[ -z "$ZSH_VERSION" ] || {{ autoload -U +X compinit bashcompinit && compinit && bashcompinit; }}
+_jaxmpi() {{
+  local words
+  case "$COMP_CWORD ${{COMP_WORDS[1]}}" in
+    "1 "*) words="{commands}" ;;
+{cases}
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _jaxmpi jaxmpi"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the script, or the usage."""
+    if argv not in ([], ["--help"], ["-h"]):
+        raise UsageError(f"got {' '.join(argv)}\n{USAGE}")
+    cases = [f'    *" {name}") words="{" ".join(words_behind(name))}" ;;' for name in COMMANDS if name != "completion"]
+    print(USAGE if argv else SCRIPT.format(commands=" ".join(COMMANDS), cases="\n".join(cases)))
+
+
+def words_behind(command: str) -> list[str]:
+    """The options that a command's help names, and what may be trained."""
+    text, spec = io.StringIO(), COMMANDS[command]
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        import_function(spec.options or spec.run)(["--help"])
+    words = set(re.findall(r"(?<![\w'\"-])--?[a-z][\w.-]*", text.getvalue()))
+    if command in ("train", "sweep"):
+        words |= {f"--{name}" for name in flags(Experiment())} | experiment_file.find_shipped().keys()
+    return sorted(words)
