@@ -22,7 +22,7 @@ from jaxmpi.config.flags import summary
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.env import getting_mpi
 from jaxmpi.core.errors import UsageError, lookup
-from jaxmpi.launch.experiment_facts import ExperimentFacts, facts_of, facts_of_flags
+from jaxmpi.launch.experiment_facts import facts_of, facts_of_flags
 from jaxmpi.launch.options import USAGE, Options, parse
 from jaxmpi.launch.supervisor import PROBE_S, supervise, without_hosts
 from jaxmpi.runtime import failures, job_folder, process
@@ -44,6 +44,9 @@ def main(argv: list[str]) -> NoReturn:
 
 def launch(options: Options) -> NoReturn:
     """Print the line and supervise it; exec one worker without restarts."""
+    words = options.train_args[1:]
+    if experiment_file.HELP & {*words}:
+        os.execv(sys.executable, [sys.executable, "-m", "jaxmpi.train", *options.train_args])
     host = {"cores": process.cores(), "is_root": os.geteuid() == 0}
     is_alone = options.workers == 1 and not options.launcher_args
     if not is_alone and options.launcher == "mpirun" and not has_network():
@@ -51,8 +54,7 @@ def launch(options: Options) -> NoReturn:
             "no network interface is up, not even the loopback, and Open MPI needs one: ip link set lo up, or train in "
             "one process, with --devices K for K workers"
         )
-    words = options.train_args[1:]
-    facts = ExperimentFacts() if experiment_file.HELP & {*words} else facts_of_flags(words)
+    facts = facts_of_flags(words)
     may_outlive = not is_alone and options.launcher == "mpirun" and has_ulfm(version_of(find("mpirun")))
     if options.restarts or may_outlive:
         facts = facts_of(options.train_args, file_is_here=options.are_ranks_here)

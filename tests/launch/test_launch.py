@@ -183,6 +183,12 @@ def test_a_run_directory_is_looked_at_before_ranks_start(flags, message, path, t
 
 
 @pytest.mark.e2e
+def test_help_on_an_experiment_starts_no_ranks():
+    ended = run([sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "2", "digits", "-h"], timeout_s=60)
+    assert (ended.code, ended.out.count("--optim.lr ")) == (0, 1), ended.out
+
+
+@pytest.mark.e2e
 def test_a_job_needs_no_home_but_a_network(tmp_path):
     line = ["python", "-m", "jaxmpi.tools.cli", "train", "-n", "2", "digits", "--train-for", "1st"]
     ended = run(["env", "-u", "HOME", *line, "--run-dir", str(tmp_path / "run")], timeout_s=100)
