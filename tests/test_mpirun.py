@@ -9,7 +9,7 @@ import time
 import pytest
 
 from jaxmpi.runtime import job_folder
-from launching import ROOT, is_job, leaked, mpirun, mpirun_line, run, shared_memory, wait_until
+from launching import PATH, ROOT, is_job, leaked, mpirun, mpirun_line, run, shared_memory, wait_until
 
 HEAD = "import os, sys, time, threading, signal\nimport numpy as np\nimport jaxmpi\n"
 HEAD += "comm = jaxmpi.world()\nx = np.ones(1000, np.float32)\njaxmpi.exchange(x).block_until_ready()\n"
@@ -48,6 +48,39 @@ def passes_over_mpi(ranks: int, suite: list[str]) -> None:
     ended = mpirun(ranks, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *suite, timeout_s=limit_s)
     assert ended.code == 0, ended.out[-4000:]
     assert ended.out.count(" passed") == ranks
+
+
+CALLS = """
+import jax, jax.numpy as jnp, jaxmpi
+from jaxmpi import collectives as mpi
+rank, x = jaxmpi.world().rank, jnp.arange(6.0).reshape(2, 3) + jaxmpi.world().rank
+for jit in (lambda f: f, jax.jit):
+    calls = [
+        lambda x: jaxmpi.exchange({"x": x, "b": x.astype(jnp.bfloat16)}, "ring16"),
+        *(lambda x, f=f: f(x) for f in (mpi.allgather, mpi.alltoall, mpi.scan, mpi.exscan, mpi.reduce_scatter)),
+        *(lambda x, f=f: f(x, root=1) for f in (mpi.bcast, mpi.reduce, mpi.gather)),
+        lambda x: mpi.scatter(x if rank == 0 else x[0], root=0),
+        lambda x: mpi.allreduce(x > 3, "and"),
+        lambda x: mpi.sendrecv(x, x, source=1 - rank, dest=1 - rank),
+    ]
+    results = [jax.tree.leaves(jit(call)(x)) for call in calls]
+    mpi.barrier()
+    print("" if rank else [(y.dtype.name, y.tolist()) for leaves in results for y in leaves], flush=True)
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("compiler", [{}, {"CC": "false"}], ids=["C", "no C compiler"])
+def test_programs_give_the_same_where_mpi4jax_cannot_be_imported(compiler, tmp_path):
+    (tmp_path / "job.py").write_text(CALLS)
+    expected = mpirun(2, str(tmp_path / "job.py"), timeout_s=60)
+    (tmp_path / "mpi4jax.py").write_text("raise ImportError('libmpi.so.40: cannot open shared object file')")
+    env = {"PYTHONPATH": f"{tmp_path}:{PATH}", "XDG_CACHE_HOME": str(tmp_path), **compiler}
+    ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=100, env=env)
+    assert (expected.code, ended.code) == (0, 0), ended.out
+    assert ended.out.count("mpi4jax cannot be imported (libmpi.so.40") == 1
+    assert ("handlers in C cannot be made" in ended.out) is bool(compiler)
+    assert {*expected.out.splitlines()} <= {*ended.out.splitlines()}
 
 
 FAULTS = {

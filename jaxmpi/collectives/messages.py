@@ -36,6 +36,7 @@ from jaxmpi.collectives.call import NOBODY, MpiCall, from_mpi_dtype, is_logged, 
 from jaxmpi.comm import c_handlers
 from jaxmpi.comm.diagnosis import Note, message_lost, watch
 from jaxmpi.comm.mpi import MpiComm, open_comms
+from jaxmpi.comm.mpi_calls import mpi_calls
 from jaxmpi.comm.polling import PROBES, survives_losses, wait
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError, UsageError
@@ -122,20 +123,20 @@ def _compile_error() -> str:
 
 
 def _by_mpi4jax(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
-    import mpi4jax
     from mpi4py import MPI
 
+    calls = mpi_calls()
     tag = MPI.ANY_TAG if call.recvtag is None else call.recvtag
     source = MPI.ANY_SOURCE if call.source is None else call.source
     options = {"comm": call.comm.mpi, "status": _statuses.get(call.status)}
     x, place = to_mpi_dtype(operands[0]), to_mpi_dtype(operands[-1])
     if call.operation == "sendrecv" and call.sends and call.receives:
-        received = mpi4jax.sendrecv(x, place, source, call.dest, sendtag=call.sendtag, recvtag=tag, **options)
+        received = calls.sendrecv(x, place, source, call.dest, sendtag=call.sendtag, recvtag=tag, **options)
         return [from_mpi_dtype(received, operands[-1].dtype)]
     if call.sends:
-        mpi4jax.send(x, call.dest, tag=call.sendtag, comm=call.comm.mpi)
+        calls.send(x, call.dest, tag=call.sendtag, comm=call.comm.mpi)
     if call.receives:
-        return [from_mpi_dtype(mpi4jax.recv(place, source, tag=tag, **options), operands[-1].dtype)]
+        return [from_mpi_dtype(calls.recv(place, source, tag=tag, **options), operands[-1].dtype)]
     return [] if call.operation == "send" else [operands[-1]]
 
 

@@ -17,6 +17,7 @@ import jax
 from jaxmpi.collectives import api
 from jaxmpi.collectives.arguments import arrays_of, joint_operation
 from jaxmpi.collectives.call import NOBODY, lines_may_differ
+from jaxmpi.comm.mpi_calls import mpi_calls
 from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime import process
 
@@ -106,16 +107,12 @@ def sendrecv(
 
 def has_cuda_support() -> bool:
     """Return True if mpi4jax, which moves GPUs' arrays, was built with CUDA."""
-    import mpi4jax
-
-    return mpi4jax.has_cuda_support()
+    return mpi_calls().has_cuda_support()
 
 
 def has_sycl_support() -> bool:
     """Return True if mpi4jax, which moves GPUs' arrays, was built with SYCL."""
-    import mpi4jax
-
-    return mpi4jax.has_sycl_support()
+    return mpi_calls().has_sycl_support()
 
 
 def _reduce_by(op: Any, function: Callable[..., Any], x: Any, comm: Any, **options: Any) -> jax.Array:

@@ -20,6 +20,7 @@ from jax import lax
 from jaxmpi.collectives import messages
 from jaxmpi.collectives.call import MpiCall, from_mpi_dtype, shape_of, to_mpi_dtype
 from jaxmpi.comm.call_comparison import comparison_of
+from jaxmpi.comm.mpi_calls import mpi_calls
 from jaxmpi.core.errors import UsageError
 
 ARITHMETIC = ("sum", "prod", "max", "min", "and", "or", "xor")  # in the order of `call_comparison.OPS`
@@ -62,18 +63,16 @@ def in_mpi_dtype(move: Callable[[MpiCall, Any, jax.Array], jax.Array]) -> Callab
 
     @functools.wraps(move)
     def run(call: MpiCall, x: jax.Array) -> list[jax.Array]:
-        import mpi4jax
-
-        return [from_mpi_dtype(move(call, mpi4jax, to_mpi_dtype(x)), x.dtype)]
+        return [from_mpi_dtype(move(call, mpi_calls(), to_mpi_dtype(x)), x.dtype)]
 
     return run
 
 
 @in_mpi_dtype
-def run_by_mpi(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
+def run_by_mpi(call: MpiCall, calls: Any, x: jax.Array) -> jax.Array:
     """The MPI function of the operation's name."""
-    arguments = ([mpi_op(call.op)] if call.op else []) + ([] if call.root is None else [call.root])
-    return getattr(mpi4jax, call.operation)(x, *arguments, comm=call.comm.mpi)
+    arguments = ({"op": mpi_op(call.op)} if call.op else {}) | ({} if call.root is None else {"root": call.root})
+    return getattr(calls, call.operation)(x, **arguments, comm=call.comm.mpi)
 
 
 def has_slots_for(call: MpiCall, x: Any) -> bool:
@@ -95,25 +94,25 @@ def run_in_c(call: MpiCall, number: int, x: jax.Array) -> list[jax.Array]:
 
 
 @in_mpi_dtype
-def _reduce_scatter(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
-    rows = mpi4jax.alltoall(x, comm=call.comm.mpi)
+def _reduce_scatter(call: MpiCall, calls: Any, x: jax.Array) -> jax.Array:
+    rows = calls.alltoall(x, comm=call.comm.mpi)
     return lax.scan(lambda total, row: (COMBINE[call.op](total, row), None), rows[0], rows[1:])[0]
 
 
 @in_mpi_dtype
-def _exscan(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
+def _exscan(call: MpiCall, calls: Any, x: jax.Array) -> jax.Array:
     comm = call.comm.mpi
-    through = mpi4jax.scan(x, mpi_op(call.op), comm=comm)
+    through = calls.scan(x, mpi_op(call.op), comm=comm)
     if comm.rank == 0:
-        mpi4jax.send(through, 1, comm=comm)
+        calls.send(through, 1, comm=comm)
         return jnp.full_like(x, neutral(call.op, x.dtype))
     if comm.rank == comm.size - 1:
-        return mpi4jax.recv(through, comm.rank - 1, comm=comm)
-    return mpi4jax.sendrecv(through, through, comm.rank - 1, comm.rank + 1, comm=comm)
+        return calls.recv(through, comm.rank - 1, comm=comm)
+    return calls.sendrecv(through, through, comm.rank - 1, comm.rank + 1, comm=comm)
 
 
 @in_mpi_dtype
-def _with_counts(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
+def _with_counts(call: MpiCall, calls: Any, x: jax.Array) -> jax.Array:
     """Exchange messages with all ranks; in each turn a rank receives one."""
     size, rank, mpi = call.comm.size, call.comm.rank, call.comm.mpi
     is_gather = call.operation == "allgatherv"
@@ -122,14 +121,12 @@ def _with_counts(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     for turn in range(1, size):
         to, source = (rank + turn) % size, (rank - turn) % size
         place = jnp.zeros((call.counts[source][rank], *x.shape[1:]), x.dtype)
-        received[source] = mpi4jax.sendrecv(outgoing[to], place, source, to, comm=mpi)
+        received[source] = calls.sendrecv(outgoing[to], place, source, to, comm=mpi)
     return jnp.concatenate([received[source] for source in range(size)])
 
 
 def _barrier(call: MpiCall) -> list[jax.Array]:
-    import mpi4jax
-
-    mpi4jax.barrier(comm=call.comm.mpi)
+    mpi_calls().barrier(comm=call.comm.mpi)
     return []
 
 

@@ -2,12 +2,11 @@
 
 A source of the package is compiled at its first use, for the MPI and the XLA of the process. It gets the addresses of
 MPI's functions and MPI's handles from Python. So it needs neither `mpicc` nor a header of MPI's, and it calls the
-functions that mpi4jax calls. It does so also if a tool has put its own functions in front of them.
+functions that mpi4py calls. It does so also if a tool has put its own functions in front of them.
 """
 
 import ctypes
 import functools
-import importlib
 import os
 import sys
 import threading
@@ -37,8 +36,9 @@ def handle_type() -> Any:
 @functools.cache
 def _scopes() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     """Places of MPI's functions, in the linker's order."""
-    bridge = importlib.import_module("mpi4jax._src.xla_bridge.mpi_xla_bridge_cpu")
-    return ctypes.CDLL(None), ctypes.CDLL(bridge.__file__)
+    from mpi4py import MPI
+
+    return ctypes.CDLL(None), ctypes.CDLL(MPI.__file__)
 
 
 def addresses(names: Sequence[str]) -> list[int]:

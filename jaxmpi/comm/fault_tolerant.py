@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import RankComm
+from jaxmpi.comm.mpi_calls import run_mpi
 from jaxmpi.comm.polling import is_mpi_error
 from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
@@ -74,25 +75,11 @@ class FaultTolerantComm(RankComm):
         for result in results:
             result[...] = np.zeros((), result.dtype)
 
-    def _run(
-        self, operands: Sequence, results: Sequence, kind: str, source: int = -1, dest: int = -1, root: int = 0
-    ) -> None:
-        if kind == "allreduce":
-            return self.mpi.Allreduce(operands[0], results[0])
-        # Moved as integers of equal size, for which MPI has types.
-        send_buffer, received = (x.reshape(-1).view(f"u{x.dtype.itemsize}") for x in (operands[0], results[0]))
-        if kind == "bcast":
-            np.copyto(received, send_buffer)
-            return self.mpi.Bcast(received, root)
-        if kind != "permute":
-            return getattr(self.mpi, kind.capitalize())(send_buffer, received)
-        received[...] = 0
-        if source >= 0 and dest >= 0:
-            self.mpi.Sendrecv(send_buffer, dest, 0, received, source)
-        elif dest >= 0:
-            self.mpi.Send(send_buffer, dest)
-        elif source >= 0:
-            self.mpi.Recv(received, source)
+    def _run(self, operands: Sequence, results: Sequence, kind: str, **ranks: int) -> None:
+        from mpi4py import MPI
+
+        function, op = "sendrecv" if kind == "permute" else kind, MPI.SUM if kind == "allreduce" else None
+        run_mpi(self.mpi, operands, results, function, op, **{k: rank for k, rank in ranks.items() if rank >= 0})
 
 
 # ---------------------------------------------------------------- votes, and fewer ranks

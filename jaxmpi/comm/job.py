@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxmpi.comm.agreement import check_may_send, refuse_together
 from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.mpi_calls import mpi_calls
 from jaxmpi.comm.mpi_info import library_of
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.env import building_for_mpicc, getting_mpi
@@ -33,7 +34,7 @@ def processes() -> Processes:
     """The control plane of this job; starts MPI for several ranks.
 
     Raises:
-        UsageError: mpi4py or mpi4jax is missing; they and the launcher are not of one MPI; or MPI has several ranks of
+        UsageError: mpi4py is missing; it, mpi4jax and the launcher are not of one MPI; or MPI has several ranks of
             a launcher that is not known.
     """
     launch = process.launched()
@@ -60,7 +61,7 @@ def start_mpi() -> None:
     """Import mpi4py and mpi4jax, which starts MPI; an exit hook ends it, unless the script has done so.
 
     Raises:
-        UsageError: one is missing, or they were built for two MPIs.
+        UsageError: mpi4py is missing, or they were built for two MPIs.
     """
     process.set_home()
     try:
@@ -75,9 +76,7 @@ def start_mpi() -> None:
     except (ImportError, RuntimeError) as error:  # the second from a wheel that finds no library
         raise UsageError(f"mpi4py cannot be imported ({str(error).splitlines()[0]}); {getting_mpi()}") from error
     try:
-        import mpi4jax  # noqa: F401
-    except ImportError as error:
-        raise UsageError(f"{error.name} cannot be imported ({error}); {getting_mpi()}") from error
+        mpi_calls()
     except RuntimeError as error:
         if not (built := re.search(r"Build-time MPI: *(.*)", str(error))):
             raise

@@ -1,8 +1,8 @@
 """Communicators over MPI ranks, for collectives inside compiled programs.
 
-`MpiComm` calls mpi4jax there, or handlers in C; sums over a host use shared memory. An error of MPI ends the job; of
-ranks that may die `fault_tolerant` has another communicator. Each communicator clones its own from MPI, so messages of
-mpi4py and mpi4jax never meet. Importing mpi4jax starts MPI, so the imports are inside functions.
+`MpiComm` calls handlers in C there, or mpi4jax (`mpi_calls`); sums over a host use shared memory. An error of MPI ends
+the job; of ranks that may die `fault_tolerant` has another communicator. Each communicator clones its own from MPI, so
+messages of mpi4py and mpi4jax never meet.
 """
 
 import collections
@@ -21,6 +21,7 @@ from jaxmpi.comm.agreement import Fingerprint, fresh_number, refuse_together
 from jaxmpi.comm.base import Comm, NullComm, Pairs, SoloComm, check_member, check_one_host, parse_color, ring_order
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes, processes
+from jaxmpi.comm.mpi_calls import mpi_calls
 from jaxmpi.comm.shared_compile import SharedJit
 from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.comm.solo import SoloProcesses
@@ -118,22 +119,22 @@ class MpiComm(RankComm):
         open_comms.append(self)
 
     def _move(self, kind: str, x: jax.Array, shape: tuple[int, ...], **options: int) -> jax.Array:
-        import mpi4jax
         from mpi4py import MPI
 
+        calls = mpi_calls()
         if kind == "allreduce":
-            return mpi4jax.allreduce(x, op=MPI.SUM, comm=self.mpi)
+            return calls.allreduce(x, op=MPI.SUM, comm=self.mpi)
         if x.dtype in (jnp.float16, jnp.bfloat16):  # MPI has no such numbers: they are sent as integers
             moved = self._move(kind, lax.bitcast_convert_type(x, jnp.uint16), shape, **options)
             return lax.bitcast_convert_type(moved, x.dtype)
         if kind != "permute":
-            return getattr(mpi4jax, kind)(x, comm=self.mpi, **options)
+            return getattr(calls, kind)(x, comm=self.mpi, **options)
         source, dest = options["source"], options["dest"]
         if source >= 0 and dest >= 0:
-            return mpi4jax.sendrecv(x, x, source=source, dest=dest, comm=self.mpi)
+            return calls.sendrecv(x, x, source=source, dest=dest, comm=self.mpi)
         if dest >= 0:
-            mpi4jax.send(x, dest=dest, comm=self.mpi)
-        return mpi4jax.recv(x, source=source, comm=self.mpi) if source >= 0 else jnp.zeros_like(x)
+            calls.send(x, dest=dest, comm=self.mpi)
+        return calls.recv(x, source=source, comm=self.mpi) if source >= 0 else jnp.zeros_like(x)
 
     @functools.cached_property
     def effect(self) -> Any:
@@ -309,9 +310,7 @@ def is_cuda_aware() -> bool:
     Raises:
         UsageError: it is asked to, but was built without CUDA.
     """
-    import mpi4jax
-
     is_asked = os.environ.get("MPI4JAX_USE_CUDA_MPI", "0").lower() in ("1", "true", "on")
-    if is_asked and not mpi4jax.has_cuda_support():
+    if is_asked and not mpi_calls().has_cuda_support():
         raise UsageError("MPI4JAX_USE_CUDA_MPI is set, but this mpi4jax was built without CUDA")
     return is_asked
