@@ -116,7 +116,7 @@ class Plan:
 
     def lr_of(self, step: int) -> float | None:
         """The learning rate of a step, counted from 1, if known."""
-        return np.asarray(self.lr(max(step - 1, 0))).item() if self.has_lr else None
+        return np.asarray(jax.jit(self.lr)(max(step - 1, 0))).item() if self.has_lr else None
 
 
 def init_model(task: Task, feed: DeviceFeed, key: jax.Array) -> tuple[PyTree, PyTree]:
@@ -161,13 +161,21 @@ def make_plan(experiment: Experiment, workers: Workers, scaled_for: int = 0, bef
     factor = rate_factor(experiment.optim, effective_batch)
     if is_other and registry.RULES[experiment.rule.name].sums_updates:
         factor *= scaled_for / workers.size  # fewer updates are summed, each of more examples
+    # Ranks that traced a large model at once would take each other's cores.
+    shapes = (
+        before.shapes
+        if before
+        else workers.processes.bcast_from_host_leader(
+            lambda: jax.eval_shape(lambda key: init_model(task, feed, key), jax.random.key(0))
+        )
+    )
     plan = Plan(
         experiment=experiment,
         workers=workers,
         task=task,
         feed=feed,
         validation=validation,
-        shapes=before.shapes if before else jax.eval_shape(lambda key: init_model(task, feed, key), jax.random.key(0)),
+        shapes=shapes,
         clock=run_clock,
         timetable=timetable,
         lr=schedules.schedule(experiment.schedule, clock, experiment.optim.lr * factor, scaled_for, factor),
