@@ -24,11 +24,11 @@ from PIL import Image
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import write_all, write_whole, writing
 from jaxmpi.core.json_tree import MALFORMED
-from jaxmpi.observe.flops import Work
+from jaxmpi.observe.flops import PEAK_MARKS, Work
 from jaxmpi.observe.record_format import KINDS, PARTS, SAMPLES
 from jaxmpi.observe.sinks.base import Sink, close, send
 from jaxmpi.observe.step_timing import Summary
-from jaxmpi.observe.terminal import Plain, ProgressLine, Terminal, format_number
+from jaxmpi.observe.terminal import UNTOLD, Plain, ProgressLine, Terminal, format_number
 from jaxmpi.runtime.progress import Span
 
 COMPUTE = [*PARTS].index("compute")
@@ -178,6 +178,8 @@ class Recorder:
         shares = {}
         if anatomy:
             shares = {part: anatomy.means[part] / (anatomy.step_s or 1.0) for part in anatomy.table if part != "hidden"}
+            if anatomy.source == "unknown":
+                shares = {UNTOLD if part == "compute" else part: share for part, share in shares.items()}
             self._add_buckets(noted, anatomy.steps)
             fields |= self._anatomy_fields(anatomy)
         self.write("train", **fields)
@@ -198,7 +200,7 @@ class Recorder:
                 worker_steps=tuple(worker_steps),
                 flops_per_s=flops.get("model_flops_per_s"),
                 mfu=flops.get("mfu"),
-                peak_is_measured=bool(work and work.peak and work.peak.source == "measured"),
+                peak_mark=PEAK_MARKS[work.peak.source] if work and work.peak else "",
                 figures=tuple(map(" ".join, figures[:MOST_FIGURES])),
                 shuffles=tuple(shuffles),
             )

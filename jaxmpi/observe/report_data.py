@@ -53,24 +53,29 @@ def charts(records: Sequence[Record]) -> list[Chart]:
     def chart(section: str, title: str, field: str, unit: str = "", table: str = "train", **more: Any) -> Chart:
         return Chart(section, title, [Series(table, field)], unit, **more)
 
-    is_measured = any(record.facts.get("peak") == "measured" for record in records)
-    sets = dict.fromkeys(str(name) for record in records for name in as_list(record.facts.get("validation_sets")))
-    held_out = {"eval_": "held out", **{f"eval_{name}_": f"held out, {name}" for name in sets}}
-    losses = [Series("evaluations", f"{prefix}loss", words) for prefix, words in held_out.items()]
-    tops = [
-        Series("evaluations", prefix + field[5:], f"{label} {words}")
-        for prefix, words in held_out.items()
-        for field, label in TOPS.items()
+    def chart_sets(title: str, figure: str, in_training: str, **more: Any) -> Chart:
+        held_out = (Series("evaluations", prefix + figure, words) for prefix, words in sets.items())
+        return Chart("learning", title, [Series("train", in_training, "training"), *held_out], **more)
+
+    names = dict.fromkeys(str(name) for record in records for name in as_list(record.facts.get("validation_sets")))
+    sets = {"eval_": "held out", **{f"eval_{name}_": f"held out, {name}" for name in names}}
+    figures = {label: field.removeprefix("eval_") for field, label in TOPS.items()}
+    set_charts = [
+        chart_sets("Loss", "loss", "loss", is_log=True),
+        *(
+            chart_sets(f"Accuracy, {label}", name, f"train_{name}", unit="%", factor=100)
+            for label, name in figures.items()
+        ),
     ]
-    drawn_together = {series.field for series in (*losses, *tops)}
-    tops += [Series("train", f"train_{field[5:]}", f"{label} training") for field, label in TOPS.items()]
+    drawn = {series.field for entry in set_charts for series in entry.series}
+    sources = {str(record.facts.get("peak")) for record in records}
     workers = [Series("workers", f"{WORKER}{i}", f"worker {i}") for i in range(MOST_WORKERS)]
     workers = [series for series in workers if any(has_values(record, series) for record in records)]
-    peak, goodput = "of a peak that was measured" * is_measured, "seconds of compute over seconds since the first start"
+    peak = " or ".join(f"of a peak {source}" for source in sorted(sources) if source.startswith("measured"))
+    goodput = "seconds of compute over seconds since the first start"
     described = [
-        Chart("learning", "Loss", [Series("train", "loss", "training"), *losses], is_log=True),
-        Chart("learning", "Accuracy", tops, "%", 100),
-        *(figure_chart(name) for name in custom_figures(records) if name not in drawn_together),
+        *set_charts,
+        *(figure_chart(name) for name in custom_figures(records) if name not in drawn),
         *(chart("speed", f"Speed, {speed_unit(name)}", name) for name in fields(records, "train") if is_speed(name)),
         chart("speed", "Model FLOP/s", "model_flops_per_s", "FLOP/s"),
         chart("speed", "Model FLOPs utilisation", "mfu", "%", factor=100, note=peak),

@@ -222,7 +222,8 @@ def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:
         figures: of evaluations by tasks of one's own, which any of the runs has.
     """
     train, steps = record.train, value_of(record.train, "step")
-    measured = " as measured" * (record.facts.get("peak") == "measured")
+    source = str(record.facts.get("peak"))
+    measured = f" as {source}" * source.startswith("measured")
     rule, strategy = fact(record, "experiment", "rule", "name"), record.facts.get("strategy", "")
     elapsed_s = max([*known_values(train, "elapsed_s"), *known_values(record.evaluations, "elapsed_s")], default=0.0)
     took = f"{elapsed_s:.3g} s" if elapsed_s < 60 else str(datetime.timedelta(seconds=round(min(elapsed_s, MOST_S))))
@@ -238,6 +239,7 @@ def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:
         ),
         Headline("model FLOP/s", value_of(train, "model_flops_per_s", np.median), note="median"),
         Headline("MFU", value_of(train, "mfu", np.median, 100, " %"), note="median, of the peak" + measured),
+        Headline("learning rate", value_of(train, "lr", np.max), f"last {value_of(train, 'lr')}", note="at most"),
         Headline("workers", str(record.facts.get("workers", "")), str(record.facts.get("backend", ""))),
         Headline("rule, strategy", ", ".join(filter(None, map(str, (rule, strategy))))),
         Headline("goodput", value_of(train, "goodput", factor=100, unit=" %"), note="of the time is compute"),

@@ -26,10 +26,12 @@ MOST_WORKERS = 8  # workers up to which each one's steps are shown
 LINE_S = 1.0  # between lines through a pipe at least; the first and the last always come
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 BARS = "▁▂▃▄▅▆▇█"
+UNTOLD = "compute+exchange"  # where nothing tells an exchange from computation
 COLOURS = {
     "data": "yellow",
     "transfer": "cyan",
     "compute": "green",
+    UNTOLD: "green",
     "exchange": "red",
     "sync": "magenta",
     "other": "white",
@@ -56,7 +58,7 @@ class ProgressLine:
     worker_steps: tuple[int, ...] = ()  # by worker, under asynchronous rules
     flops_per_s: float | None = None  # model FLOP/s, if they are known
     mfu: float | None = None
-    peak_is_measured: bool = False  # that `mfu` is a share of
+    peak_mark: str = ""  # of the peak that `mfu` is a share of
     figures: tuple[str, ...] = ()  # of training since the last line, as `top-1 93.25 %`
     shuffles: tuple[tuple[float, int], ...] = ()  # seconds and bytes of each shuffle of data in memory
 
@@ -81,8 +83,8 @@ class ProgressLine:
 
     @property
     def speed(self) -> str:
-        """Speed and learning rate; `~` marks a share of a measured peak."""
-        mfu = "" if self.mfu is None else f" (mfu {'~' * self.peak_is_measured}{100 * self.mfu:.0f} %)"
+        """Speed and learning rate."""
+        mfu = "" if self.mfu is None else f" (mfu {self.peak_mark}{100 * self.mfu:.0f} %)"
         flops = "" if self.flops_per_s is None else f"  {with_prefix(self.flops_per_s)}FLOP/s{mfu}"
         return f"{self.per_s:.1f} {self.unit}/s{flops}" + ("" if self.lr is None else f"  lr {self.lr:.3g}")
 

@@ -14,11 +14,13 @@ from jaxmpi.core.pytrees import PyTree
 from jaxmpi.model import Model
 from jaxmpi.models.gpt import gpt_tiny
 from jaxmpi.observe.flops import (
+    BESIDE_LOAD,
     TERAFLOPS,
     Peak,
     StepFlops,
     count_flops,
     device_peak,
+    measured_peak,
     peak_on_devices,
     total_cores,
     total_peak,
@@ -172,6 +174,18 @@ def test_the_peak_of_all_is_the_sum_over_workers_devices_or_unknown(monkeypatch)
     monkeypatch.setitem(TERAFLOPS, "cpu", (1.0, 0.5))
     peaks = [total_peak(workers, "float32") for workers in (one, two)]
     assert peaks == [Peak(n * 0.5e12, "data sheet") for n in (1, 2)]
+
+
+def test_a_peak_of_cores_is_kept_unless_times_vary_as_beside_other_work(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    peaks = []
+    for times_s in ([0.02, 0.04, 0.04], [0.04] * 3, [0.02] * 3):
+        ticks = itertools.chain.from_iterable((0.0, seconds) for seconds in times_s)
+        monkeypatch.setattr("jaxmpi.observe.flops.time.perf_counter", ticks.__next__)
+        peaks.append(measured_peak.__wrapped__("float32"))
+    beside_load, measured, kept = peaks
+    assert [peak.source for peak in peaks] == [BESIDE_LOAD, "measured", "measured"]
+    assert kept.flops_per_s == measured.flops_per_s == beside_load.flops_per_s / 2
 
 
 def test_a_gpu_that_ranks_share_counts_once(monkeypatch):

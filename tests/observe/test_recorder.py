@@ -19,7 +19,7 @@ from jaxmpi.data.sources.arrays import FieldSource
 from jaxmpi.experiments.digits import experiment as digits
 from jaxmpi.models.gpt import gpt_tiny
 from jaxmpi.observe import record_reader, report_page
-from jaxmpi.observe.flops import Peak, Work
+from jaxmpi.observe.flops import BESIDE_LOAD, Peak, Work
 from jaxmpi.observe.record_format import PARTS, SOURCES
 from jaxmpi.observe.recorder import MOST_RANKS, Recorder, Unit, cut_record
 from jaxmpi.observe.report_data import charts, report_data
@@ -158,18 +158,19 @@ def test_the_unit_of_speed_suits_the_task_and_the_data(tmp_path):
 
 def test_model_flops_are_of_examples_that_were_seen_and_mfu_of_the_peak(tmp_path):
     record, out = recorder(tmp_path)
-    for peak in (Peak(4e9, "measured"), None):
+    for peak in (Peak(4e9, "measured"), None, Peak(4e9, BESIDE_LOAD)):
         record.train(**TRAIN, work=Work(3.2e6, 32, peak))
         record.start_window(0)
     record.close()
-    measured, unknown = rows(tmp_path)
+    measured, unknown, _ = rows(tmp_path)
     assert measured["flops_per_step"] == 3.2e6
     assert measured["model_flops_per_s"] == pytest.approx(1e5 * measured["images_per_s"], rel=1e-5)
     assert measured["mfu"] == pytest.approx(measured["model_flops_per_s"] / 4e9, rel=1e-5)
     assert "mfu" not in unknown
-    first, second = (line for line in out.getvalue().splitlines() if line.startswith("step"))
+    first, second, third = (line for line in out.getvalue().splitlines() if line.startswith("step"))
     assert "FLOP/s (mfu ~" in first
     assert "FLOP/s  lr" in second
+    assert "FLOP/s (mfu <" in third
     assert speeds_drawn(tmp_path) == ["Speed, images/s", "Model FLOP/s", "Model FLOPs utilisation"]
 
 
@@ -232,6 +233,7 @@ def test_a_time_that_nobody_knows_is_not_reported_as_zero(tmp_path):
     _, unknown, mixed, measured = rows(tmp_path)
     assert not {"exchange", "sync", "hidden"} & unknown["anatomy"].keys()
     assert mixed["anatomy"]["exchange"] == measured["anatomy"]["exchange"] == [0.5, 0.5, 0.5, 0]
+    assert "compute+exchange 100 %" in out.getvalue()
     assert "compute 67 % exchange 33 %" in out.getvalue()
     drawn = record_reader.read(tmp_path)
     [run_data] = report_data([drawn])["runs"]

@@ -92,7 +92,15 @@ def test_the_page_of_two_runs_has_all_sections_and_needs_nothing_else(tmp_path):
     page = Page(text)
     assert page.ids == ["overview", *report_page.SECTIONS, "differences", "configuration"]
     assert page.titles == [
-        *("Loss", "Accuracy", "Speed, images/s", "Time of a step", "Goodput", "Learning rate"),
+        *(
+            "Loss",
+            "Accuracy, top-1",
+            "Accuracy, top-5",
+            "Speed, images/s",
+            "Time of a step",
+            "Goodput",
+            "Learning rate",
+        ),
         "Norm of a worker's gradients",
     ]
     assert all(source.startswith("data:") for source in page.sources), page.sources
@@ -100,6 +108,7 @@ def test_the_page_of_two_runs_has_all_sections_and_needs_nothing_else(tmp_path):
     assert "a&amp;b" in text
     assert "<0.10>" not in text  # a version is text, not markup
     assert "79.00 % (best 79.00 %)" in text
+    assert "0.2 (last 0.2)" in text  # the learning rate that came out
     differing = text.split('<section id="differences">')[1].split("</table>")[0]
     assert differing.count("<tr>") == 2  # the head, and one row
     assert "<th scope=row>experiment.optim.lr</th><td>0.1</td><td>0.2</td>" in differing
@@ -119,7 +128,7 @@ def test_validation_sets_share_the_charts_of_loss_and_accuracy(tmp_path):
     }
     assert drawn == {
         "Loss": ["training", "held out, clean", "held out, noisy"],
-        "Accuracy": ["top-1 held out, noisy"],
+        "Accuracy, top-1": ["held out, noisy"],
         "noisy mae": ["held out"],
     }
 
