@@ -72,13 +72,13 @@ def test_the_square_is_that_of_the_mean_and_the_update_is_the_same():
         registry.build(RuleConfig(noise_scale=noise), optax.sgd(0.1), exchange_of(comm), optimizer="sgd", linear=True)
         for noise in (True, False)
     )
-    assert noisy.measured
-    assert plain.measured is None
+    assert noisy.update_with_squares
+    assert plain.update_with_squares is None
     rng = np.random.default_rng(0)
     grads = {"a": rng.standard_normal((K, 3, 4), np.float32), "b": rng.standard_normal((K, 7)).astype(np.float16)}
     params = jax.tree.map(jnp.ones_like, grads)
     state = noisy.init(params)
-    params_noisy, _, whole = jax.jit(jax.vmap(noisy.measured, axis_name="w"))(grads, state, params)
+    params_noisy, _, whole = jax.jit(jax.vmap(noisy.update_with_squares, axis_name="w"))(grads, state, params)
     params_plain, _ = jax.jit(jax.vmap(plain.update, axis_name="w"))(grads, state, params)
     jax.tree.map(np.testing.assert_array_equal, params_noisy, params_plain)
     flat = np.concatenate([np.asarray(leaf, np.float64).reshape(K, -1) for leaf in grads.values()], 1)
