@@ -96,7 +96,6 @@ REFUSED_ON_RANK_1: dict[str, tuple[Any, Any, Any, str]] = {
     "same": (lambda y: jaxmpi.same_on_all_ranks("plan", y), 1, {1}, "plan: ranks cannot compare it"),
     "color": (COMM.split, 0, -1, "split: color"),
     "key": (lambda y: COMM.split(0, y), 0, "text", "TypeError"),
-    "extra": (lambda y: jaxmpi.Checkpoints("unused").save(1, X, extra=y), None, {"x": {1}}, ".*extra: "),
     "local_batch": (lambda y: jaxmpi.InMemory("unused", y), 1, 0, "local_batch: got 0"),
 }
 
