@@ -98,7 +98,8 @@ class LockStep(Coordinator):
             run.shrinking.keep(step, state, self.sums)
         self._pending.append((step, metrics))
         try:
-            while len(self._pending) > (0 if due.log or due.compare or run.shrinking else 1):
+            is_awaited = due.log or due.compare or due.evaluate or run.shrinking  # `pause` counts the vote on this step
+            while len(self._pending) > (0 if is_awaited else 1):
                 self.sums = self.sums + run.sums(*self._pending.pop(0))
         except (AgreedError, decisions.RollBack):
             # The step after the one that failed has been dispatched on all ranks. Code that catches the error may send

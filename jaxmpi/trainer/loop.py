@@ -41,7 +41,7 @@ class Coordinator:
     """A rule's steps, and this process's part of what is due."""
 
     is_asynchronous = False  # True if workers do not wait for each other
-    is_stopped = False  # True if a callback ended the run at the last evaluation
+    is_stopped = False  # True if a callback ended the run at the last evaluation, whose step is saved as the last
     timer: StepTimer  # splits the time of a step into its parts
 
     def begin(self, position: Position) -> TrainState:
@@ -125,6 +125,8 @@ def do_due(coordinator: Coordinator, step: int, due: DueEvents, state: TrainStat
         coordinator.log(step, state)
     if due.evaluate:
         coordinator.evaluate(step, state)
+    if coordinator.is_stopped and not due.compare:  # no checkpoint of replicas that differ
+        coordinator.compare(step, state)
     if due.save or coordinator.is_stopped:
         coordinator.save(step, state, is_last=due.leave or coordinator.is_stopped)
     if due.leave:

@@ -12,7 +12,7 @@ from PIL import Image
 
 import jaxmpi
 from jaxmpi.config import Experiment, Optim
-from jaxmpi.core.errors import UsageError
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.trainer import callbacks, main
 from launching import PATH, ROOT, mpirun
@@ -31,6 +31,19 @@ def test_a_run_that_does_not_improve_stops_with_a_checkpoint(devices, tmp_path):
     assert stopped["why"] == "eval_loss has not improved for 2 evaluations"
     assert steps_saved(experiment.run_dir) == [9]
     assert means["eval_count"] == 13
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"), [("nan:step=6", "not finite"), ("bitflip:rank=1,step=5", "differs from the other")]
+)
+def test_a_stopped_run_saves_no_step_that_was_not_checked(fault, words, tmp_path):
+    """Neither one whose gradients are not finite nor one whose replicas differ."""
+    frozen, stop = Optim("sgd", lr=1e-30), (jaxmpi.EarlyStop(patience=1),)
+    fields = {"callbacks": stop, "checkpoint_every": "0st", "devices": 2, "log_every": 100, "inject": (fault,)}
+    experiment = lines(tmp_path, optim=frozen, train_for="40st", eval_every="3st", **fields)
+    with pytest.raises(TrainingError, match=words):
+        main.train(experiment, "lines")
+    assert not steps_saved(experiment.run_dir)
 
 
 def reduced(folder: Path, **fields) -> Experiment:
