@@ -19,13 +19,9 @@ from jaxmpi.tools import cli
 from launching import NOT_PERMITTED, ROOT, run
 
 DOCS = ROOT / "docs"
-RUN = (
-    "quickstart own_model own_loop hosts break_it slow_link plan bits strategies packed tasks extending launching data "
-    "models functions seeing collectives"
-).split()
 BLOCKS = [
     (page.stem, *block)
-    for page in (ROOT / "README.md", *(DOCS / f"{name}.md" for name in RUN))
+    for page in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
     for block in re.findall(r"(?:<!-- block: (\S+) -->\n)?^```(\w+)\n(.*?)^```$", page.read_text(), re.S | re.M)
 ]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
@@ -74,6 +70,8 @@ SCENARIOS = [
         ("problems",),
         ("0.1406     0.1406     0.4406      68.1 %", "100.0 %", "80.7 %", "6.8 %", "color4:32         0.0004088"),
     ),
+    Scenario(("overlap.py",), ("[0.0666",)),
+    Scenario(("bigrams.py",), ()),
     Scenario(("bits.py",), ("0.0 1.0", "16 2.1e-04", "bf16 1.7e-03", "8 6.9e-03")),
     Scenario(
         ("stripes.py", "experiments/stripes.py", "stripes"),
@@ -160,6 +158,7 @@ BY_HAND = (
 NOT_RUN = {
     "tests": "it is this very suite",
     "imagenet": "needs ImageNet",
+    "bench": "takes minutes; tests/bench has shorter ones",
     "srun": "needs Slurm",
     "first_job": "needs Slurm",
     "docker": "starts a container",

@@ -24,7 +24,7 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.autotune import allowed_wires, choose, is_auto, size_class
 from jaxmpi.allreduce.buckets import INSIDE, Alignment, Order, Programs, assign_buckets, fuse, in_buckets, no_jit, split
 from jaxmpi.allreduce.building_blocks import allgather, halves, mean_of_halves
-from jaxmpi.allreduce.call_order import call_places, caller, compared, in_turn, joint_call, number_of
+from jaxmpi.allreduce.call_order import call_places, caller, compare_when_run, jit_in_turn, joint_call, number_of
 from jaxmpi.allreduce.compression import Collectives
 from jaxmpi.allreduce.derivative import NOT_MAPPED, differentiable
 from jaxmpi.allreduce.dispatch import OnCommThread, sums
@@ -89,7 +89,7 @@ def exchange(
     comm = workers_of(comm)
     if not isinstance(comm, AxisComm):
         check_may_send("jaxmpi.exchange")
-    with joint_call(comm) as is_part:
+    with joint_call(comm) as is_nested:
         check_op(op)
         check_bucket_bytes(bucket_bytes)
         check_strategy(strategy)
@@ -103,7 +103,7 @@ def exchange(
         if is_auto(strategy):
             strategy = resolve_auto(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
         choice = Choice(strategy=parse(strategy).name, op=op, comm=comm, bucket_bytes=bucket_bytes, order=order)
-        run = lambda leaves: choice.run(leaves, structure, is_part)  # noqa: E731
+        run = lambda leaves: choice.run(leaves, structure, is_nested)  # noqa: E731
         is_differentiable = comm.size > 1 and any(isinstance(leaf, Tracer) for leaf in leaves)
         total = jax.tree.unflatten(structure, differentiable(choice, leaves, run) if is_differentiable else run(leaves))
         return join_complex(total) if has_complex else total
@@ -166,20 +166,20 @@ class Choice(NamedTuple):
     order: Order | None = None
     on_comm_thread: OnCommThread | None = None  # on the communication thread
 
-    def run(self, leaves: list[jax.Array], structure: Any, is_part: bool = False) -> list[jax.Array]:
+    def run(self, leaves: list[jax.Array], structure: Any, is_nested: bool = False) -> list[jax.Array]:
         """The exchange of a tree's leaves, inside or outside jit, without a derivative.
 
         Args:
-            is_part: this is inside another exchange, which is compared as a whole.
+            is_nested: this is inside another exchange, which is compared as a whole.
         """
         if is_traced(leaves):
-            with agreed(self, jax.tree.unflatten(structure, leaves), is_part):
+            with agree_while_tracing(self, jax.tree.unflatten(structure, leaves), is_nested):
                 return self.program(leaves)(leaves)
         if self.comm.size == 1:
             return self.program(leaves)([jnp.asarray(leaf) for leaf in leaves])
         key = self, structure, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
         facts, run = make_once(self.comm, _outside_jit, *key)
-        self.comm.assert_same(facts)  # whenever called: two ranks may come with two trees that both have used before
+        self.comm.assert_same(facts)  # at every call: two ranks may come with two trees that both keep
         return run(leaves)
 
     def program(self, like: Sequence[Any], programs: Programs = INSIDE) -> Callable[[list], list]:
@@ -228,7 +228,7 @@ class Choice(NamedTuple):
         """Facts that must be equal on all ranks, named `what` in messages."""
         order = self.order and self.order.leaves(len(jax.tree.leaves(tree)))
         options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": order}
-        # Else two programs of equal shapes that ranks trace in another order would be one exchange for good.
+        # Without the lines, two programs of equal shapes that ranks trace in another order would be paired for good.
         if what == TRACED and isinstance(self.comm, MpiComm):
             options |= call_places()
         return fingerprint(what, {**options, "leaf": signature(tree)})
@@ -256,7 +256,7 @@ class Choice(NamedTuple):
 
 def _outside_jit(choice: Choice, structure: Any, like: tuple) -> tuple[Fingerprint, Callable[[list], list]]:
     """What ranks compare at every call, and the three programs, compiled once for these shapes."""
-    programs = Programs(choice.comm.jit, in_turn, choice.comm.jit)
+    programs = Programs(choice.comm.jit, jit_in_turn, choice.comm.jit)
     return choice.fingerprint(jax.tree.unflatten(structure, like)), choice.program(like, programs)
 
 
@@ -273,15 +273,15 @@ def _make_once_elsewhere(make: Callable[..., Any], *key: Any) -> Any:
 
 
 @contextmanager
-def agreed(choice: Choice, tree: PyTree, is_part: bool) -> Iterator[None]:
+def agree_while_tracing(choice: Choice, tree: PyTree, is_nested: bool) -> Iterator[None]:
     """Ranks compare an exchange that they trace; their programs compare, when they run, which one they have come to.
 
-    Whatever may be refused comes before: outside jit `jax.vmap` runs the comparison's beginning at once, and one
-    without an end would hold up all later exchanges.
+    Refuse everything before this: outside jit `jax.vmap` runs the beginning of the comparison at once, and a beginning
+    without its end holds up all later exchanges.
     """
     choice.comm.assert_same(choice.fingerprint(tree, TRACED))
-    number = None if is_part else number_of(choice.comm, f"{choice.describe(jax.tree.leaves(tree))}, {caller()}")
-    with compared(choice.comm, number):
+    number = None if is_nested else number_of(choice.comm, f"{choice.describe(jax.tree.leaves(tree))}, {caller()}")
+    with compare_when_run(choice.comm, number):
         yield
 
 
@@ -400,19 +400,19 @@ def exchange_gradients(
         rows = functools.partial(allgather, comm=workers)
         if is_inside:
             return Collectives(mean, rows, inner.wire, local=no_jit)
-        return Collectives(mean, in_turn(rows), inner.wire, local=functools.cache(workers.jit))
+        return Collectives(mean, jit_in_turn(rows), inner.wire, local=functools.cache(workers.jit))
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         del params
         workers: Comm = workers_of(comm)
         choice = Choice(strategy, op, workers, bucket_bytes)
-        with joint_call(workers) as is_part:
+        with joint_call(workers) as is_nested:
             check_leaves(updates)
             if workers.size == 1:
                 return compression.flush_residual(updates, state)
             if is_traced(jax.tree.leaves((updates, state))):
                 updates = jax.tree.map(lambda x: block_transforms(x, workers), updates)
-                with agreed(choice, updates, is_part):
+                with agree_while_tracing(choice, updates, is_nested):
                     total, state = compressor.compress(updates, state, collectives(workers, True))
             else:
                 workers.assert_same(choice.fingerprint(updates))

@@ -84,7 +84,7 @@ def choose(
     Args:
         comm: who exchanges.
         sizes: floats of every leaf.
-        asked: `auto`, or `auto:<wire>` if that wire may be used, too.
+        setting: `auto`, or `auto:<wire>` if that wire may be used, too.
         bucket_bytes: small leaves are fused up to this many bytes.
         among: algorithms to choose from; none given: all.
 

@@ -45,7 +45,7 @@ def ring_permutation(comm: Comm, places: int) -> Pairs:
 
 
 def ring_all_gather(chunk: PyTree, comm: Comm, row: Callable[[Any], Any]) -> PyTree:
-    """Gather all workers' `mine` as rows by passing them round the ring.
+    """Gather all workers' `chunk` as rows by passing them round the ring.
 
     Row `row(i)` is that of the worker i places back.
     """

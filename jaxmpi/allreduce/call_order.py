@@ -42,7 +42,7 @@ def number_of(comm: Comm, what: str) -> int | None:
 
 
 @contextmanager
-def compared(comm: Comm, number: int | None) -> Iterator[None]:
+def compare_when_run(comm: Comm, number: int | None) -> Iterator[None]:
     """Put the comparison around the exchange that is traced inside, if numbered; ranks that differ end the job."""
     if number is None or not isinstance(comm, MpiComm):
         yield
@@ -95,7 +95,7 @@ def caller() -> str:
 _door = SimpleNamespace(lock=threading.RLock(), holder="", depth=0, last=None)
 
 
-def in_turn(program: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
+def jit_in_turn(program: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
     """Compile a program that exchanges, for calls outside jit.
 
     JAX orders the programs of one thread only, and one whose inputs are late begins late: another thread's next

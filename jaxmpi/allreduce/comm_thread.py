@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxmpi.allreduce import host_engine
 from jaxmpi.allreduce.algorithms import STRATEGIES, parse
-from jaxmpi.allreduce.call_order import compared
+from jaxmpi.allreduce.call_order import compare_when_run
 from jaxmpi.allreduce.host_engine import DONE, OPEN, START, HostEngine, key_of, words_of
 from jaxmpi.comm import c_handlers
 from jaxmpi.comm.base import Comm
@@ -78,7 +78,7 @@ def all_reduce_on_comm_thread(
         portable: the program can be exported. Then data alone orders waits, so results of the first sums may be used
             while the last are under way. Else the calls are ordered among mpi4jax's, so that none of these waits for
             one behind it.
-        number: by which ranks compare the exchange when its program runs, as of `call_order.compared`.
+        number: by which ranks compare the exchange when its program runs, as of `call_order.compare_when_run`.
     """
     engine, sums = exchange_handlers().engine, [(strategy, half, x.size) for x in vectors]
     parts, limit = engine.parts(sums), engine.tags // 2  # a resumed exchange has the other half
@@ -93,7 +93,7 @@ def all_reduce_on_comm_thread(
     before, totals = [last for _, last in starts], []  # tickets of all starts: no wait may hold up a computation
     order = host_callbacks.KEPT if effect is host_callbacks.ORDERED else effect
     # The comparison goes around the waits alone: XLA would put off starts behind its beginning till the gradients' end.
-    with compared(comm, number):
+    with compare_when_run(comm, number):
         for i, vector in enumerate(vectors):
             total, last = _call((DONE, i), [*starts[i], *before], [vector, TICKET], order)
             totals, before = [*totals, total], [last]

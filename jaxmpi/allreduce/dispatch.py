@@ -53,9 +53,9 @@ def sums(
 def try_host_all_reduce(vectors: Sequence[jax.Array], name: str, comm: Comm, half: str = "") -> list[jax.Array] | None:
     """Sums between processes, or halves of them, with many messages under way.
 
-    On one host, and short ones between hosts, C makes them in the thread of the program: changes of threads would take
-    longer. Long ones between hosts are the communication thread's, which has all buckets under way at once. If that
-    thread cannot make them, they are C's whatever their length. None if neither can.
+    On one host, and short ones between hosts, C makes them in the thread of the program: to hand them to another thread
+    takes longer than such a sum. Long ones between hosts are the communication thread's, which has all buckets under
+    way at once. If that thread cannot make them, they are C's whatever their length. None if neither can.
     """
     has_thread = is_far(comm) and comm is world() and not comm_thread.unavailable_reason(name, comm)
     if not has_thread or 4 * sum(x.size for x in vectors) <= SHORT_BYTES:

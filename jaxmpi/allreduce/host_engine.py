@@ -183,7 +183,7 @@ def all_reduce_in_program(
 ) -> list[jax.Array] | None:
     """Sums f32[n], or halves of them, in the program's thread; with the half CHUNK f32[n / w] -> f32[n].
 
-    Several are under way at once. None if C has them not, on all ranks alike, which trace the program together.
+    Several are under way at once. None if C cannot make them; then it is None on all ranks.
     """
     if not (isinstance(comm, MpiComm) and comm.size > 1 and vectors and parse(strategy).is_in_c(comm.hosts)):
         return None
@@ -232,7 +232,7 @@ def library() -> ctypes.CDLL:
     from mpi4py import MPI
 
     engine = SOURCE.library()
-    callbacks = (_failed, _waits, _learn)
+    callbacks = (_failed, _check_wait, _learn)
     pointers = *c_handlers.addresses(FUNCTIONS), *(ctypes.cast(callback, c_void_p).value for callback in callbacks)
     engine.jaxmpi_sum_setup((c_void_p * len(pointers))(*pointers), c_handlers.handle_type()(MPI._handleof(MPI.BYTE)))
     engine.jaxmpi_beside_run.restype = None
@@ -270,7 +270,7 @@ def _failed(number: int, code: int) -> None:
 
 @CFUNCTYPE(None, c_int32, c_int64, c_int64, c_double)
 @_ending_job
-def _waits(number: int, key: int, index: int, waited_s: float) -> None:
+def _check_wait(number: int, key: int, index: int, waited_s: float) -> None:
     """End the job if a rank has waited too long."""
     engine = _engines[number]
     if waited_s > TIMEOUT_S or engine.control.is_asked():

@@ -30,7 +30,7 @@ RESULT, SCRATCH, OPERAND = range(len(MEMORIES))
 class Span(NamedTuple):
     """Floats, or their encoding, in the vector or in a part's scratch memory."""
 
-    place: int  # bytes from the beginning, times 4, plus RESULT, SCRATCH or OPERAND: as C reads it
+    place: int  # 4 times the offset in bytes, plus RESULT, SCRATCH or OPERAND: one word for C
     floats: int
     size_bytes: int
     wire: int = 0  # number of its encoding; 0 is none

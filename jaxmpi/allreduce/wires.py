@@ -25,7 +25,7 @@ from jaxmpi.runtime import compile_cache
 
 BLOCK = 256  # floats that share a scale on wires 16 and 8: 0.8 and 1.6 % on top of the bytes
 SMALLEST_NORMAL = 2.0**-126
-FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1}  # by the names in `compiled_wires.h`, in their order
+FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1}  # by name in C, of which WIRES makes `enum wire`
 WIRE_CONSTANTS = {"WIRES": ",".join(FLOAT_BYTES), "BLOCK": BLOCK}
 
 
@@ -47,7 +47,7 @@ class Wire(NamedTuple):
     encode: Callable[[jax.Array], PyTree]
     decode: Callable[[PyTree], jax.Array]
     block: int = 1  # floats that share a scale: leaves that are sent together begin at multiples of it
-    code: str = ""  # its name in C, which gives the same bits; without one sums run in programs alone
+    code: str = ""  # its name in C, which gives the same bits; a row of jaxmpi's own has one
 
     @property
     def number(self) -> int:
@@ -157,7 +157,7 @@ def is_packaged(wire: Wire) -> bool:
 
 
 def is_coarse(name: str) -> bool:
-    """Return True if a wire, tried out, keeps 8 bits or less.
+    """Return True if a wire, tried out, is off by more than 2^-10 of the largest number.
 
     Raises:
         UsageError: the wire is unknown.
@@ -199,7 +199,7 @@ def in_c(wire: Wire) -> HostWire:
 def through_program(wire: Wire) -> HostWire:
     """A wire's program as a HostWire: its arrays as bytes, the last first, as C has scales before numbers.
 
-    A thread that a program waits for must not call this wire.
+    Not for a thread that a program waits for: this starts a program, which would wait for the first.
     """
     encode, decode = jax.jit(wire.encode), jax.jit(wire.decode)
 

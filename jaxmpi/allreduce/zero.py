@@ -28,10 +28,10 @@ from jax.sharding import Mesh
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.spec import Halves, is_one
 from jaxmpi.allreduce.algorithms.table import with_halves
-from jaxmpi.allreduce.api import Choice, Op, agreed, block_transforms, check_op, is_traced, make_once
+from jaxmpi.allreduce.api import Choice, Op, agree_while_tracing, block_transforms, check_op, is_traced, make_once
 from jaxmpi.allreduce.buckets import INSIDE, Jit, Order, Programs, assign_buckets, no_jit
 from jaxmpi.allreduce.building_blocks import spread
-from jaxmpi.allreduce.call_order import in_turn, joint_call
+from jaxmpi.allreduce.call_order import jit_in_turn, joint_call
 from jaxmpi.allreduce.comm_thread import RANK, all_reduce_on_comm_thread
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.dispatch import check_counts, try_host_all_reduce
@@ -176,7 +176,7 @@ class Zero(NamedTuple):
         shapes = tuple(jax.ShapeDtypeStruct(x.shape[axes:], x.dtype) for x in jax.tree.leaves(like))
         if self.mesh:
             return over_devices(self, half, shapes)(leaves_or_shard)
-        with joint_call(self.comm) as is_part:
+        with joint_call(self.comm) as is_nested:
             if not is_traced(leaves):
                 given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
                 lasting = self._replace(shared_params=None)  # programs outlive a run, whose params go with it
@@ -188,7 +188,7 @@ class Zero(NamedTuple):
             leaves_or_shard = jax.tree.map(lambda x: block_transforms(x, self.comm), leaves_or_shard)
             if self.overlaps:  # ranks compare the plan when they run it
                 return run(leaves_or_shard)
-            with agreed(self._named_choice(half), given, is_part):
+            with agree_while_tracing(self._named_choice(half), given, is_nested):
                 return run(leaves_or_shard)
 
     def _named_choice(self, half: str) -> Choice:
@@ -277,11 +277,11 @@ def outside_jit(zero: Zero, half: str, structure: Any, shapes: tuple, like: tupl
     """What ranks compare before a half outside jit, and its programs, for leaves of these shapes."""
     facts = zero._named_choice(half).fingerprint(jax.tree.unflatten(structure, shapes))
     if isinstance(zero.sharding, TensorSharding):  # in one program nothing is there twice
-        return facts, in_turn(zero._half(half, like, INSIDE))
+        return facts, jit_in_turn(zero._half(half, like, INSIDE))
     size_bytes = zero.choice.bucket_bytes
     if size_bytes is not None and is_one(zero.comm.hosts):
         zero = zero._replace(choice=zero.choice._replace(bucket_bytes=min(size_bytes, ONE_HOST_BUCKET_BYTES)))
-    return facts, zero._half(half, like, Programs(zero.comm.jit, in_turn, zero.comm.jit))
+    return facts, zero._half(half, like, Programs(zero.comm.jit, jit_in_turn, zero.comm.jit))
 
 
 def as_tree(leaves: Any, like: PyTree) -> Any:

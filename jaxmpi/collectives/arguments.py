@@ -40,7 +40,7 @@ def joint_operation(operation: str, comm: Any) -> Iterator[Comm]:
 
 
 def _check_index(operation: str, name: str, value: Any, limit: int, expected: str) -> int:
-    """An integer of Python, NumPy or JAX as int, in [0, most), which ranks compare."""
+    """An integer of Python, NumPy or JAX as int, in [0, limit), which ranks compare."""
     try:
         number = operator.index(value)
     except TypeError as error:

@@ -209,7 +209,7 @@ def open_message(call: MpiCall, text: str, x: Any, place: Any = None) -> int:
 
     Args:
         call: the message.
-        what: describes it.
+        text: describes it.
         x: shape and dtype of the array that it sends, or of the only one that it receives.
         place: of the one that a sendrecv receives.
     """

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
-from jaxmpi.allreduce.call_order import compared, in_turn, joint_call, number_of
+from jaxmpi.allreduce.call_order import compare_when_run, jit_in_turn, joint_call, number_of
 from jaxmpi.allreduce.dispatch import MPI_COUNTS
 from jaxmpi.collectives.call import NOBODY, MpiCall, is_logged, shape_of
 from jaxmpi.collectives.table import OPERATIONS, Operation, has_slots_for, run_by_mpi, run_in_c
@@ -126,7 +126,7 @@ def _run_outside_jit(*operands: jax.Array, call: MpiCall) -> list[jax.Array]:
     with joint_call(call.comm, call.operation, is_compared=not operation_of(call).is_message):
         assert_same(call, operands, is_traced=False)
         program: Callable[[PyTree], PyTree] = call.comm.cached(
-            call, lambda: in_turn(lambda operands: operation_of(call).run(call, *operands))
+            call, lambda: jit_in_turn(lambda operands: operation_of(call).run(call, *operands))
         )
         return program(list(operands))
 
@@ -146,7 +146,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequ
                 return mlir.lower_fun(functools.partial(run_in_c, call, number))(ctx, *operands)
 
     def compare(*arrays: jax.Array) -> list[jax.Array]:
-        with compared(call.comm, number):
+        with compare_when_run(call.comm, number):
             return run(*arrays)
 
     return mlir.lower_fun(compare)(ctx, *operands)

@@ -1,6 +1,6 @@
 /* The comparison of programs' calls, and collectives through shared memory, as a handler that XLA calls.
 
-   `diagnosis.py` compiles this file for the MPI and the XLA that the process has, fills in `struct setup`, and says what
+   `call_comparison.py` compiles this file for the MPI and the XLA that the process has, fills in `struct setup`, and says what
    is compared and why. There are three kinds of calls:
 
    - BEGIN, first in an exchange: take this process's turn, and publish the number of the call;

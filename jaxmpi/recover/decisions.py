@@ -72,7 +72,7 @@ class StepConsensus:
 
         Args:
             leaves: the paths of the params.
-            due: bits below LEAVE, 0 on all ranks but one: the largest of all ranks' must be that rank's.
+            due_actions: gives bits below LEAVE; only one rank may give any, since the vote takes the largest number.
         """
         self._processes, self._notice, self._leaves, self._due_actions = processes, notice, leaves, due_actions
         self._open: tuple[int, Callable[[], np.ndarray]] | None = None

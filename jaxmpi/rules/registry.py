@@ -33,20 +33,19 @@ class RuleSpec:
     any_optimizer: bool = False  # else only optimizers linear in the gradient: with others it equals no single worker
     is_periodic: bool = False  # exchanges every so many steps, nothing in between
     is_asynchronous: bool = False  # workers do not wait for each other
-    settings: tuple[str, ...] | None = None  # fields of its config that it uses; None: those that RuleConfig lacks
+    settings: tuple[str, ...] | None = None  # fields of its config that it uses; None: all that its own class adds
     takes_compressors: bool = False  # it exchanges means of gradients, of which a compressor may keep something back
     sends_params: bool = False  # which a wire of 8 bits would round by more than a step changes them
     check: Callable[[RuleConfig, int], None] = lambda config, workers: None  # raises UsageError
 
     def uses(self, setting: str) -> bool:
         """Return True if a config field matters; `name` and `force` always do."""
-        if self.settings is not None:
-            return setting in ("name", "force", *self.settings)
-        return setting in ("name", "force") or setting not in COMMON
+        is_used = setting not in COMMON if self.settings is None else setting in self.settings
+        return is_used or setting in ("name", "force")
 
 
 COMMON = {field.name for field in dataclasses.fields(RuleConfig)}
-CENTER = ("tau", "staleness", "servers")
+CENTER_SETTINGS = ("tau", "staleness", "servers")
 RULES: dict[str, RuleSpec] = {
     "gradients": RuleSpec(
         lambda tx, x, c: gradients(tx, x, c.noise_scale),
@@ -64,9 +63,9 @@ RULES: dict[str, RuleSpec] = {
     "diloco": RuleSpec(
         diloco, any_optimizer=True, is_periodic=True, settings=("local_steps", "outer_lr", "outer_momentum")
     ),
-    "easgd": RuleSpec(easgd, is_asynchronous=True, settings=("alpha", "server_alpha", "momentum", *CENTER)),
+    "easgd": RuleSpec(easgd, is_asynchronous=True, settings=("alpha", "server_alpha", "momentum", *CENTER_SETTINGS)),
     "easgd_sync": RuleSpec(easgd_sync, is_periodic=True, settings=("alpha", "tau"), check=check_stable),
-    "asgd": RuleSpec(asgd, sums_updates=True, is_asynchronous=True, settings=CENTER),
+    "asgd": RuleSpec(asgd, sums_updates=True, is_asynchronous=True, settings=CENTER_SETTINGS),
     "gosgd": RuleSpec(gosgd, is_asynchronous=True, settings=("p",)),
 }
 
@@ -96,7 +95,7 @@ def is_periodic(config: RuleConfig) -> bool:
     return lookup(RULES, config.name, "rule").is_periodic
 
 
-def check_ranks(config: RuleConfig, size: int) -> None:
+def check_rule(config: RuleConfig, size: int) -> None:
     """Raise `UsageError` for settings, or a number of ranks, with which a rule makes no sense."""
     check_settings(config)
     row, name = RULES[config.name], config.name

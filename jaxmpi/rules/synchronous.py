@@ -73,7 +73,7 @@ def local_sgd(tx: optax.GradientTransformation, exchange: Exchange, config: Rule
     Communicates: one mean of w' - w_i every H steps, of which a coarse wire keeps more than it would of w_i.
     At H = 1 it is AWAGD. Stich 2019, arXiv:1805.09767, section 1.1.
     """
-    return local_steps(config.local_steps, tx, exchange, optax.sgd(1.0))
+    return periodic_rule(config.local_steps, tx, exchange, optax.sgd(1.0))
 
 
 def diloco(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
@@ -87,11 +87,11 @@ def diloco(tx: optax.GradientTransformation, exchange: Exchange, config: RuleCon
     With eta = 1 and mu = 0 it is local SGD. Douillard et al. 2023, arXiv:2311.08105, algorithm 1 and section 3.
     """
     outer = optax.sgd(config.outer_lr, momentum=config.outer_momentum or None, nesterov=config.outer_momentum > 0)
-    return local_steps(config.local_steps, tx, exchange, outer)
+    return periodic_rule(config.local_steps, tx, exchange, outer)
 
 
 class LocalState(NamedTuple):
-    """State of a worker beside its weights."""
+    """State of local SGD and DiLoCo on a worker."""
 
     steps: Any  # i32[]: so far
     agreed: PyTree  # w', the weights that all had when they met last
@@ -100,13 +100,13 @@ class LocalState(NamedTuple):
     distance: Any  # f32[]: L2 of this worker's weights from the mean, when they met last
 
 
-def local_steps(
+def periodic_rule(
     period: int, tx: optax.GradientTransformation, exchange: Exchange, outer: optax.GradientTransformation
 ) -> Rule:
     """Workers step alone by `tx`; every `period` steps all step by `outer`.
 
-    `outer` steps from w', the params that all had before. Its gradient is the mean over workers of w' - w_i. Inside jit
-    both ways are compiled, and all workers take the same one. Outside, Python chooses.
+    `outer` steps from w', the params that all had when they met last. Its gradient is the mean of all workers'
+    w' - w_i. Inside jit both ways are compiled, and all workers take the same one. Outside, Python chooses.
     """
     step, step_outer = jit_optimizer_step(tx, exchange.jit), jit_optimizer_step(outer, exchange.jit)
     subtract = exchange.jit(lambda a, b: jax.tree.map(jnp.subtract, a, b))
@@ -122,7 +122,7 @@ def local_steps(
             distance=np.zeros((), np.float32),
         )
 
-    def outer_step(params: PyTree, agreed: PyTree, state: PyTree, _: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
+    def meet(params: PyTree, agreed: PyTree, state: PyTree, _: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
         change = subtract(agreed, params)
         mean = exchange.mean(change)
         distance = distance_between(change, mean)
@@ -133,7 +133,7 @@ def local_steps(
         params, inner = step(grads, state.inner, params)
         steps = state.steps + 1
         operands = params, state.agreed, state.outer, state.distance
-        params, agreed, outer, distance = cond(steps % period == 0, outer_step, *operands)
+        params, agreed, outer, distance = cond(steps % period == 0, meet, *operands)
         return params, LocalState(steps=steps, agreed=agreed, outer=outer, inner=inner, distance=distance)
 
     def mean_params(params: PyTree, state: LocalState) -> PyTree:
@@ -146,7 +146,7 @@ def local_steps(
 
 
 class ElasticState(NamedTuple):
-    """State of a worker beside its weights."""
+    """State of synchronous EASGD on a worker."""
 
     steps: Any  # i32[]: so far
     center: PyTree  # equal on all workers

@@ -176,7 +176,7 @@ class AsyncCoordinator(Coordinator):
         """Count the pending steps, checked as finite before they reach the center, and where their time went."""
         feed, before, sums = self.run.plan.feed, self._waited, np.zeros(SUMS)
         for pending in self._pending:
-            sums = sums + self.run.sums(*pending)
+            sums = sums + self.run.vote_and_sum(*pending)
             self.run.settle()
         self.timer.pause()
         window = self.timer.window()

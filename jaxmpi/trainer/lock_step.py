@@ -78,7 +78,7 @@ class LockStep(Coordinator):
         return feed.batches(self.start, self.run.plan.clock.total_steps)
 
     def update(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics | None]:
-        """One step, or only its number if it has failed twice."""
+        """One step; one that has failed twice only advances the counter."""
         run = self.run
         run.saver.poll()
         note_saved(run)
@@ -100,7 +100,7 @@ class LockStep(Coordinator):
         try:
             is_awaited = due.log or due.compare or due.evaluate or run.shrinking  # `pause` counts the vote on this step
             while len(self._pending) > (0 if is_awaited else 1):
-                self.sums = self.sums + run.sums(*self._pending.pop(0))
+                self.sums = self.sums + run.vote_and_sum(*self._pending.pop(0))
         except (AgreedError, decisions.RollBack):
             # The step after the one that failed has been dispatched on all ranks. Code that catches the error may send
             # messages, or call `train` again, which must not meet an exchange that still runs.

@@ -79,7 +79,7 @@ class Coordinator:
         """End the run once its checkpoint is on disk."""
 
     def settle(self, step: int, due: DueEvents) -> None:
-        """Called after all that was due after a step."""
+        """Called last, when everything due has been done."""
 
     def finish(self, state: TrainState) -> dict[str, float]:
         """Finish after the last step; return the last evaluation, empty if unknown."""

@@ -161,7 +161,7 @@ def train_until(
     with progress.phase("waiting for all ranks, and for their devices"):
         workers = gather_all(experiment)
     control = workers.processes
-    registry.check_ranks(experiment.rule, control.size if is_asynchronous else workers.size)
+    registry.check_rule(experiment.rule, control.size if is_asynchronous else workers.size)
     run_directory.agree_on(experiment, control, digest)
     if control.rank == 0:  # a model that does not fit ends the job here, with one message
         with progress.phase("tracing the model to check it"):

@@ -140,7 +140,7 @@ class Run:
 
     # ------------------------------------------------------------ progress lines
 
-    def sums(self, step: int, metrics: Metrics | None) -> np.ndarray:
+    def vote_and_sum(self, step: int, metrics: Metrics | None) -> np.ndarray:
         """Vote on a step, even on one that was left out; f64[SUMS + figures] of this process's workers.
 
         Zeros if the step was not made, f64[] if it was left out. The noise scale compares |g_i|^2 with |g|^2, so a step

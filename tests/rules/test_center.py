@@ -26,12 +26,12 @@ from jaxmpi.core.train_state import TrainState
 from jaxmpi.optim.optimizers import is_linear, optimizer
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.asynchronous import transport
-from jaxmpi.rules.asynchronous.center import CenterClient, CenterLayout, CenterServer, Exchange
+from jaxmpi.rules.asynchronous.center import CenterClient, CenterExchange, CenterLayout, CenterServer
 from jaxmpi.rules.asynchronous.progress import (
     ABANDONED,
     ENOUGH,
     LEAVE,
-    LONGEST,
+    MOST_STALENESS,
     OVER,
     Counters,
     GlobalProgress,
@@ -102,7 +102,7 @@ class World:
         self.running = {worker: self.work(worker) for worker in range(case.workers)}
 
     def exchange(self, worker: int, *args: Any, **options: Any) -> Iterator[Any]:
-        exchange = Exchange(self.layout, *args, **options)
+        exchange = CenterExchange(self.layout, *args, **options)
         requests = {self.case.workers + s: exchange.requests(s) for s in range(self.case.servers)}
         yield from carry_out(self.mpi[worker], requests)
         return exchange
@@ -361,10 +361,10 @@ def test_who_is_answered_when(story):
 
 def test_staleness_counts_exchanges_of_others():
     progress = ready(2)
-    for worker in [0, 1, 1, 0, *[1] * (LONGEST + 5), 0]:
+    for worker in [0, 1, 1, 0, *[1] * (MOST_STALENESS + 5), 0]:
         progress.count_exchange(worker)
     counts = {late: count for late, count in enumerate(progress.staleness) if count}
-    assert counts == {0: LONGEST + 5, 1: 1, 2: 1, LONGEST: 1}
+    assert counts == {0: MOST_STALENESS + 5, 1: 1, 2: 1, MOST_STALENESS: 1}
 
 
 @pytest.mark.parametrize("reasons", [(ENOUGH, LEAVE), (LEAVE, ENOUGH)])

@@ -267,7 +267,7 @@ def test_one_worker_is_the_plain_optimizer_bit_for_bit(rule_config, optimizer_na
 )
 def test_settings_and_ranks_that_do_not_fit_a_rule_are_refused(config, ranks, message):
     with pytest.raises(UsageError, match=message):
-        registry.check_ranks(config, ranks)
+        registry.check_rule(config, ranks)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_settings_and_ranks_that_do_not_fit_a_rule_are_refused(config, ranks, me
     ],
 )
 def test_settings_of_the_rule_and_defaults_are_accepted(config):
-    registry.check_ranks(config, 4)
+    registry.check_rule(config, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,13 +299,13 @@ def test_a_user_s_rule_goes_by_the_fields_that_its_class_adds_or_by_those_it_nam
         any_optimizer=False,
     )
     monkeypatch.setitem(registry.RULES, "mine", row)
-    registry.check_ranks(Mine(quorum=2), 4)
+    registry.check_rule(Mine(quorum=2), 4)
     with pytest.raises(UsageError, match=r"rule\.tau: got 3 with rule mine"):
-        registry.check_ranks(Mine(tau=3), 4)
+        registry.check_rule(Mine(tau=3), 4)
     monkeypatch.setitem(registry.RULES, "mine", dataclasses.replace(row, settings=("tau",)))
-    registry.check_ranks(Mine(tau=3), 4)
+    registry.check_rule(Mine(tau=3), 4)
     with pytest.raises(
         UsageError,
         match=r"rule\.quorum: got 2 with rule mine, which does not use it",
     ):
-        registry.check_ranks(Mine(quorum=2), 4)
+        registry.check_rule(Mine(quorum=2), 4)

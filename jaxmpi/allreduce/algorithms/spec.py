@@ -22,7 +22,7 @@ Means = Callable[[list[jax.Array], Comm, float], list[jax.Array]]
 class Halves(NamedTuple):
     """A sum as a reduce-scatter and an allgather, its two halves.
 
-    `gather(scatter(x))` are the bits of `sum`, except for a library's own, which may add in another order. The second
+    `gather(scatter(x))` equals `sum` bit for bit, except for `ar`, where MPI or XLA chooses the order. The second
     half may take another wire than the first.
     """
 

@@ -135,7 +135,7 @@ class CenterServer:
                         progressed |= serve(worker)
                 except RankLost:
                     self.drop(worker)
-        self._outbox.is_empty()
+        self._outbox.drop_sent()
         return progressed
 
     def drop(self, worker: int) -> None:
@@ -222,7 +222,7 @@ class CenterServer:
 # ---------------------------------------------------------------- a worker
 
 
-class Exchange:
+class CenterExchange:
     """A worker's exchange with all servers: its requests, and what their answers give."""
 
     def __init__(
@@ -287,14 +287,14 @@ class CenterClient:
         """
         self.mpi, self.layout, self.servers, self.workers = mpi, layout, servers, workers
 
-    def exchange(self, vector: np.ndarray | None, report: Report | None = None, kind: int = PUSH) -> Exchange:
+    def exchange(self, vector: np.ndarray | None, report: Report | None = None, kind: int = PUSH) -> CenterExchange:
         """Push f32[n], or read the center, and report.
 
         Raises:
             TrainingError: a server is gone, or has not answered within JAXMPI_EXCHANGE_TIMEOUT_S. The limit is six
                 times that if only the answer to the report is missing.
         """
-        exchange = Exchange(self.layout, vector, report, kind, self.workers)
+        exchange = CenterExchange(self.layout, vector, report, kind, self.workers)
         requests = {rank: exchange.requests(server) for server, rank in enumerate(self.servers)}
         self._wait(requests, exchange.lacks_only_report)
         return exchange

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-LONGEST = 16  # staleness beyond which exchanges are counted together
+MOST_STALENESS = 16  # staleness beyond which exchanges are counted together
 ENOUGH, LEAVE = 1, 2  # reasons to stop
 OVER, ABANDONED = 1, 2  # ways to close; ABANDONED: worker 0 is gone
 
@@ -66,7 +66,7 @@ class AllWorkers(NamedTuple):
     reports: dict[int, Report]  # the last of each worker that is alive
     counters: Counters  # sums over all workers
     by_worker: np.ndarray  # f64[workers, Counters]: since the job's start
-    staleness: list[int]  # exchanges by how many others came between, [LONGEST + 1]
+    staleness: list[int]  # exchanges by how many others came between, [MOST_STALENESS + 1]
 
 
 class Status(NamedTuple):
@@ -94,7 +94,7 @@ class GlobalProgress:
         self.reports = {worker: Report() for worker in range(workers)}  # the last of each that is alive
         self.absent = set(range(workers))  # workers that have not reported yet
         self.by_worker = np.zeros((workers, len(Counters._fields)))
-        self.staleness = [0] * (LONGEST + 1)
+        self.staleness = [0] * (MOST_STALENESS + 1)
         self.stop = self.closing = 0
         self.leaving = False  # set by reports, and by a signal to this rank
         self._exchanges, self._last = 0, dict[int, int]()
@@ -109,7 +109,7 @@ class GlobalProgress:
     def count_exchange(self, worker: int) -> None:
         """Count how many exchanges of others came since this worker's last."""
         if worker in self._last:  # the first is not late for anything
-            self.staleness[min(self._exchanges - self._last[worker], LONGEST)] += 1
+            self.staleness[min(self._exchanges - self._last[worker], MOST_STALENESS)] += 1
         self._exchanges += 1
         self._last[worker] = self._exchanges
 

@@ -121,7 +121,7 @@ class RandomGossip:
         self._rng = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, worker], np.uint64)))
 
     def draw(self, unreachable: frozenset[int] = frozenset()) -> tuple[int, float] | None:
-        """With probability p halve the weight; whom to push to, none of `closed`, and the share; else None."""
+        """With probability p halve the weight; whom to push to, none of `unreachable`, and the share; else None."""
         others = [rank for rank in range(self.workers) if rank != self.worker and rank not in unreachable]
         if not others or self._rng.random() >= self.p:
             return None

@@ -75,9 +75,13 @@ class Outbox:
         """Begin to send u8[..], which must not change any more."""
         self._sending.append((self.mpi.Isend(message, rank, self.tag), message))
 
-    def is_empty(self) -> bool:
-        """Return True if all messages have left, or their ranks are gone."""
+    def drop_sent(self) -> None:
+        """Free the memory of messages that have left, or whose ranks are gone."""
         self._sending = [entry for entry in self._sending if not is_sent(entry[0])]
+
+    def is_empty(self) -> bool:
+        """Return True if no message is on its way."""
+        self.drop_sent()
         return not self._sending
 
 

@@ -33,7 +33,7 @@ from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.optim import optimizers
-from jaxmpi.rules.asynchronous.center import CenterClient, CenterLayout, CenterServer, Exchange
+from jaxmpi.rules.asynchronous.center import CenterClient, CenterExchange, CenterLayout, CenterServer
 from jaxmpi.rules.asynchronous.gossip import GossipThread
 from jaxmpi.rules.asynchronous.progress import ABANDONED, OVER, Counters, GlobalProgress, Order, Report, Status
 from jaxmpi.rules.base import Asynchronous
@@ -213,7 +213,7 @@ class AsyncWorker:
         self.count(exchange=took_s - wait_s, sync=wait_s)
         return state, status
 
-    def _ask(self, vector: np.ndarray | None, leave: bool, closing: int = 0) -> tuple[Exchange, Status]:
+    def _ask(self, vector: np.ndarray | None, leave: bool, closing: int = 0) -> tuple[CenterExchange, Status]:
         new, self.new = self.new, Counters()
         report = Report(self.clock, new, self.saved, self.is_done, leave, self.save_order, closing)
         with progress.span("wait", "the center"):
@@ -239,15 +239,15 @@ class AsyncWorker:
             w = gossip.merge(w, pushed, push.share)
         if w is not None:
             state = state._replace(params=self._to_params(w, state))
-        push = None if self.is_done else gossip.draw(thread.closed_peers())
-        if push:
+        target = None if self.is_done else gossip.draw(thread.closed_peers())
+        if target:
             jax.block_until_ready(state.params)
             begin = begin or time.perf_counter()
             body = self.wire.encode(self.flat.vector(state.params) if w is None else w)
-            to, share = push
+            to, share = target
             thread.push(to, share, body)
             self.count(sent_bytes=body.size)
-        if push or w is not None:
+        if target or w is not None:
             end = time.perf_counter()
             progress.record_span("wait", "gossip", begin, end)
             self.count(exchange_s=end - begin)
