@@ -112,9 +112,6 @@ class SubComm(Comm):
         """The rows of all, added in rank order."""
         return add_rows(self.allgather(x))
 
-    def bcast(self, x: PyTree, root: int = 0) -> PyTree:
-        return take(self.allgather(x), root)
-
     def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
         return self.comm.loop(turns, turn, carry)
 

@@ -67,9 +67,6 @@ class AxisComm(Comm):
 
         return self._map(move, x)
 
-    def bcast(self, x: PyTree, root: int = 0) -> PyTree:
-        return self._map(lambda leaf: lax.all_gather(leaf, self.axis)[root], x)
-
     def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
         """`lax.fori_loop`; with `one_at_a_time` it counts as one collective among the others."""
         return self._ordered(lambda carry: lax.fori_loop(0, turns, turn, carry), carry)

@@ -26,7 +26,7 @@ class Comm:
     """Collectives over `size` workers. A strategy sees nothing else of the world.
 
     All workers call the same collectives in the same order. These are one worker's; a communicator of several has its
-    own `allreduce`, `alltoall`, `allgather`, `permute`, `bcast` and `assert_same`, from which the rest follows.
+    own `allreduce`, `alltoall`, `allgather`, `permute` and `assert_same`, from which the rest follows.
     """
 
     size: int = 1  # number of workers
@@ -49,10 +49,6 @@ class Comm:
     def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
         """Send along static pairs; a worker that receives nothing gets zeros."""
         return x if (0, 0) in tuple(pairs) else jax.tree.map(jnp.zeros_like, x)
-
-    def bcast(self, x: PyTree, root: int = 0) -> PyTree:
-        """The value of worker `root`."""
-        return x
 
     def assert_same(self, mine: Fingerprint) -> None:
         """Refuse fingerprints that differ between ranks; all ranks must call it."""

@@ -82,9 +82,6 @@ class RankComm(Comm):
         dest = next((d for s, d in pairs if s == self.rank), -1)
         return jax.tree.map(lambda leaf: self._move("permute", leaf, leaf.shape, source=source, dest=dest), x)
 
-    def bcast(self, x: PyTree, root: int = 0) -> PyTree:
-        return jax.tree.map(lambda leaf: self._move("bcast", leaf, leaf.shape, root=root), x)
-
     def assert_same(self, mine: Fingerprint) -> None:
         """Compare over the control plane: microseconds if ranks are in step."""
         self.processes.compare(mine)

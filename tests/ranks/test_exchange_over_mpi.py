@@ -198,9 +198,7 @@ def test_permute_with_idle_ranks():
     assert np.asarray(moved).tolist() == [1.0 if RANK == SIZE - 1 else 0.0] * 3
 
 
-def test_bcast_and_broadcast_give_the_roots_values():
-    x = jnp.full(4, RANK, jnp.bfloat16)
-    assert np.asarray(jax.jit(lambda v: COMM.bcast(v, SIZE - 1))(x)).tolist() == [SIZE - 1] * 4
+def test_broadcast_gives_the_roots_values():
     tree = jaxmpi.broadcast({"w": np.full((2, 3), RANK, np.int64), "none": None}, root=SIZE - 1)
     assert (tree["w"] == SIZE - 1).all()
     columns = np.arange(6.0).reshape(2, 3) * (RANK + 1)
