@@ -6,7 +6,6 @@ On real ranks: tests/ranks/test_autotune_over_mpi.py and the runs of the trainer
 import dataclasses
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import launching
 from jaxmpi.allreduce import autotune, cost_model, measuring
 from jaxmpi.allreduce.algorithms import ALL, STRATEGIES, StrategySpec, parse
 from jaxmpi.allreduce.algorithms.color_trees import PRICE
@@ -25,7 +23,7 @@ from jaxmpi.allreduce.algorithms.spec import Link, Net, turn
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.cost_model import Fit
 from jaxmpi.allreduce.wires import WIRES, Wire
-from jaxmpi.checkpoint import manifests, run_directory
+from jaxmpi.checkpoint import run_directory
 from jaxmpi.checkpoint.manifests import seal_manifest
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm, add_rows
@@ -248,19 +246,6 @@ def run(*argv: str) -> None:
     cli.run(["plan", *argv])
 
 
-def test_a_table_from_given_prices(capsys):
-    run(*GIVEN, "--slots", "1", "8")
-    lines = capsys.readouterr().out.splitlines()
-    rows = {tuple(line.split()[1:4]): line.split()[4:] for line in lines if line.split()[0].isdigit()}
-    assert [key[0] for key in rows][:12] == [str(1 << k) for k in range(1, 13)]
-    assert ("1", "x", "8") in rows
-    assert ("512", "x", "8") in rows
-    strategy, exchange_s, exposed_s, step_s, efficiency, _ = rows["2", "x", "1"]
-    # Both send half of the bytes twice: 2 (2 - 1) / 2 x 24 MB x 40 ns, and two messages.
-    assert (strategy, exchange_s, exposed_s) == ("asa:32", "0.9602", "0.9602")
-    assert (float(step_s), float(efficiency)) == (2.96, 67.6)
-
-
 def test_a_models_tree_counts_leaf_by_leaf(capsys):
     run(*GIVEN[:4], "--experiment", str(ROOT / "experiments" / "digits.py"))
     heading = capsys.readouterr().out.splitlines()[0]
@@ -303,21 +288,6 @@ def test_what_cannot_be_is_refused(argv, message, cache, no_launcher):
         run(*argv)
     with pytest.raises(SystemExit):
         run(*GIVEN[:4])  # neither bytes nor an experiment
-
-
-@pytest.mark.e2e
-def test_a_rank_has_its_cores_before_an_experiment_starts_the_device():
-    script = (
-        "from jax._src import xla_bridge\nfrom jaxmpi.runtime import process\n"
-        "from jaxmpi.tools import cli\n"
-        "process.pin_cores = lambda *_: exit(f'started: {xla_bridge.backends_are_initialized()}')\n"
-        "cli.run(['plan', '--experiment', 'experiments/digits.py'])\n"
-    )
-    env = {f"OMPI_COMM_WORLD_{name}": "2" if name.endswith("SIZE") else "0" for name in NAMES}
-    assert "started: False" in launching.run([sys.executable, "-c", script], timeout_s=60, env=env).out
-
-
-NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")  # of a launcher's variables
 
 
 # ---------------------------------------------------------------- in the trainer
@@ -378,15 +348,6 @@ def test_a_choice_that_these_ranks_and_options_cannot_have_is_made_anew(
     experiment = SimpleNamespace(exchange=ExchangeConfig(**options))
     plan: Any = SimpleNamespace(experiment=experiment, workers=SimpleNamespace(comm=AxisComm("w", len(hosts), hosts)))
     assert build.can_keep(plan, strategy) == goes_on
-
-
-@pytest.mark.parametrize("stored", ["text", {}, {"asked": "auto", "strategy": 3, "bucket_bytes": 4}])
-def test_a_damaged_choice_is_a_damaged_checkpoint(stored, tmp_path):
-    folder = tmp_path / "step_00000004"
-    folder.mkdir()
-    (folder / "manifest.json").write_text(manifest_of(stored))
-    with pytest.raises(manifests.Damaged, match="exchange: got"):
-        manifests.read_manifest(folder)
 
 
 def manifest_of(exchange) -> str:

@@ -34,19 +34,6 @@ def test_every_leaf_that_holds_something_travels_once_and_in_order(sizes, bucket
         assert not is_small or 16 * sum(sizes[i] for i in buckets[-1]) <= bucket_bytes
 
 
-def test_the_first_and_the_last_buckets_are_small():
-    fours = [list(range(i, i + 4)) for i in range(1, 37, 4)]
-    assert assign_buckets([25] * 41, 400, list(range(41))) == [
-        [0],
-        *fours,
-        [37],
-        [38, 39],
-        [40],
-    ]  # a quarter, 1, ..., 1/2, 1/4
-    assert assign_buckets([1, 100, 1], 400, [0, 1, 2]) == [[0], [1], [2]]  # a big leaf is alone and not copied
-    assert assign_buckets([1, 100, 1], 400) == [[0, 2], [1]]
-
-
 def backward(params, x):
     """Gradients of three layers, whose names say nothing of their order."""
 

@@ -83,11 +83,6 @@ FAULTS = {  # what ranks do, what is said (a pattern), and the one time limit in
         r"rank 1: bucket_bytes: got 5, expected 4 \(rank 0\)",
         {},
     ),
-    "rank 1 does not come": (
-        STEP + "if comm.rank != 1: step(jnp.ones(9))\ntime.sleep(60)",
-        r"rank \[1\] did not answer in time",
-        {"AGREE": "6"},
-    ),
     "rank 1 comes once": (
         STEP + "for i in range(2 - comm.rank % 2): step(jnp.ones(9))\ntime.sleep(60)",
         r"waited \d+ s (in exchange 1 of the job \(beside its program: .*\) for rank 1|for rank \[1\])",
@@ -98,35 +93,27 @@ FAULTS = {  # what ranks do, what is said (a pattern), and the one time limit in
         "ValueError: boom",
         {},
     ),
-    "rank 1 is killed": (STEP + ON_AND_ON + "    if comm.rank == 1: os.kill(os.getpid(), 9)", "", {}),
-    "rank 1 leaves": (STEP + ON_AND_ON + "    if comm.rank == 1: sys.exit(0)", "for rank 1, whose script has", {}),
 }
 
 
-SLOW_FAULTS = ("rank 1 does not come", "rank 1 is killed", "rank 1 leaves")
-
-
 @pytest.mark.e2e
-@pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=[pytest.mark.slow] * (fault in SLOW_FAULTS)) for fault in FAULTS]
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_ends_the_job(fault, tmp_path):
     code, message, limits_s = FAULTS[fault]
     env = {f"JAXMPI_{limit}_TIMEOUT_S": seconds for limit, seconds in limits_s.items()}
     begin = time.monotonic()
-    ended = job(tmp_path, HEAD + code, ranks=3 if fault in SLOW_FAULTS else 2, env=env)
+    ended = job(tmp_path, HEAD + code, env=env)
     assert not ended.timed_out, ended.out[-3000:]
     assert ended.code != 0
     assert re.search(message, ended.out), ended.out[-3000:]
-    if message:
-        assert "jaxmpi: rank " in ended.out
+    assert "jaxmpi: rank " in ended.out
     assert time.monotonic() - begin < 60
     assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and is_job(pid, str(tmp_path))]
 
 
-def job(folder, code: str, ranks: int = 2, **options):
+def job(folder, code: str, **options):
     (folder / "job.py").write_text(code)
-    return mpirun(ranks, str(folder / "job.py"), timeout_s=90, **options)
+    return mpirun(2, str(folder / "job.py"), timeout_s=90, **options)
 
 
 @pytest.mark.e2e

@@ -34,19 +34,11 @@ from jaxmpi.core.sharding import ElementSharding, TensorSharding, assign_tensors
 from jaxmpi.core.sharding_trial import check_sharding
 from jaxmpi.core.train_state import create
 from jaxmpi.models.__main__ import tree
-from jaxmpi.optim.optimizers import (
-    OPTIMIZERS,
-    muon_cost,
-    optimizer,
-    scale_by_rate_factor,
-    scale_rate,
-    sharding_for,
-)
+from jaxmpi.optim.optimizers import OPTIMIZERS, muon_cost, optimizer, scale_by_rate_factor, scale_rate, sharding_for
 from jaxmpi.rules import base
 from jaxmpi.rules.averaged import averaged
 from jaxmpi.rules.gradients import gradients
 from references import sum_over_workers
-from test_strategies import Counting
 from tolerances import USUAL_EMITTERS, WIRE, U, bound
 
 RNG = np.random.default_rng(0)
@@ -168,10 +160,7 @@ def averages_of(rule: base.Rule, params: Any, state: Any) -> Any:
 # ---------------------------------------------------------------- two halves
 
 
-@pytest.mark.parametrize(
-    ("workers", "hosts"),
-    [(3, None), (4, (0, 1, 1, 0))],
-)
+@pytest.mark.parametrize(("workers", "hosts"), [(3, None), (4, (0, 1, 1, 0))])
 def test_two_halves_are_the_whole_and_each_worker_has_its_chunk(workers, hosts):
     comm = AxisComm("w", workers, hosts)
     x = RNG.standard_normal((workers, workers * 6)).astype(np.float32)
@@ -275,26 +264,6 @@ def test_whole_tensors_are_updated_as_by_workers_that_update_all_bit_for_bit(nam
     every = [dict(named_leaves(each)) for each in held]
     assert is_same(every[0] | every[1], dict(named_leaves(jax.tree.map(lambda x: x[0], all_of_it))))
     assert not any("bias" in leaf for leaf in every[0])
-
-
-# Divisions and roots on the way from a gradient to an update, of which XLA may make products. Muon's five steps each
-# multiply an error by 3.4445 at most, the slope of their polynomial.
-ROUNDED = {"lars": 4, "lamb": 8, "adafactor": 16, "muon": 2 * 3.4445**5}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in BY_TENSOR])
-def test_whole_tensors_assigned_by_cost_are_updated_within_the_roundings_of_an_update(name):
-    """A worker may have one tensor of a kind alone, which the test before avoids."""
-    comm, dealt = AxisComm("w", 2), assign_tensors(FEW, 2)
-    tx = optimizer(Optim(name, weight_decay=0.01), lambda step: jnp.float32(0.01))
-    rules = [rule_of(tx, "asa32", comm, is_sharded=flag, sharding=dealt, program=on_devices) for flag in (False, True)]
-    begin = (begun(rule, 2, FEW, on_devices) for rule in rules)
-    whole, params = (trained(*each, range(1), on_devices)[0] for each in zip(rules, begin, strict=True))
-    for leaf, start in FEW.items():
-        update = np.abs(np.asarray(whole[leaf])[0] - start).max()
-        bound = 2 * U * np.abs(whole[leaf]) + ROUNDED[name] * U * update
-        assert (np.abs(np.asarray(params[leaf]) - np.asarray(whole[leaf])) <= bound).all(), leaf
-        assert update > 100 * U
 
 
 def test_changes_in_fewer_bits_leave_replicas_equal_and_within_a_rounding_of_masters():
@@ -422,28 +391,39 @@ def test_one_worker_runs_the_optimizer_itself_also_if_its_step_donates_params(wi
 # ---------------------------------------------------------------- bytes
 
 
-class Sending(Counting):
-    """`Counting`, of small gathers as well."""
+class Counting(AxisComm):
+    """Workers on hosts, so that all goes by `permute` but small gathers; counts what every one of them sends."""
 
-    sent: np.ndarray
+    def __init__(self, hosts: tuple[int, ...]) -> None:
+        super().__init__("w", len(hosts), hosts)
+        self.sent, self.times = np.zeros(len(hosts)), 1
+
+    def permute(self, x: Any, pairs: Any) -> Any:
+        for source, destination in pairs:
+            self.sent[source] += self.times * (source != destination) * sum(leaf.nbytes for leaf in jax.tree.leaves(x))
+        return super().permute(x, pairs)
 
     def allgather(self, x: Any) -> Any:
-        self.sent = self.sent + self.times * (self.size - 1) * sum(leaf.nbytes for leaf in jax.tree.leaves(x))
+        self.sent += self.times * (self.size - 1) * sum(leaf.nbytes for leaf in jax.tree.leaves(x))
         return super().allgather(x)
+
+    def loop(self, turns: int, turn: Any, carry: Any) -> Any:
+        if turns:
+            self.times, before = self.times * turns, self.times
+            jax.eval_shape(turn, 0, carry)  # once; if the loop itself is traced nothing is counted
+            self.times = 0
+            carry, self.times = super().loop(turns, turn, carry), before
+        return carry
 
 
 @pytest.mark.parametrize(
-    ("strategy", "wire", "hosts"),
-    [
-        ("asa32", "32", range(8)),
-        ("hier-ring32", "32", (0, 1, 2, 3) * 2),
-    ],
+    ("strategy", "wire", "hosts"), [("asa32", "32", range(8)), ("hier-ring32", "32", (0, 1, 2, 3) * 2)]
 )
 def test_googlenet_s_slices_are_as_many_bytes_on_the_wire_as_its_sums_and_clipping_a_float_to_each(
     strategy, wire, hosts
 ):
     like = {name: jax.ShapeDtypeStruct((8, *shape), jnp.float32) for name, shape in tree("googlenet").items()}
-    whole, cut = (Sending(tuple(hosts)) for _ in range(2))
+    whole, cut = (Counting(tuple(hosts)) for _ in range(2))
     clipped = make_zero(strategy, "mean", cut, BUCKET_BYTES, clip_norm=1.0, gather_wire=wire)
 
     def traced(move: Any) -> None:

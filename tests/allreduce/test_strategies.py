@@ -13,17 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import references
 from jaxmpi.allreduce import compression
-from jaxmpi.allreduce.algorithms import (
-    STRATEGIES,
-    color_trees,
-    exchanges,
-    in_shared_memory,
-    parse,
-)
+from jaxmpi.allreduce.algorithms import STRATEGIES, color_trees, exchanges, in_shared_memory, parse
 from jaxmpi.allreduce.algorithms.color_trees import build_trees
 from jaxmpi.allreduce.api import Choice, Op, exchange
 from jaxmpi.allreduce.local_devices import over_local_devices
-from jaxmpi.allreduce.wires import BLOCK
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.core.errors import UsageError
@@ -281,87 +274,6 @@ def way_up(parents: list[int], place: int) -> list[int]:
         path.append(parents[path[-1]])
         assert len(path) <= len(parents)
     return path
-
-
-# ---------------------------------------------------------------- bytes
-
-
-class Counting(AxisComm):
-    """Workers on a host each, so that all goes by `permute`; counts what every one of them sends."""
-
-    def __init__(self, hosts: tuple[int, ...]) -> None:
-        super().__init__("w", len(hosts), hosts)
-        self.sent, self.times = np.zeros(len(hosts)), 1
-
-    def permute(self, x, pairs):
-        size_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
-        for source, destination in pairs:
-            self.sent[source] += self.times * size_bytes * (source != destination)
-        return super().permute(x, pairs)
-
-    def loop(self, turns, turn, carry):
-        if turns:
-            self.times, before = self.times * turns, self.times
-            jax.eval_shape(turn, 0, carry)  # once; if the loop itself is traced nothing is counted
-            self.times = 0
-            carry, self.times = super().loop(turns, turn, carry), before
-        return carry
-
-
-def sent_by_each(spelling: str, n: int, hosts: tuple[int, ...]) -> list[float]:
-    """Bytes that every worker sends in a sum of f32[n]."""
-    comm, strategy = Counting(hosts), parse(spelling)
-    run = jax.vmap(lambda x: strategy.spec.sum(x, comm, strategy.wire), axis_name="w")
-    jax.eval_shape(run, jax.ShapeDtypeStruct((len(hosts), n), jnp.float32))
-    return comm.sent.tolist()
-
-
-N = 3 * (1 << 16)  # floats: what it is cut into are whole blocks of wires
-BITS = {"32": 4.0, "16": 2 + 4 / 256, "bf16": 2.0, "8": 1 + 4 / 256}  # bytes a float, scales included
-
-
-def pairwise_sent(w: int) -> list[float]:
-    """In vectors: halves there and back; from a fold its own, to a fold the sum."""
-    p = 1 << w.bit_length() - 1
-    return [2 * (p - 1) / p + (place + p < w) if place < p else 1 for place in range(w)]
-
-
-def trees_sent(w: int, colours: int) -> list[float]:
-    """In vectors: a packet a turn on every edge, to the parents and to the children."""
-    forest = build_trees(w, colours)
-    k, deep = len(forest.parent), 2 * forest.height
-    packets = max(1, round(math.sqrt(deep * N / (k * color_trees.PRICE))))
-    edges = [[row[place] >= 0 for row in forest.parent].count(True) for place in range(w)]
-    edges = [up + sum(row.count(place) for row in forest.parent) for place, up in enumerate(edges)]
-    size = -(-w * -(-N // (k * w)) // (packets * BLOCK)) * BLOCK  # floats of a packet: whole blocks
-    return [count * (packets + deep) * size / N for count in edges]
-
-
-SENT = {  # by every worker, in vectors of n floats
-    "asa": lambda w: [2 * (w - 1) / w] * w,
-    "ring": lambda w: [2 * (w - 1) / w] * w,
-    "tree": pairwise_sent,
-    "root": lambda w: [w - 1.0] + [1.0] * (w - 1),
-    "pipering": lambda w: trees_sent(w, 1),
-    "color4": lambda w: trees_sent(w, 4),
-    "none": lambda w: [0.0] * w,
-}
-
-
-@pytest.mark.parametrize("workers", [3, 8])
-@pytest.mark.parametrize("algorithm", SENT)
-def test_every_worker_sends_the_bytes_of_the_table(algorithm, workers):
-    expected = np.array(SENT[algorithm](workers))
-    for wire in ["32"] if algorithm == "none" else BITS:
-        sent = np.array(sent_by_each(f"{algorithm}:{wire}", N, tuple(range(workers))))
-        np.testing.assert_allclose(sent, expected * N * BITS[wire], rtol=1e-12)
-
-
-def test_a_hierarchy_sends_a_part_between_hosts():
-    """4 hosts of 2: half of the vector each way inside, the ring of its half between."""
-    inside, between = 2 * 4 * N / 2, 2 * 3 / 4 * N / 2
-    for wire, size in BITS.items():
-        assert sent_by_each(f"hier-ring:{wire}", N, (0, 0, 1, 1, 2, 2, 3, 3)) == [inside + between * size] * 8
 
 
 # ---------------------------------------------------------------- hosts

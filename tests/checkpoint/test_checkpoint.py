@@ -183,19 +183,6 @@ def test_a_damaged_newest_one_is_named_and_the_one_before_is_used(tmp_path, do, 
         restore(tmp_path, say=messages.append)
 
 
-def test_bytes_of_a_manifest_count(tmp_path):
-    """A flipped bit is damage or, between words, nothing: never another state."""
-    path = save(tmp_path, {0: state(0)}) / "manifest.json"
-    whole = path.read_bytes()
-    for at in range(0, len(whole), 17):
-        flip(path, at)
-        try:
-            assert bits(restore(tmp_path, {0: blank(state(0))}, workers=1, say=str).states[0]) == bits(state(0))
-        except UsageError:
-            pass
-        path.write_bytes(whole)
-
-
 # ---------------------------------------------------------------- foreign and hostile: nothing outside, nothing huge
 
 
@@ -262,6 +249,9 @@ HOSTILE = [
     (set_field("extra", {"skipped": 10**30}), "extra: skipped: got"),
     (set_field("extra", {"experiment": ["model"]}), "extra: experiment: got"),
     (set_field("extra", {"tally": [float("inf")]}), "extra: tally: got"),
+    (set_field("extra", {"exchange": "text"}), "exchange: got"),
+    (set_field("extra", {"exchange": {}}), "exchange: got"),
+    (set_field("extra", {"exchange": {"asked": "auto", "strategy": 3, "bucket_bytes": 4}}), "exchange: got"),
 ]
 
 

@@ -21,12 +21,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow  # compiles every strategy; over devices of one process they are in test_strategies.py
-@pytest.mark.parametrize("which", ["all", "each once"])
-def test_strategies_and_compressors_in_a_shard_map_of_ones_own(which):
+def test_strategies_in_a_shard_map_of_ones_own():
     env = ON_CPU | {"PYTHONPATH": f"{PATH}:{ROOT / 'tests'}"}
-    ended = mpirun(4, "tests/allreduce/over_xla.py", which, timeout_s=240, env=env)
+    ended = mpirun(4, "tests/allreduce/over_xla.py", timeout_s=240, env=env)
     assert ended.code == 0, ended.out
-    assert ended.out.count(" strategies and 2 compressors\n") == 4
+    assert ended.out.count(" strategies\n") == 4
 
 
 @pytest.mark.e2e
