@@ -1,11 +1,16 @@
 """What a run leaves in its directory, as tests read it; and a tiny experiment on digits."""
 
+import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxmpi.checkpoint import manifests
+from jaxmpi.config.schema import Experiment
 
 TINY = """
 from jaxmpi.config.data import Data
@@ -38,6 +43,18 @@ def checkpoint(run_dir: str | Path, step: int) -> Path:
     return Path(run_dir) / "checkpoints" / f"step_{step:08d}"
 
 
+def saved_leaves(run_dir: str | Path, step: int) -> dict[str, dict[str, np.ndarray]]:
+    """The leaves of a checkpoint by file and path, as their bytes lie there."""
+    folder = checkpoint(run_dir, step)
+
+    def leaf(file: str, row: dict[str, Any]) -> np.ndarray:
+        flat = np.fromfile(folder / file, row["dtype"], math.prod(row["shape"]), offset=row["offset"])
+        return flat.reshape(row["shape"])
+
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    return {file: {row["path"]: leaf(file, row) for row in rows} for file, rows in files.items()}
+
+
 def checkpoint_files(run_dir: str | Path, step: int) -> dict[str, bytes]:
     """Every file of a checkpoint but the manifest, which holds times."""
     return {path.name: path.read_bytes() for path in sorted(checkpoint(run_dir, step).glob("*.bin"))}
@@ -55,3 +72,8 @@ def copy_until(run_dir: str | Path, step: int, to: str | Path) -> Path:
         if later > step:
             shutil.rmtree(checkpoint(to, later))
     return Path(to)
+
+
+def resumed(run: Experiment, step: int, to: Path) -> Experiment:
+    """What goes on with a copy of a run from a step."""
+    return dataclasses.replace(run, run_dir=str(copy_until(run.run_dir, step, to)), resume=True)

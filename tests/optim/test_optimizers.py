@@ -1,8 +1,5 @@
 """Schedules against closed forms, optimizers against plain Optax."""
 
-import json
-import shutil
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +21,6 @@ from jaxmpi.optim.optimizers import (
     set_step,
 )
 from jaxmpi.optim.schedules import Clock, schedule
-from launching import train_here
 
 CLOCK = Clock(steps_per_epoch=10, effective_batch=32, total_steps=100)
 PEAK = 0.4
@@ -348,41 +344,3 @@ def test_an_optax_schedule_is_taken_as_it_is_times_the_factor_of_the_workers():
     np.testing.assert_array_equal(ours, 8 * plain_ones)
     with pytest.raises(UsageError, match=r"got schedule\.rate and schedule\.decay, warmup; give one of them"):
         Schedule("cosine", warmup="1ep", rate=theirs)
-
-
-# ---------------------------------------------------------------- in a run
-
-IN_A_RUN = """
-import jax.numpy as jnp, optax
-from jaxmpi.config import Data, Experiment, Optim, Schedule
-from jaxmpi.models.cnn import digits_cnn_tiny
-
-experiment = Experiment(
-    model=digits_cnn_tiny(), data=Data("digits", channels=1, mean=(0.305,), std=(0.376,)), effective_batch=60,
-    optim=Optim("mine", transform={transform}), schedule=Schedule(rate={rate}),
-    train_for="8st", checkpoint_every="4st", log_every=1,
-)
-"""
-HALVES = "lambda step: 0.1 * 0.5**step"
-
-
-def in_a_run(folder: Path, transform: str, rate: str, *flags: str) -> tuple[list[dict[str, Any]], str]:
-    """Lines of training, and what was printed."""
-    folder.mkdir(exist_ok=True)
-    (folder / "mine.py").write_text(IN_A_RUN.format(transform=transform, rate=rate))
-    ended = train_here(str(folder / "mine.py"), "--run-dir", str(folder / "run"), *flags)
-    assert ended.code == 0, ended.out
-    rows = [json.loads(line) for line in (folder / "run" / "record.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == "train"], ended.out
-
-
-@pytest.mark.e2e
-def test_a_run_with_an_optimizer_and_a_schedule_of_optax_resumes_bit_for_bit(tmp_path):
-    whole, output = in_a_run(tmp_path / "a", "optax.adamw", HALVES)
-    assert "lr as schedule.rate says" in output
-    assert [row["lr"] for row in whole] == pytest.approx([0.1 * 0.5**k for k in range(8)], rel=1e-5)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    shutil.rmtree(tmp_path / "b" / "run" / "checkpoints" / "step_00000008")
-    resumed, output = in_a_run(tmp_path / "b", "optax.adamw", HALVES, "--resume")
-    assert "resumed at step 4" in output
-    assert [row["loss"] for row in resumed] == [row["loss"] for row in whole]

@@ -22,7 +22,7 @@ from jaxmpi.tasks.registry import TASKS
 from jaxmpi.trainer import main
 from launching import Ended, train, train_here
 from line_task import BY_TOKEN, LINE, STEPS, line, lines, loss
-from runs import record
+from runs import column, record
 from tolerances import U
 
 EXAMPLES = sorted(Path("experiments/tasks").glob("*.py"))
@@ -43,8 +43,7 @@ def test_the_examples_train(file, tmp_path):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("ranks", "devices"),
-    [(1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1), (8, 1)))],
+    ("ranks", "devices"), [(1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1), (8, 1)))]
 )
 def test_the_gan_trains_in_one_process_and_in_eight(ranks, devices, tmp_path):
     options = [*SHORT, "--effective-batch", "64", "--run-dir", str(tmp_path / "run"), "--replica-check-every", "4st"]
@@ -398,9 +397,9 @@ def test_scores_of_another_monitor_are_not_compared(tmp_path):
 
 def test_training_stops_early_by_the_direction_of_the_metric(tmp_path):
     stop = jaxmpi.EarlyStop("eval_far", patience=2)
-    main.train(lines(tmp_path, FARTHEST, eval_every="1st", callbacks=(stop,)), "lines")
-    rows = [json.loads(line) for line in next(tmp_path.glob("*/record.jsonl")).read_text().splitlines()]
-    assert [row["step"] for row in rows if row["kind"] == "stopped"] == [3]
+    run = lines(tmp_path, FARTHEST, eval_every="1st", callbacks=(stop,))
+    main.train(run, "lines")
+    assert column(run.run_dir, "stopped", "step") == [3]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxmpi.checkpoint.manifests import complete_checkpoints
-from jaxmpi.launch import command, postmortem
+from jaxmpi.launch import command
 from jaxmpi.launch.experiment_facts import facts_of
 from jaxmpi.launch.options import Options
 from jaxmpi.runtime import failures
@@ -98,23 +98,6 @@ def check_trace(path: Path, meets_center: bool) -> None:
     assert ("the center" in {e["name"] for e in events if e["cat"] == "wait"}) == meets_center
     assert max(e["ts"] + e["dur"] for e in events) < 100e6
     assert not list(path.parent.glob("*.part"))
-
-
-SHARED = (DIGITS, "--local-batch", "8", "--effective-batch", "0", "--eval-every", "99ep")  # worker 0 does not evaluate
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tau", ["1", "4"])
-def test_workers_of_equal_speed_make_equal_shares_of_a_long_run_to_a_tenth(tau, tmp_path):
-    """Nothing slows them but each other, on fewer cores than workers; the record is written seldom.
-
-    At tau 1 exchanges are half of the time, and a worker with a shorter way to the server would show.
-    """
-    args = ("--rule.name", "easgd", "--rule.tau", tau, "--train-for", "60ep", "--log-every", "200")
-    ended = train(4, *SHARED, *args, "--run-dir", str(tmp_path))
-    assert ended.code == 0, ended.out
-    made = record(tmp_path, "workers")[-1]["worker_steps"]
-    assert max(abs(4 * steps / sum(made) - 1) for steps in made) < 0.1, made
 
 
 LATE = """
@@ -285,20 +268,6 @@ def test_a_run_that_is_asked_to_leave_is_gone_on_with_on_another_number_of_ranks
     # Counting goes on from there: the first line comes within log_every steps of each worker, a report behind.
     assert saved[1] < after[0] <= saved[1] + (ranks - 1) * 20 * 24
     assert record(run_dir, "workers")[-1]["alive"] == ranks - 1
-
-
-@pytest.mark.slow
-def test_a_worker_that_hangs_is_named_and_ends_the_job(tmp_path):
-    args = (*COMMON, *RULES["easgd"], "--train-for", "2000ep", "--run-dir", str(tmp_path / "run"))
-    line = surviving(3, *args, "--stall-timeout-s", "10", "--inject", "stop:rank=2,step=20")
-    ended = run(line, timeout_s=120)
-    assert not ended.timed_out
-    assert ended.code != 0, ended.out
-    assert re.search(r"no progress for \d+ s; late: rank 2 on ", ended.out), ended.out
-    who = postmortem.culprit(ended.out)
-    assert who is not None
-    assert who.rank == "2"
-    assert "Traceback" not in ended.out, ended.out
 
 
 @pytest.mark.slow

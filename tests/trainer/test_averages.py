@@ -1,7 +1,6 @@
 """Averages that are evaluated instead of params, moving or schedule-free: by definition, exported, resumed, refused."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from jaxmpi.config import Optim, RuleConfig
 from jaxmpi.core.errors import UsageError
 from jaxmpi.trainer import main
 from line_task import STEPS, line, lines
-from runs import checkpoint, checkpoint_files, copy_until
+from runs import checkpoint_files, resumed, saved_leaves
 
 D = 0.8
 
@@ -25,10 +24,7 @@ def averaged(folder: Path, **fields):
 
 def params_at(run_dir: str, step: int) -> np.ndarray:
     """Return the params that the steps made, not their average."""
-    folder = checkpoint(run_dir, step)
-    rows = json.loads((folder / "manifest.json").read_text())["files"]["common.bin"]
-    [row] = [row for row in rows if row["path"] == "params/w"]
-    return np.frombuffer((folder / "common.bin").read_bytes()[row["offset"] :][:12], np.float32).astype(np.float64)
+    return saved_leaves(run_dir, step)["common.bin"]["params/w"].astype(np.float64)
 
 
 @pytest.mark.parametrize("fields", [{"devices": 3}, {"rule": RuleConfig("awagd"), "devices": 2}])
@@ -72,8 +68,8 @@ def test_x_of_a_schedule_free_optimizer_is_evaluated_and_exported_and_is_that_of
 def test_a_resumed_run_has_the_same(fields, tmp_path):
     whole = averaged(tmp_path, **fields)
     want = main.train(whole, "lines")
-    part = dataclasses.replace(whole, run_dir=str(copy_until(whole.run_dir, 3, tmp_path / "part")))
-    assert main.train(dataclasses.replace(part, resume=True), "lines") == want
+    part = resumed(whole, 3, tmp_path / "part")
+    assert main.train(part, "lines") == want
     assert checkpoint_files(whole.run_dir, STEPS) == checkpoint_files(part.run_dir, STEPS)
 
 
@@ -85,10 +81,7 @@ def test_rules_whose_workers_differ_refuse_it(tmp_path):
 
 
 NO_AVERAGE = {
-    "ema": (
-        {"optim": dataclasses.replace(FREE["optim"], ema=0.9)},
-        r"optim\.ema: got optimizer schedule_free_sgd",
-    ),
+    "ema": ({"optim": dataclasses.replace(FREE["optim"], ema=0.9)}, r"optim\.ema: got optimizer schedule_free_sgd"),
     "plateau": (
         {"callbacks": (jaxmpi.ReduceOnPlateau(factor=0.5),)},
         "ReduceOnPlateau: got optimizer schedule_free_sgd",

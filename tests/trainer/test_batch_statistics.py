@@ -7,7 +7,6 @@ in the longest sum. So, as in tests/twins.py, a run is within sqrt(n) max(e, 2^-
 """
 
 import functools
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from jaxmpi.tasks.registry import TASKS
 from jaxmpi.tasks.supervised import Supervised
 from jaxmpi.trainer import step
 from launching import train, train_here
+from runs import column, saved_leaves
 from tolerances import U
 
 NET = """
@@ -80,7 +80,7 @@ LONGEST_SUM = BATCH * 6 * 6  # over the places where the kernel is used
 SIX_DIGITS = 5e-6  # of the record
 WORDS = ("local", "averaged", "synchronised")
 CASES = [  # word, workers, micro-batch, ranks, further arguments
-    ("synchronised", 2, 0, 1, ("--devices", "2")),
+    ("synchronised", 2, 0, 1, ("--devices", "2"))
 ]
 SLOW = [
     ("synchronised", 2, 0, 2, ()),
@@ -135,19 +135,15 @@ def bound_of(name: str, exact: np.ndarray, rounded: np.ndarray) -> float:
 
 def run_of(run_dir: Path, workers: int) -> dict[str, np.ndarray]:
     """The record's losses, and params and every worker's statistics from the checkpoint."""
-    rows = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
     found = {
-        "losses": np.array([row["loss"] for row in rows if row["kind"] == "train"]),
-        "evaluation": np.array([row["eval_loss"] for row in rows if row["kind"] == "eval"]),
+        "losses": np.array(column(run_dir, "train", "loss")),
+        "evaluation": np.array(column(run_dir, "eval", "eval_loss")),
     }
-    folder = run_dir / "checkpoints" / f"step_{STEPS:08d}"
-    files = json.loads((folder / "manifest.json").read_text())["files"]
+    saved = saved_leaves(run_dir, STEPS)
     for file, place in {"common.bin": "", **{f"worker_{i:05d}.bin": f" of {i}" for i in range(workers)}}.items():
-        raw = (folder / file).read_bytes()
-        for leaf in files[file]:
-            if leaf["path"].startswith(("params/", "model_state/")):
-                array = np.frombuffer(raw, leaf["dtype"], math.prod(leaf["shape"]), leaf["offset"])
-                found[leaf["path"] + place] = array.reshape(leaf["shape"]).astype(np.float64)
+        for path, leaf in saved[file].items():
+            if path.startswith(("params/", "model_state/")):
+                found[path + place] = leaf.astype(np.float64)
     return found
 
 

@@ -1,7 +1,6 @@
 """A trained model gives the run's logits in its own library, by the blocks of docs/models.md."""
 
 import dataclasses
-import json
 import re
 import runpy
 import sys
@@ -31,6 +30,7 @@ from jaxmpi.tools import cli
 from jaxmpi.trainer.plan import make_plan
 from jaxmpi.trainer.state import initial_states
 from launching import ROOT
+from runs import column
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax's own
 PAGE = (ROOT / "docs" / "models.md").read_text()
@@ -79,8 +79,7 @@ def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, proje
     x = normalised(jnp.asarray(image))
     np.testing.assert_allclose(logits(x), want, atol=ROUNDING)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits(x), jnp.asarray(label)).mean()
-    rows = [json.loads(line) for line in (project / "run" / "record.jsonl").read_text().splitlines()]
-    [recorded] = [row["eval_loss"] for row in rows if row["kind"] == "eval"]
+    [recorded] = column(project / "run", "eval", "eval_loss")
     assert abs(float(loss) - recorded) < ROUNDING + 5e-6 * recorded  # the record has six digits
 
     fresh = experiment.model.init(jax.random.key(0), x[:1])[1]

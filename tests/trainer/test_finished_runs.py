@@ -22,7 +22,7 @@ from jaxmpi.tools import cli
 from jaxmpi.trainer import finished, main
 from launching import mpirun_line, run, small_disk, train, train_here
 from line_task import LINE, line, lines
-from runs import record
+from runs import column, record
 
 
 @pytest.mark.parametrize("devices", [1, 3])
@@ -109,8 +109,7 @@ def test_a_run_is_started_again_by_its_own_line(tmp_path):
     assert "--from" not in config["command"]
     ended = train(1, "--from=other", "--resume", "--train-for", "6st", cwd=tmp_path)
     assert ended.code == 0, ended.out
-    steps = [json.loads(line).get("step") for line in (tmp_path / "other" / "record.jsonl").read_text().splitlines()]
-    assert steps[-1] == 6
+    assert column(tmp_path / "other", "train", "step")[-1] == 6
     assert train(1, "--from", "nowhere", cwd=tmp_path).code == 2
 
 
@@ -142,8 +141,7 @@ def digits_run(tmp_path_factory):
         patch.setattr(sys, "argv", ["jaxmpi/train.py", *argv])
         done = train_here(*argv)
     assert done.code == 0, done.out
-    rows = map(json.loads, (run_dir / "record.jsonl").read_text().splitlines())
-    [figures] = [row for row in rows if row["kind"] == "eval"]
+    [figures] = record(run_dir, "eval")
     return run_dir, figures
 
 

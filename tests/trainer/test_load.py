@@ -1,6 +1,5 @@
 """A trained model out of a run: newest, best, from a folder or a file, bit for bit; what does not fit is named."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -21,6 +20,7 @@ from jaxmpi.data.example import nested
 from jaxmpi.tools import cli
 from jaxmpi.trainer import main
 from line_task import LINE, lines
+from runs import record
 
 TREE = {
     "params": {
@@ -42,13 +42,8 @@ def finished(tmp_path_factory) -> Path:
     return Path(experiment.run_dir)
 
 
-def figures(run_dir: Path) -> dict[int, float]:
-    rows = map(json.loads, (run_dir / "record.jsonl").read_text().splitlines())
-    return {row["step"]: row["eval_far"] for row in rows if row["kind"] == "eval"}
-
-
 def test_the_newest_one_of_a_step_and_the_best(finished):
-    far = figures(finished)
+    far = {row["step"]: row["eval_far"] for row in record(finished, "eval")}
     assert jaxmpi.load(finished).step == 7
     assert re.fullmatch(r"TrainedModel\(step=7, source=\S+\)", repr(jaxmpi.load(finished)))  # no arrays in a notebook
     assert jaxmpi.load(finished, best=True).step == min(far, key=far.__getitem__)

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.local_devices import layout_of
 from jaxmpi.comm.axis import AxisComm
 from launching import Ended, mpirun, train
-from runs import TINY, checkpoint, checkpoint_files, column, copy_until
+from runs import TINY, checkpoint, checkpoint_files, column, copy_until, saved_leaves
 from tolerances import U
 
 ON_CPU = {"JAX_PLATFORMS": "cpu"}
@@ -93,15 +92,13 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 def whole_leaves(run_dir: Path) -> dict[str, np.ndarray]:
     """Params and the optimizer's state of the last checkpoint, flat; slices are put together by their numbers."""
-    last = checkpoint(run_dir, 20)
-    manifest = json.loads((last / "manifest.json").read_text())
-    chunks, leaves = manifest["extra"].get("chunks", []), {}
-    for name, rows in manifest["files"].items():
-        for row in rows:
-            flat = np.fromfile(last / name, row["dtype"], math.prod(row["shape"]), offset=row["offset"])
-            number = 0 if name == "common.bin" else chunks[int(name[7:12])] if chunks else None
-            if number is not None and row["path"].startswith(("params", "rule_state")):
-                leaves.setdefault(row["path"], {})[number] = flat
+    extra, leaves = json.loads((checkpoint(run_dir, 20) / "manifest.json").read_text())["extra"], {}
+    chunks = extra.get("chunks", [])
+    for name, rows in saved_leaves(run_dir, 20).items():
+        number = 0 if name == "common.bin" else chunks[int(name[7:12])] if chunks else None
+        for path, leaf in rows.items():
+            if number is not None and path.startswith(("params", "rule_state")):
+                leaves.setdefault(path, {})[number] = leaf.ravel()
     return {path: np.concatenate([parts[c] for c in sorted(parts)]) for path, parts in leaves.items()}
 
 
@@ -117,14 +114,6 @@ def over_devices(folder: Path) -> Path:
     assert facts(folder / "devices")["workers"] == 4
     assert facts(folder / "devices")["transport"] == "MPI, from host memory; each process adds up its 2 devices"
     return folder / "devices"
-
-
-@pytest.mark.slow  # a third job beside the fixture's two; bits are proven in one process above
-def test_one_process_a_device_goes_on_with_the_same_bits(over_devices, folder):
-    """Its steps 11 to 20 with hier-ring, on two hosts of two ranks."""
-    copy_until(over_devices, 10, folder / "processes")
-    of_processes(folder, "processes", "--exchange.strategy", "hier-ring32", "--resume")
-    assert_same_run(over_devices, folder / "processes")
 
 
 @pytest.mark.e2e

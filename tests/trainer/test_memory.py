@@ -19,7 +19,7 @@ from jaxmpi.tools import cli
 from jaxmpi.trainer import build, memory
 from jaxmpi.trainer.memory import WorkerMemory, check_fits, estimate_memory
 from jaxmpi.trainer.plan import Plan, make_plan
-from launching import mpirun, run, train_here
+from launching import run, train_here
 from runs import TINY
 
 MB = 1_000_000
@@ -110,51 +110,6 @@ def test_a_worker_s_process_grows_by_the_bytes_that_were_forecast():
         # Code, threads and what XLA notes of a program come on top; a part that was forgotten would be 47 MB.
         assert int(said) <= int(seen) + 2 * MB, (name, said, seen)
         assert int(seen) <= 1.05 * int(said) + 4 * MB, (name, said, seen)
-
-
-SHARED = """
-from jaxmpi.comm.topology import gather_workers
-
-MORE = 20_000_001  # a leaf that 2 workers do not divide
-WIDTH *= 4  # so that code and threads count little
-
-
-def init(key, image):
-    return {"in": jnp.full((64, WIDTH), 0.01), "out": jnp.full((WIDTH, 10), 0.01), "odd": jnp.full(MORE, 0.01)}, {}
-
-
-workers = gather_workers(1, "mpi")
-model, exchange = Model("wide", init, apply, (8, 8, 1), 10), ExchangeConfig("shm", shard_update="on")
-asked = dataclasses.replace(asked, model=model, optim=Optim("sgd", ema=0.9), exchange=exchange, effective_batch=8)
-plan = make_plan(asked, workers)
-functions = build.build_functions(plan)
-estimate = memory.estimate_memory(plan, functions.rule, is_fused=False)
-start = now()
-states = initial_states(plan, functions.rule)
-print("GROWN", workers.processes.rank, (bytes_of("VmHWM") - start) / estimate.params_of_host)
-average = jax.block_until_ready(jax.device_put(states.pop(workers.processes.rank).rule_state))
-params = plan.param_shapes
-for _ in range(2):  # what the first one compiles stays
-    start = now()
-    whole = jax.block_until_ready(functions.eval_params(params, average))
-    grown = now() - start
-    del whole
-print("SEEN", estimate.average, grown)
-"""
-
-
-@pytest.mark.e2e
-def test_ranks_make_shared_params_once_and_gather_an_average_of_the_bytes_that_were_forecast():
-    ended = mpirun(2, "-c", WIDE + SHARED, timeout_s=120, env=SYSTEM)
-    assert ended.code == 0, ended.out
-    grown = {int(rank): float(times) for rank, times in re.findall(r"GROWN (\d) (\S+)", ended.out)}
-    # Those that all share, and on the first rank those that are made, before each holds half of an average.
-    assert grown[0] == pytest.approx(2, abs=0.3), grown
-    assert grown[1] == pytest.approx(1.5, abs=0.3), grown
-    rows = re.findall(r"SEEN (\d+) (\d+)", ended.out)
-    assert len(rows) == 2, ended.out
-    for said, seen in rows:
-        assert abs(int(said) - int(seen)) <= 4 * MB  # of 270
 
 
 # ---------------------------------------------------------------- what fits

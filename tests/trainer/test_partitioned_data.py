@@ -2,17 +2,14 @@
 
 import json
 import re
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from jaxmpi.data import command
 from jaxmpi.observe import record_reader
 from jaxmpi.observe.report_data import charts
-from launching import Ended, leaked, mpirun, shared_memory, train, train_here
+from launching import Ended, train, train_here
 from runs import TINY, checkpoint_files, record
 
 PARTITION = ("--data.memory", "partition")
@@ -79,8 +76,7 @@ def test_resume_in_the_middle_of_an_epoch_is_bit_exact(tmp_path, packed, group):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("ranks", "on_error"),
-    [(1, "stop"), *(pytest.param(2, on_error, marks=SLOW) for on_error in ("stop", "skip"))],
+    ("ranks", "on_error"), [(1, "stop"), *(pytest.param(2, on_error, marks=SLOW) for on_error in ("stop", "skip"))]
 )
 def test_a_damaged_record_ends_the_job_or_is_counted(tmp_path, packed, ranks, on_error):
     shard = tmp_path / "packed" / "train" / "shard-00000.bin"
@@ -105,50 +101,3 @@ def test_workers_of_one_process_share_one_copy(tmp_path, packed, ranks, comm):
         ended = run(tmp_path / name, "30st", *args, *more, ranks=ranks)
         assert ended.code == 0, ended.out
     assert checkpoint_files(tmp_path / "memory", 30) == checkpoint_files(tmp_path / "files", 30)
-
-
-KILLED = """
-import os, signal, sys
-from jaxmpi.data.shuffle import MemoryShuffle
-from jaxmpi.trainer import main as train
-whole, calls = MemoryShuffle._wait, []
-
-def killed(self, *args):
-    calls.append(1)
-    if len(calls) == 6 and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return whole(self, *args)
-
-MemoryShuffle._wait = killed
-train.main(sys.argv[1:])
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_while_records_move(tmp_path):
-    (tmp_path / "tiny.py").write_text(TINY)
-    (tmp_path / "killed.py").write_text(KILLED)
-    before, begin = shared_memory(), time.monotonic()
-    line = (str(tmp_path / "killed.py"), str(tmp_path / "tiny.py"), "--run-dir", str(tmp_path / "run"))
-    ended = mpirun(3, *line, *PARTITION, "--train-for", "100ep", timeout_s=100)
-    assert not ended.timed_out, ended.out
-    assert ended.code != 0
-    assert re.search(r"process rank 1 .*?signal 9", ended.out, re.DOTALL), ended.out
-    assert time.monotonic() - begin < 60
-    assert leaked(before) == set()
-
-
-@pytest.mark.slow
-def test_a_file_that_cannot_be_read_ends_a_job_that_loads_it_into_memory(tmp_path):
-    """The other rank has read its part by then, and waits."""
-    for i in range(10):
-        path = tmp_path / "train" / f"class {i}" / "one.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.full((8, 8), i, np.uint8)).save(path)
-    path.unlink()
-    path.symlink_to("/proc/self/mem")  # reading it gives EIO
-    files = ("--data.source", "imagefolder", "--data.dir", str(tmp_path), "--data.validation-split", "train")
-    ended = run(tmp_path / "run", "2ep", *files, "--data.on-error", "skip", "--effective-batch", "4", *PARTITION)
-    assert ended.code not in (0, -9), ended.out
-    assert re.search(rf"{path} \(example 9\) cannot be read: .*Input/output error", ended.out), ended.out
-    assert "rank 1" in ended.out

@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
 
-from jaxmpi.comm import topology
 from jaxmpi.config.data import Data
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import UsageError
@@ -206,16 +204,6 @@ def test_a_sequences_loss_and_hits_are_means_over_its_tokens():
 
 
 # ---------------------------------------------------------------- workers on devices
-
-
-def test_over_devices_gives_each_device_its_row():
-    mesh = Mesh(np.array(jax.devices("cpu")[:4]), (topology.AXIS,))
-
-    def shift(x, by):
-        return {"sum": jax.lax.psum(x, topology.AXIS), "own": x + by}
-
-    got = step.over_devices(shift, mesh=mesh)(np.arange(4.0, dtype=np.float32), np.full(4, 10, np.float32))
-    assert jax.tree.map(lambda x: x.tolist(), got) == {"sum": [6] * 4, "own": [10, 11, 12, 13]}
 
 
 # ---------------------------------------------------------------- memory

@@ -1,13 +1,12 @@
 """When events of a run are due: in lock step, and if progress jumps."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmpi.trainer.timetable import Clock, DueEvents, Timetable, timed_events
 from launching import train
+from runs import record
 
 TOTAL = 40
 PERIODS = st.integers(1, TOTAL)
@@ -65,19 +64,14 @@ def test_a_run_by_the_clock_ends_saved_and_goes_on_if_it_gets_more_time(tmp_path
     fields = ("experiments/digits.py", *hours, "--schedule.decay", "constant", "--run-dir", str(run))
     ended = train(2, *fields, "--train-for", "6s")
     assert ended.code == 0, ended.out
-
-    def rows(kind):
-        lines = map(json.loads, (run / "record.jsonl").read_text().splitlines())
-        return [row for row in lines if row["kind"] == kind]
-
-    [stopped], [*evaluations, last] = rows("stopped"), rows("eval")
+    [stopped], [*evaluations, last], saved = (record(run, kind) for kind in ("stopped", "eval", "checkpoint"))
     assert evaluations
-    assert stopped["step"] == last["step"] == rows("checkpoint")[-1]["step"] > len(rows("checkpoint")) > 3
+    assert stopped["step"] == last["step"] == saved[-1]["step"] > len(saved) > 3
     assert 6 <= last["elapsed_s"] < 30
     assert "nothing left to do" in train(2, *fields, "--train-for", "6s", "--resume").out
     ended = train(2, *fields, "--train-for", "40s", "--train-for", "0.003h", "--resume")
     assert ended.code == 0, ended.out
-    assert rows("eval")[-1]["elapsed_s"] >= 10.8
+    assert record(run, "eval")[-1]["elapsed_s"] >= 10.8
 
 
 @pytest.mark.parametrize("given", [("--rule.name", "asgd"), ("--schedule.span", "50%", "--schedule.decay", "poly")])

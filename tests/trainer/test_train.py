@@ -10,19 +10,20 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
 from PIL import Image
 
 from jaxmpi.config.data import Data
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.schema import Experiment
-from jaxmpi.core.errors import UsageError
+from jaxmpi.core.errors import NotFinite, UsageError
 from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.runtime import failures
 from jaxmpi.trainer.main import train as fit
 from launching import PATH, Ended, mpirun_line, run, train, train_here
 from line_task import line, lines
-from runs import TINY, checkpoint, checkpoint_files, column, copy_until, record, steps_saved
+from runs import TINY, checkpoint, checkpoint_files, column, copy_until, record, resumed, saved_leaves, steps_saved
 
 DIGITS = "experiments/digits.py"
 DATA = Data("digits", channels=1, mean=(0.305,), std=(0.376,))
@@ -160,10 +161,24 @@ def test_a_step_that_is_not_finite_leaves_the_checkpoint_before_it(tmp_path):
     kept = steps_saved(tmp_path / "run")
     assert kept == [1, 2, 3]
     for step in kept:
-        folder = checkpoint(tmp_path / "run", step)
-        for row in json.loads((folder / "manifest.json").read_text())["files"]["common.bin"]:
-            count = int(np.prod(row["shape"]))
-            assert np.isfinite(np.fromfile(folder / "common.bin", row["dtype"], count, offset=row["offset"])).all()
+        assert all(np.isfinite(leaf).all() for leaf in saved_leaves(tmp_path / "run", step)["common.bin"].values())
+
+
+def test_a_process_trains_again_after_a_loss_that_is_not_finite(tmp_path, no_launcher):
+    for _ in range(2):
+        with pytest.raises(NotFinite):
+            fit(lines(tmp_path, optim=Optim("sgd", lr=1e30)), "lines")
+    assert fit(lines(tmp_path), "lines")["eval_count"] == 13
+
+
+def test_a_run_with_an_optimizer_and_a_schedule_of_optax_resumes_bit_for_bit(tmp_path, no_launcher, as_users_have_it):
+    asked = {"optim": Optim("mine", transform=optax.adamw), "schedule": Schedule(rate=lambda step: 0.1 * 0.5**step)}
+    whole = lines(tmp_path, **asked, checkpoint_every="1st", keep_checkpoints=9, log_every=1)
+    fit(whole, "lines")
+    assert column(whole.run_dir, "train", "lr") == pytest.approx([0.1 * 0.5**k for k in range(7)], rel=1e-5)
+    part = resumed(whole, 3, tmp_path / "part")
+    fit(part, "lines")
+    assert column(part.run_dir, "train", "loss") == column(whole.run_dir, "train", "loss")
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,7 @@ from jaxmpi.allreduce.api import exchange
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.model.batch_statistics import batch_mean, statistics_over
 from jaxmpi.models.norm import BatchNorm
-from jaxmpi.models.resnet import (
-    BASIC,
-    BOTTLENECKS,
-    Residual,
-)
+from jaxmpi.models.resnet import BASIC, BOTTLENECKS, Residual
 
 U = 2.0**-24
 

@@ -20,11 +20,7 @@ TINY = ("lstm_tiny", "gpt_tiny", "lm300m_tiny")
 # By hand, from the shapes: words W, width d, cells c, window T, layers L.
 LSTM = lambda W, d, c, L: W * d + L * (2 * d * 4 * c + 4 * c + c * d) + d * W + W  # noqa: E731
 GPT = lambda W, T, d, L: W * d + T * d + L * (12 * d * d + 13 * d) + 2 * d + d * W + W  # noqa: E731
-COUNTS = {
-    "lstm": LSTM(256, 256, 512, 2),
-    "lm300m": LSTM(72_000, 1024, 8192, 2),
-    "gpt": GPT(256, 128, 384, 6),
-}
+COUNTS = {"lstm": LSTM(256, 256, 512, 2), "lm300m": LSTM(72_000, 1024, 8192, 2), "gpt": GPT(256, 128, 384, 6)}
 
 
 def tokens(shape, seed=0):

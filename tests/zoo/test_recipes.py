@@ -1,7 +1,6 @@
 """The experiments' recipes against the papers' numbers, and that each has one for embedded data."""
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from jaxmpi.data import open_source
 from jaxmpi.optim import schedules
 from jaxmpi.trainer.plan import rate_factor
 from launching import ROOT, train
+from runs import column
 
 FILES = sorted((ROOT / "experiments").glob("*.py"))
 BELOW = [path for room in ("dimd", "scaling") for path in sorted((ROOT / "experiments" / room).glob("*.py"))]
@@ -112,12 +112,10 @@ def test_two_steps_on_embedded_data(file: Path, tmp_path):
     args = ("--train-for", "2st", "--log-every", "1", "--run-dir", str(tmp_path / "run"))
     ended = train(2, str(file), *args, timeout_s=280, env={"JAXMPI_DATA": ""})
     assert ended.code == 0, ended.out
-    rows = [json.loads(line) for line in (tmp_path / "run" / "record.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["kind"] == "train"]
-    assert [row["step"] for row in steps] == [1, 2]
-    assert all(math.isfinite(row["loss"]) for row in steps)
+    assert column(tmp_path / "run", "train", "step") == [1, 2]
+    assert all(map(math.isfinite, column(tmp_path / "run", "train", "loss")))
     source = "stdlib" if file.stem in ("gpt", "lstm") else "animals" if file.parent.name == "scaling" else "digits"
     examples = len(open_source(Data(source), "validation"))
-    assert [row["eval_count"] for row in rows if row["kind"] == "eval"] == [examples]
+    assert column(tmp_path / "run", "eval", "eval_count") == [examples]
     if (embedded := experiment_file.load(file).fallback) is not None:
         assert ended.out.count(f"training {embedded.model.name} on the embedded digits, with a recipe of its own") == 1

@@ -134,10 +134,7 @@ def test_tiny_resnet(name):
 def test_small_googlenetbn(train):
     names = ("4d", "4e")  # both kinds of pool; 32 px are 4x4 here, as the auxiliary head wants
     model = nnx_model(
-        lambda rngs: GoogLeNetBN(7, 3, rngs, blocks=names, shrink=16),
-        name="small",
-        input_shape=(32, 32, 3),
-        classes=7,
+        lambda rngs: GoogLeNetBN(7, 3, rngs, blocks=names, shrink=16), name="small", input_shape=(32, 32, 3), classes=7
     )
     twin = torch_zoo.GoogLeNetBN(7, 16, names, BatchNorm2d)
     losses = {"loss": googlenet_loss, "twin_loss": torch_zoo.with_heads}
