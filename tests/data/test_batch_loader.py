@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import logging
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -86,17 +85,6 @@ def test_weighted_losses_averaged_over_workers_are_the_global_mean(size):
             assert np.mean([b.weight.sum() for b in parts]) == pytest.approx(1, rel=1e-6)
 
 
-@pytest.mark.parametrize("start", [4, 9])
-def test_resumes_at_any_step(start):
-    data = Data(crop=4, mirror=True)
-    with loader(numbered(23), 5, data=data, stop_step=12) as batches:
-        whole = list(batches)[start:]
-    with loader(numbered(23), 5, data=data, start_step=start, stop_step=12) as batches:
-        for a, b in zip(whole, batches, strict=True):
-            assert (a.step, a.epoch) == (b.step, b.epoch)
-            assert np.array_equal(a.image, b.image)
-
-
 def owns(image: np.ndarray) -> bool:
     """Return True if a view is of memory of its own, not of a slot."""
     assert image.base is not None
@@ -153,17 +141,6 @@ class TestErrors:
             next(batches)
         with loader(source, 2, train=False, data=data) as batches:
             assert next(batches).label.tolist() == [0, 12]
-
-    def test_skip_in_an_evaluation_is_left_out_of_the_count(self, caplog):
-        data = Data(on_error="skip")
-        with caplog.at_level(logging.WARNING), loader(Odd(10, (1, 8, 9)), 4, train=False, data=data) as batches:
-            got = list(batches)
-            assert batches.skipped == 3
-        seen = [label for b in got for label in b.label[b.weight > 0].tolist()]
-        assert seen == [0, 2, 3, 4, 5, 6, 7]
-        assert sum(b.weight.sum() for b in got) == 7
-        assert {b.image.shape for b in got} == {(4, PX, PX, 3)}
-        assert "file8.jpg" in caplog.text
 
     @pytest.mark.parametrize("size", [1, 2, 4])
     def test_skip_in_training_is_the_same_on_any_number_of_workers(self, size):

@@ -1,7 +1,5 @@
 """Who has which record when, and what moves: by properties, all members of a group in one process."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,16 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from jaxmpi.data import Sampler
-from jaxmpi.data.group_order import (
-    GroupSampler,
-    Move,
-    place_owners,
-    plan_moves,
-    record_owners,
-    slice_bounds,
-    slice_owners,
-)
-from jaxmpi.data.memory_source import Arena
+from jaxmpi.data.group_order import GroupSampler, place_owners, plan_moves, record_owners, slice_owners
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
 
 ORDERS = st.tuples(st.integers(1, 90), st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3))
@@ -82,67 +71,6 @@ def test_places_are_uniform(period):
     assert low < ((counts - expected) ** 2 / expected).sum() * (n - 1) / n < high
     stuck = counts + np.where(np.arange(parts) == 0, 0.2, -0.2 / (parts - 1)) * expected  # 20 % favour one member
     assert ((stuck - expected) ** 2 / expected).sum() > high
-
-
-def content(record: int, lengths: np.ndarray) -> np.ndarray:
-    return ((record * 31 + np.arange(lengths[record])) % 251).astype(np.uint8)
-
-
-def found(arena: Arena, record: int) -> np.ndarray:
-    view = arena.find(record)
-    assert view is not None
-    return view
-
-
-def load_slices(n: int, parts: int, lengths: np.ndarray) -> list[Arena]:
-    arenas = [Arena(np.arange(*bounds), lengths) for bounds in itertools.pairwise(slice_bounds(n, parts))]
-    for arena in arenas:
-        for record in arena.records:
-            found(arena, record)[:] = content(record, lengths)
-    return arenas
-
-
-def shuffle(arenas: list[Arena], planned: list[list[Move]], lengths: np.ndarray) -> list[Arena]:
-    """Every member's new arena; bytes are carried as MPI_Alltoallv carries them."""
-    new = [
-        Arena(np.concatenate([r for m in own for r in m.received] or [np.empty(0, int)]), lengths) for own in planned
-    ]
-    at = [0] * len(arenas)
-    for moves in zip(*planned, strict=True):
-        sent = [np.empty(move.sent_bytes.sum(), np.uint8) for move in moves]
-        for arena, move, out in zip(arenas, moves, sent, strict=True):
-            arena.copy_to(out, np.concatenate(move.sent))
-        for to, move in enumerate(moves):
-            got = []
-            for source, own in enumerate(moves):
-                assert own.sent_bytes[to] == move.received_bytes[source]
-                begin = own.sent_bytes[:to].sum()
-                got.append(sent[source][begin : begin + own.sent_bytes[to]])
-            size = move.received_bytes.sum()
-            new[to].bytes[at[to] : at[to] + size] = np.concatenate(got)
-            at[to] += size
-    return new
-
-
-@given(st.integers(0, 80), st.integers(1, 6), st.integers(1, 3), st.integers(1, 200), st.integers(0, 99))
-def test_every_record_goes_where_the_order_wants_it(n, parts, each, segment, seed):
-    lengths, size = np.random.default_rng(seed).integers(0, 50, n), parts * each
-    arenas, before = load_slices(n, parts, lengths), slice_owners(n, parts)
-    after = place_owners(n, 6 * size, size) // each
-    for epoch in range(3):
-        order = samplers(n, size, size)[0].epoch_order(epoch) if n else np.empty(0, int)
-        planned = [plan_moves(order, before, after, lengths, me, parts, segment) for me in range(parts)]
-        arenas = shuffle(arenas, planned, lengths)
-        before = record_owners(order, after)
-        for me, arena in enumerate(arenas):
-            mine = [order[member::size] for member in range(me * each, (me + 1) * each)]
-            assert arena.records.tolist() == sorted(np.concatenate(mine).tolist())
-            assert all((found(arena, r) == content(r, lengths)).all() for r in arena.records)
-        for move in itertools.chain(*planned):
-            assert move.sent_bytes.sum() < parts * segment + 50
-            for by_member, size_bytes in (move[:2], move[2:]):
-                assert [lengths[records].sum() for records in by_member] == size_bytes.tolist()
-            assert all((after[np.argsort(order)[records]] == to).all() for to, records in enumerate(move.sent))
 
 
 @pytest.mark.parametrize("parts", [1, 3, 64])

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import gc
-import json
 import os
 import re
 import signal
@@ -25,13 +24,12 @@ from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.data import ArraySource, CorruptExample, Loader, LoaderPool, Sampler, open_source
 from jaxmpi.data.feed import open_feed
 from jaxmpi.data.loader_pool import make_pool, python_line
-from jaxmpi.data.loader_worker import (
-    SharedPickle,
-)
+from jaxmpi.data.loader_worker import SharedPickle
 from jaxmpi.launch.postmortem import children_of
 from jaxmpi.model.contract import Model
 from launching import ROOT, mpirun, mpirun_line, run, train, wait_until
 from loader_sources import PX, Numbered, TwoArguments, Unpicklable
+from runs import column
 
 AREA = {"crop": 24, "crop_area": (0.2, 1.0), "mirror": True}
 IN_PROCESSES = {"loader": "processes", "loaders": 2}
@@ -321,13 +319,7 @@ def test_no_loader_outlives_its_worker(end, own):
     if end != "out of the slots":
         stuck += "; os.kill(pids[2], signal.SIGSTOP)"
     script = textwrap.dedent(PARENT).format(folder=str(own), end=ENDS[end], stuck=stuck)
-    job = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-    )
+    job = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
     pids = [int(pid) for pid in re.findall(r"\d+", job.stdout.splitlines()[0])]
     assert len(pids) == 3, job.stderr
     assert (job.returncode == 0) == (end == "out of the slots"), job.stderr
@@ -389,9 +381,8 @@ def test_a_run_skips_and_counts_corrupt_examples(experiment):
     skip = ("--data.on-error", "skip", "--data.max-skipped", "0.2", "--devices", "2", "--run-dir", str(run_dir))
     ended = train(1, str(experiment), *skip, timeout_s=100)
     assert ended.code == 0, ended.out[-3000:]
-    rows = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
-    assert [row["skipped"] for row in rows if row["kind"] == "train"][-1] == 3
-    assert [row["eval_count"] for row in rows if row["kind"] == "eval"][-1] == 5
+    assert column(run_dir, "train", "skipped")[-1] == 3
+    assert column(run_dir, "eval", "eval_count")[-1] == 5
     assert "dog/1.jpg" in ended.out
     assert leftovers(experiment.parent) == []
 

@@ -51,14 +51,6 @@ def loaded(n: int, records=None, **options) -> MemorySource:
 
 
 class TestRoom:
-    def test_ranks_of_a_host_need_it_together(self):
-        hosts = (0, 1, 0, 1)
-        rows = np.array([[2e9, 5e9], [2e9, 4e9], [3e9, 5e9], [2e9, 4e9]])
-        memory_source.check_room(rows, hosts)
-        rows[3, 0] = 3e9
-        with pytest.raises(UsageError, match=r"5\.0 GB .* by 2 ranks on rank 1's machine, which has 4\.0 GB"):
-            memory_source.check_room(rows, hosts)
-
     def test_a_part_is_read_into_the_memory_in_which_it_stays(self, monkeypatch):
         """On a machine with room for the part and a fifth of it, though the estimate is too small."""
         taken, whole = [], memory_source.map_pages

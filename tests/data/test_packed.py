@@ -21,12 +21,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.errors import TrainingError, UsageError
-from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, command, open_source, packing
+from jaxmpi.core.errors import UsageError
+from jaxmpi.data import ArraySource, CorruptExample, command, open_source, packing
 from jaxmpi.data.decode import encoded
 from jaxmpi.data.packing import PackingOptions
 from jaxmpi.data.sources.packed import INDEX, MANIFEST, ROW, PackedSource, shard_name
-from jaxmpi.runtime.failures import exit_code
 from launching import on_small_disk
 
 RNG = np.random.default_rng(0)
@@ -358,19 +357,6 @@ def test_labels_out_of_range_and_what_is_no_image_are_refused(tmp_path, images, 
 
 
 # ---------------------------------------------------------------- damage
-
-
-@pytest.mark.parametrize("damage", [cut, Path.unlink, flip])
-def test_what_is_damaged_while_a_run_reads_it_ends_it_as_a_file_that_is_gone_does(packed, damage):
-    """By TrainingError, whose code has a run started again: it may be a disk that was away, and is no wrong option."""
-    folder = packed[1]
-    source, order = PackedSource(folder), Sampler(20, 2, shuffle=False)
-    with Loader(source, order, Data(loader="threads"), train=False) as loader:
-        next(loader)
-        damage(folder / shard_name(8))
-        with pytest.raises(TrainingError, match=r"shard-00008\.bin\[[01]\] \(example 1[67]\)") as caught:
-            list(loader)
-    assert exit_code(caught.value) == 1
 
 
 @pytest.mark.parametrize("name", [MANIFEST, INDEX, shard_name(1)])

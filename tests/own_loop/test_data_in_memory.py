@@ -1,8 +1,7 @@
 """Data in memory for a loop of one's own, with one worker; several ranks are in tests/ranks/."""
 
+import dataclasses
 import json
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -45,26 +44,19 @@ def test_a_loop_goes_on_from_a_state_bit_for_bit(done):
         assert loop(second, done, 16) == expected[done:]
 
 
-def with_one_damaged(folder: Path, on_error: Literal["stop", "skip"]) -> Data:
-    """Four images, of which one is none."""
+def test_a_damaged_image_is_named_by_every_call_that_comes_to_it_or_left_out_and_counted(tmp_path):
     for split in ("train", "validation"):
         for label in ("a", "b"):
-            (folder / split / label).mkdir(parents=True)
+            (tmp_path / split / label).mkdir(parents=True)
             for i in range(2):
-                Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(folder / split / label / f"{i}.png")
-    (folder / "train" / "b" / "1.png").write_bytes(b"no image")
-    return Data("imagefolder", dir=str(folder), on_error=on_error)
-
-
-def test_a_damaged_image_is_named_by_every_call_that_comes_to_it(tmp_path):
-    with jaxmpi.InMemory(with_one_damaged(tmp_path, "stop"), 4) as data:
+                Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / split / label / f"{i}.png")
+    (tmp_path / "train" / "b" / "1.png").write_bytes(b"no image")
+    stop = Data("imagefolder", dir=str(tmp_path))
+    with jaxmpi.InMemory(stop, 4) as data:
         for _ in range(2):
             with pytest.raises(CorruptExample, match=r"1\.png"):
                 data.batch()
-
-
-def test_damaged_images_that_are_left_out_are_counted(tmp_path):
-    with jaxmpi.InMemory(with_one_damaged(tmp_path, "skip"), 4) as data:
+    with jaxmpi.InMemory(dataclasses.replace(stop, on_error="skip"), 4) as data:
         assert (np.asarray(data.batch()["weight"]) > 0).sum() == 3
         assert data.skipped == 1
 

@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import jaxmpi
-from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import UsageError
 from launching import mpirun
@@ -115,42 +114,6 @@ def test_the_gradient_of_an_integer_is_refused_by_path(no_launcher):
     grads = {"count": np.zeros((), jax.dtypes.float0), "w": jnp.float32(1)}
     with pytest.raises(UsageError, match="count"):
         tx.update(grads, tx.init(params), params)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_weighted_batches_of_several_workers_give_the_gradient_of_one_process_with_all_tokens(
-    dtype, standard_promotion, no_launcher
-):
-    """A worker has batches of other lengths than the others, and one of no token, whose gradient is NaN."""
-    counts, comm, rng = (
-        np.array([[3, 0, 7, 1], [2, 5, 1, 64], [1, 1, 0, 1]]),
-        AxisComm("w", 3),
-        np.random.default_rng(0),
-    )
-    x = rng.standard_normal((3, 4, 64, 5)).astype(np.float32)
-    y = rng.standard_normal((3, 4, 64)).astype(np.float32)
-    given = np.arange(64) < counts[..., None]
-    chain = optax.chain(jaxmpi.exchange_gradients("ring32", comm=comm), optax.sgd(1.0))
-    tx = jaxmpi.accumulate_gradients(chain, 4, weighted=True, comm=comm)
-    params = jnp.asarray(rng.standard_normal(5), dtype)
-
-    def loss(w, x, y, given):
-        return jnp.sum(jnp.where(given, (x @ w.astype(jnp.float32) - y) ** 2, 0)) / jnp.sum(given)
-
-    def worker(x, y, given, counts):
-        state = tx.init(params)
-        for batch in zip(x, y, given, counts, strict=True):
-            updates, state = tx.update(jax.grad(loss)(params, *batch[:3]), state, params, weight=batch[3])
-        return updates, state
-
-    updates, state = jax.jit(jax.vmap(worker, axis_name="w"))(x, y, given, counts)
-    rows, wanted = x[given].astype(np.float64), y[given].astype(np.float64)
-    w = np.asarray(params, np.float64)
-    gradient = 2 * rows.T @ (rows @ w - wanted) / counts.sum()
-    tolerance = 2.0**-7 if dtype == jnp.bfloat16 else 2.0**-20
-    np.testing.assert_allclose(-np.asarray(updates, np.float64), np.tile(gradient, (3, 1)), rtol=tolerance, atol=1e-6)
-    assert state.total.dtype == jnp.float32
-    assert not np.any(state.weight)
 
 
 def test_weights_are_required_if_they_are_promised_and_may_all_be_0(standard_promotion, no_launcher):

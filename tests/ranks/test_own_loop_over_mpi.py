@@ -278,13 +278,15 @@ def test_accumulated_gradients_are_exchanged_once_and_then_clipped(standard_prom
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda function: function], ids=["in jit", "outside"])
 def test_accumulation_by_tokens_is_that_of_one_process_with_all_of_them(jit, standard_promotion):
-    counts = np.random.default_rng(1).integers(0, 50, (SIZE, 3))
+    """Rank 0 has a batch of no token, whose gradient is NaN."""
+    counts = np.random.default_rng(1).integers(1, 50, (SIZE, 3))
     rows = np.random.default_rng(0).standard_normal((SIZE, 3, 4), np.float32)  # mean gradients of the batches
+    counts[0, 1] = 0
     tx = jaxmpi.accumulate_gradients(optax.chain(jaxmpi.exchange_gradients(), optax.sgd(1.0)), every=3, weighted=True)
     params, update = jnp.zeros(4), jit(tx.update)
     state = tx.init(params)
     for row, count in zip(rows[RANK], counts[RANK], strict=True):
-        updates, state = update(jnp.asarray(row), state, params, weight=count)
+        updates, state = update(jnp.asarray(row if count else row * np.nan), state, params, weight=count)
     oracle = np.average(rows.reshape(-1, 4).astype(np.float64), 0, counts.reshape(-1))
     np.testing.assert_allclose(-np.asarray(updates), oracle, rtol=1e-5, atol=1e-6)
 
