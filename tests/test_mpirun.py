@@ -197,16 +197,21 @@ def test_a_forked_child_ends_without_its_parents_job(tmp_path):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    "end",
-    ["", pytest.param("from mpi4py import MPI\nMPI.Finalize()\n", marks=pytest.mark.slow)],
-    ids=["exit", "finalize"],
+    ("exchange", "end"),
+    [
+        ("jaxmpi.exchange(x, 'asa32')", ""),
+        ("overlap.exchange(2 * x)", ""),
+        pytest.param("jaxmpi.exchange(x, 'asa32')", "from mpi4py import MPI\nMPI.Finalize()\n", marks=pytest.mark.slow),
+    ],
+    ids=["exit", "beside the program", "finalize"],
 )
-def test_a_script_may_end_with_exchanges_that_nobody_has_waited_for(end, tmp_path):
+def test_a_script_may_end_with_exchanges_that_nobody_has_waited_for(exchange, end, tmp_path):
     """MPI ends after mpi4jax's hook, which waits for them; before it, ranks would end each other."""
     (tmp_path / "job.py").write_text(
         "import jax, jax.numpy as jnp, jaxmpi\n"
+        "from jaxmpi.allreduce import overlap\n"
         "jaxmpi.world()\n"
-        "f, x = jax.jit(lambda x: jaxmpi.exchange(x, 'asa32')), jnp.ones(1 << 22)\n"
+        f"f, x = jax.jit(lambda x: {exchange}), jnp.ones(1 << 22)\n"
         "f(x).block_until_ready()\n"
         "for _ in range(30):\n    y = f(x)\n" + end
     )

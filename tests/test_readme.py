@@ -109,10 +109,7 @@ SCENARIOS = [
     Scenario(("experiments/softmax.py", "experiments/chain.py", "chain"), ("2 workers", "rule chain", "top-1 9")),
     Scenario(("experiments/line.py", "line"), ("line: 1 workers", "step 100/100", "distance 0.0")),
     Scenario(("experiments/softmax.py", "from_python.py"), ("1 workers", "(4, 10) 115 (64, 10)")),
-    Scenario(
-        ("experiments/watched.py", "watched"),
-        ("step 45/45", "\n45 0.", "top-1"),
-    ),
+    Scenario(("experiments/watched.py", "watched"), ("step 45/45", "\n45 0.", "top-1")),
     Scenario(("experiments/softmax.py", "experiments/weights.py", "weights"), ("2 workers", "largest weight", "top-1")),
     *(
         Scenario(
@@ -135,11 +132,7 @@ SCENARIOS = [
     Scenario(("raw_images.py",), ("2 classes",)),
     Scenario(("augment.py",), ("(32, 8, 8, 1)",)),
     Scenario(("words.py",), ("100 classes",)),
-    Scenario(
-        ("words",),
-        ("words.json: 8,000 words", "8000 classes", "step 2/2", "bits per byte"),
-        (("20st", "2st"),),
-    ),
+    Scenario(("words",), ("words.json: 8,000 words", "8000 classes", "step 2/2", "bits per byte"), (("20st", "2st"),)),
     Scenario(("mixture.py",), ("2874 examples",)),
     Scenario(("functions.py",), ("finite: True",)),
     Scenario(

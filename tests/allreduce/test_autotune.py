@@ -4,10 +4,7 @@ On real ranks: tests/ranks/test_autotune_over_mpi.py and the runs of the trainer
 """
 
 import dataclasses
-import json
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +34,7 @@ from jaxmpi.runtime import compile_cache
 from jaxmpi.tools import cli
 from jaxmpi.trainer import build
 from jaxmpi.trainer.plan import make_plan
-from launching import ROOT, train
+from launching import ROOT
 
 FREE = Link(0.0, 0.0)
 CARDS = Net(8, 1, Link(1e-5, 1e-10), Link(1e-4, 4e-8))  # eight hosts, 25 MB/s
@@ -291,38 +288,6 @@ def test_what_cannot_be_is_refused(argv, message, cache, no_launcher):
 
 
 # ---------------------------------------------------------------- in the trainer
-
-
-COMPILED = str(compile_cache.cache_folder("xla"))  # the user's: programs need not be compiled anew for these tests
-
-
-def trained(ranks: int, folder: Path, *more: str) -> str:
-    """Return the output of a short run; its probe has time for two strategies."""
-    line = ("experiments/digits.py", "--effective-batch", "60", "--eval-every", "0st", "--run-dir", str(folder / "run"))
-    env = {"JAXMPI_PROBE_S": "1e-9", "XDG_CACHE_HOME": str(folder / "cache"), "JAX_COMPILATION_CACHE_DIR": COMPILED}
-    ended = train(ranks, *line, *more, env=env)
-    assert ended.code == 0, ended.out
-    return ended.out
-
-
-@pytest.mark.slow
-def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
-    """Three ranks, so that a ring's additions have an order of their own; no probe is made."""
-    line = ("--train-for", "8st", "--checkpoint-every", "4st")
-    trained(3, tmp_path, *line, "--exchange.strategy", "ring32", "--exchange.bucket-bytes", "65536")
-    last, middle = (tmp_path / "run" / "checkpoints" / f"step_0000000{k}" for k in (8, 4))
-    expected = (last / "common.bin").read_bytes()
-    shutil.rmtree(last)
-    manifest = json.loads((middle / "manifest.json").read_text())
-    manifest["extra"]["exchange"]["asked"] = "auto"
-    (middle / "manifest.json").write_text(seal_manifest(manifest))
-    out = trained(3, tmp_path, *line, "--exchange.strategy", "auto", "--resume")
-    assert "auto: ring:32, as before" in out
-    assert "resumed at step 4" in out
-    assert not (tmp_path / "cache" / "jaxmpi" / "auto").exists()
-    assert (last / "common.bin").read_bytes() == expected
-    stored = json.loads((last / "manifest.json").read_text())["extra"]["exchange"]
-    assert stored == {"asked": "auto", "strategy": "ring:32", "bucket_bytes": 65536, "overlap": "auto"}
 
 
 @pytest.mark.parametrize(

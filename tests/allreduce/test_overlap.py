@@ -117,25 +117,6 @@ def job(folder, code: str, **options):
 
 
 @pytest.mark.e2e
-def test_a_job_ends_in_peace_with_an_exchange_under_way(tmp_path):
-    """Nobody waits for what the last program gives."""
-    code = (
-        "spin = lambda x: jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y), x)\n"
-        "step = jax.jit(lambda x: overlap.exchange(spin(x)))\n"
-        "last = step(jnp.ones((500, 500)) / 500)\n"
-        "assert not last.is_ready()\n"
-        "import atexit\n"
-        "handlers = exchange_handlers()\n"
-        "atexit.unregister(handlers.stop)\n"  # to look after it, since the last registered is the first called
-        "atexit.register(lambda: print('alive', handlers.thread.is_alive(), 'ready', last.is_ready()))\n"
-        "atexit.register(handlers.stop)\n"
-    )
-    ended = job(tmp_path, HEAD + code)
-    assert ended.code == 0, ended.out[-3000:]
-    assert ended.out.count("alive False ready True") == 2
-
-
-@pytest.mark.e2e
 def test_where_mpi_allows_one_thread_a_line_says_so(tmp_path):
     code = "overlap.resolve('on', 'ring32', comm)\n"
     ended = job(tmp_path, f"import mpi4py; mpi4py.rc.thread_level = 'serialized'\n{HEAD}{code}")

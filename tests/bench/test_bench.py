@@ -1,6 +1,5 @@
 """`jaxmpi bench`: real small jobs, the figures' formulas, and what it refuses."""
 
-import dataclasses
 import json
 import math
 import sys
@@ -12,7 +11,7 @@ import pytest
 from jaxmpi.bench import __main__, contenders, options, plan, results
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.errors import TrainingError, UsageError
-from launching import CLUSTER, NOT_PERMITTED, ROOT, Ended, mpirun, run
+from launching import ROOT, Ended, mpirun, run
 
 BENCH = [sys.executable, "-m", "jaxmpi.bench"]
 QUICK = ("--rounds", "2", "--warm-up", "1")
@@ -24,25 +23,6 @@ def jaxmpi_bench(*args: str, timeout_s: float = 240, cwd: Path = ROOT) -> Ended:
     ended = run([*BENCH, *args], timeout_s=timeout_s, cwd=cwd)
     assert not ended.timed_out, ended.out[-3000:]
     return ended
-
-
-def consistent(case: dict, rounds: int) -> None:
-    """Every figure follows from the seconds, by formulas written down here once more."""
-    size_bytes, n = 4 * case["floats"], case["ranks"]
-    assert case["bytes"] == size_bytes
-    assert case["least_sent_bytes"] == pytest.approx(2 * (n - 1) / n * size_bytes)
-    for row in case["rows"]:
-        seconds = sorted(row["seconds"])
-        assert len(seconds) == rounds
-        assert seconds[0] > 0
-        assert row["median_s"] == pytest.approx(np.median(seconds))
-        assert seconds[0] <= row["quartiles_s"][0] <= row["median_s"] <= row["quartiles_s"][1] <= seconds[-1]
-        assert row["algorithm_bytes_per_s"] == pytest.approx(size_bytes / row["median_s"])
-        assert row["bus_bytes_per_s"] == pytest.approx(2 * (n - 1) / n * size_bytes / row["median_s"])
-        if case["bound_s"] is None:
-            assert row["of_bound"] is None
-        else:
-            assert row["of_bound"] == pytest.approx(case["bound_s"] / row["median_s"])
 
 
 # ---------------------------------------------------------------- real jobs
@@ -78,15 +58,9 @@ def test_two_ranks_time_every_strategy_and_peer(two_ranks):
     ours = ["ring:16", "lowrank2", "asa:mine"]
     for case in result["cases"]:
         assert (case["ranks"], case["hosts"]) == (2, 1)
-        consistent(case, rounds=2)
         assert [row["by"] for row in case["rows"]] == ours + LIBRARIES
-        peers = [row for row in case["rows"] if row["is_peer"]]
-        assert [row["by"] for row in peers] == LIBRARIES
-        fastest = min(peers, key=lambda row: row["median_s"])
-        for row in case["rows"]:
-            assert row["to_fastest_peer"]["peer"] == fastest["by"]
-            ratio = np.median(np.divide(row["seconds"], fastest["seconds"]))
-            assert row["to_fastest_peer"]["ratio"][0] == pytest.approx(ratio)
+        assert [row["by"] for row in case["rows"] if row["is_peer"]] == LIBRARIES
+        assert all(len(row["seconds"]) == 2 for row in case["rows"])
     assert all(name in text for name in ours + LIBRARIES)
     assert "bound: 3 K a rank through memory" in text
     assert result["versions"]["jax"]
@@ -101,7 +75,6 @@ def test_one_rank_has_no_peers_and_no_bound(tmp_path):
     for case in json.loads(out.read_text())["cases"]:
         assert [row["by"] for row in case["rows"]] == ["asa16"]
         assert (case["bound_s"], case["least_sent_bytes"]) == (None, 0)
-        consistent(case, rounds=2)
 
 
 @pytest.mark.e2e
@@ -112,34 +85,6 @@ def test_what_is_wrong_under_a_launcher_ends_all_ranks():
     assert ended.code != 0
     assert message in ended.out
     assert "Traceback" not in ended.out
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # a job more
-def test_between_hosts_the_link_is_the_bound(tmp_path):
-    """1 MB at 100 Mbit/s: nothing is faster than the line but the first burst at each end, and headers go along."""
-    out = tmp_path / "out.json"
-    cluster = [*CLUSTER, "--hosts", "3", "--rate", "100mbit", "--", "mpirun", "-n", "3"]
-    args = ("--strategies", "ring32", "root", "--sizes", "256Ki", "--peers", "none", "--out", str(out), *QUICK)
-    ended = run([*cluster, *BENCH, *args], timeout_s=120)
-    if ended.code == NOT_PERMITTED:
-        pytest.skip(ended.out.strip())
-    assert ended.code == 0, ended.out[-3000:]
-    [case] = json.loads(out.read_text())["cases"]
-    ring, root = case["rows"]
-    bound_bytes = 4 / 3 * (1 << 20)
-    line_s, burst_s = 8 * bound_bytes / 100e6 * 1514 / 1448, 2 * 8 * 131072 / 100e6
-    assert (case["hosts"], case["least_sent_bytes"]) == (3, pytest.approx(bound_bytes))
-    assert case["bound_s"] > line_s - burst_s
-    assert ring["median_s"] > line_s - burst_s
-    assert case["bound_s"] == pytest.approx(bound_bytes / case["bound_bytes_per_s"])
-    for sent_bytes, expected in zip(ring["sent_bytes_by_host"], [bound_bytes] * 3, strict=True):
-        assert 1 < sent_bytes / expected < 1.15
-    # Of rank 0 the card goes on when it has done its part; the others send theirs to it, and say what has come.
-    for sent_bytes, expected in zip(root["sent_bytes_by_host"], [2 << 20, 1 << 20, 1 << 20], strict=True):
-        assert 1 < sent_bytes / expected < 1.15
-    assert all(row["sent_bytes"] == max(row["sent_bytes_by_host"]) for row in case["rows"])
-    consistent(case, rounds=2)
 
 
 # ---------------------------------------------------------------- refused before anything starts
@@ -210,14 +155,6 @@ def test_the_launchers_arguments_may_look_like_ours(value, no_launcher):
     parsed = options.parse(["-n8", "--launcher-args", value, "--rounds", "3"])
     assert (parsed.n, parsed.launcher_args, parsed.rounds) == (8, value, 3)
     assert options.parse([f"--launcher-args={value}"]).launcher_args == value
-
-
-@pytest.mark.e2e
-def test_plan_survives_the_way_to_the_ranks(no_launcher):
-    first = plan.make_plan(options.parse(["--tree", "digits_cnn", "--sizes", "5", "--peers", "mpi4py"]), 2)
-    second = plan.BenchPlan.from_json(json.loads(json.dumps(dataclasses.asdict(first))))
-    assert [(c.name, c.is_tree, c.floats) for c in second.cases] == [(c.name, c.is_tree, c.floats) for c in first.cases]
-    assert (second.strategies, second.peers) == (list(first.strategies), ["mpi4py"])
 
 
 def test_bounds():

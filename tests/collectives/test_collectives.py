@@ -27,7 +27,6 @@ print("begun", time.time(), flush=True)
 LIMIT_S = 5
 LIMITS = {f"JAXMPI_{what}_TIMEOUT_S": str(LIMIT_S) for what in ("EXCHANGE", "AGREE", "EXIT")}
 PART = "part = jaxmpi.world().split(0)\na = jax.jit(lambda x: mpi.allreduce(x, comm=part))\n"
-STARTED = "@jax.jit\ndef s(x):\n    h = jaxmpi.start(mpi.allreduce, x)\n    y = x + 1\n    return y * jaxmpi.wait(h)\n"
 ROOTS = (
     "f, g, a = (jax.jit(each) for each in (lambda x: mpi.bcast(x, 0), lambda x: mpi.bcast(x, 1), mpi.allreduce))\n"
     "f(x), g(x), a(x).block_until_ready()\n"
@@ -37,7 +36,6 @@ DIFFER = r"rank 0 to 'exchange \d of the job \(bcast\(float32\[3\], root=0\).*ra
 ENDED = "for rank {}, whose script has ended"
 NOT_RECEIVED = r"rank 0: a message of float32\[3\], sent at <string>:\d+: rank 1 has not received it"
 ALONE = "\nelse: time.sleep(60)"
-SUB = "from mpi4py import MPI\nsub = MPI.COMM_WORLD.Dup()\n"
 MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many ranks if not 2
     "another shape": ("mpi.allreduce(jnp.ones(3 + rank))", r"allreduce differs.*\s+rank 1: shape of argument 0"),
     "another root": ("jax.jit(lambda x: mpi.bcast(x, rank))(x)", "rank 1: root: got 1, expected 0"),
@@ -67,14 +65,8 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many
         "if rank == 1: mpi.recv(x, 0)",
         r"rank 1 waits in recv\(float32\[3\], source=0\).* " + ENDED.format(0),
     ),
-    "bcasts of two roots before a sum": (
-        ROOTS + "(f, g)[rank](x), a(x).block_until_ready()",
-        DIFFER.format("root=1"),
-    ),
-    "a send without a receive until the script ends": (
-        "if rank == 0: mpi.send(x, 1)",
-        NOT_RECEIVED,
-    ),
+    "bcasts of two roots before a sum": (ROOTS + "(f, g)[rank](x), a(x).block_until_ready()", DIFFER.format("root=1")),
+    "a send without a receive until the script ends": ("if rank == 0: mpi.send(x, 1)", NOT_RECEIVED),
     "a receive without a send": (
         "if rank == 1: mpi.recv(x, 0)" + ALONE,
         r"recv\(float32\[3\], source=0\), .* has waited 5 s;" + AT.format(0),

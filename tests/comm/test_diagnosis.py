@@ -128,18 +128,6 @@ def test_a_rank_that_skipped_the_last_exchange_does_not_leave_the_other_waiting(
     assert "whose script has ended" in out_of(IF_FINITE.format(tx=SKIPS, odd=8), code=1)
 
 
-@pytest.mark.e2e
-def test_ranks_of_a_part_are_named_by_their_numbers_in_the_job():
-    script = IN_ANOTHER_ORDER.replace("strategy)", "comm=part)").replace(
-        "f(x).block", "if rank == 0: break\n    f(x).block"
-    )
-    script = script.replace('print("numbers", ', 'rank == 0 or print("numbers", ').replace(
-        "rank == 0 else (g", "rank == 1 else (g"
-    )
-    split = "part = jaxmpi.world().split(0 if rank else None)\n"
-    check_both_are_named(out_of(split + script, ranks=3), 1, 2)
-
-
 TRACED_IN_ANOTHER_ORDER = """
 def same_lines(x):
     return jaxmpi.exchange(x, strategy)
@@ -201,23 +189,6 @@ def test_an_exchange_behind_a_program_that_failed_goes_on_or_says_why_not():
     assert not ended.timed_out, ended.out
     is_told = "waits for exchange 1 of the job" in ended.out and "which has begun in this process" in ended.out
     assert ended.out.count("mean 1.5") == 2 or (ended.code == 1 and is_told), ended.out
-
-
-@pytest.mark.e2e
-def test_an_exchange_that_still_waits_when_all_scripts_have_ended_ends_the_job():
-    """The call returns before the program has ended, and so does the script; nobody else comes."""
-    script = """
-from jax import lax
-x = jnp.full((600, 600), 1.0)
-f = jax.jit(lambda x: jaxmpi.exchange(lax.fori_loop(0, 30, lambda i, y: jnp.tanh(y @ y), x), strategy))
-f(x).block_until_ready()
-if rank == 0:
-    f(x)
-print("end", flush=True)
-"""
-    out = out_of(script, code=1)
-    assert out.count("end\n") == 2, out
-    assert re.search(r"rank 0 waits in exchange 1 of the job .* for rank 1, whose script has ended", out), out
 
 
 @pytest.mark.e2e

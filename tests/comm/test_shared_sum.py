@@ -1,7 +1,6 @@
 """Sums through shared memory, with threads for ranks: each has its own mapping and its own end of the chain."""
 
 import mmap
-import sys
 import threading
 import time
 from array import array
@@ -17,12 +16,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxmpi.comm import polling, shared_sum, shared_sync
+from jaxmpi.comm import shared_sum, shared_sync
 from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.comm.shared_sync import ARRIVED, HEADER, ROW, SharedCounters, table_bytes
 from jaxmpi.core import shared_memory
 from jaxmpi.core.errors import TrainingError, UsageError
-from launching import ROOT, run
 
 
 class Threads:
@@ -245,23 +243,6 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody(clock, monkeypatch):
     assert next(looks) == 21
 
 
-@pytest.mark.parametrize(("comes_at", "came"), [(230, True), (10**6, False)])
-def test_a_wait_for_a_message_does_not_count_the_time_in_which_it_was_stopped(comes_at, came, clock, monkeypatch):
-    looks = iter(range(10**6))
-
-    class Request:
-        """A message that comes at a look, some after the process was stopped."""
-
-        def Test(self) -> bool:
-            look = next(looks)
-            clock.now_s += 3600.0 if look == 220 else 0.01
-            return look >= comes_at
-
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    assert polling.wait(Request().Test, 60.0) == came
-    assert came or clock.now_s == pytest.approx(1000 + 3600 + 60, abs=2)
-
-
 def test_a_failed_rank_ends_the_sums_of_all_and_later_ones(tiny):
     def work(engine: SharedSum, rank: int) -> list[str]:
         x, texts = np.ones(900, np.float32), []
@@ -294,58 +275,6 @@ def test_no_room_is_an_error_on_all_ranks(monkeypatch):
     monkeypatch.setattr(shared_memory, "available_bytes", lambda: 1000)
     came = together(2, lambda engine, rank: None)
     assert all(isinstance(error, UsageError) and "asa" in str(error) for error in came), came
-
-
-DEATH = """
-import multiprocessing, os, pickle, sys, time
-import numpy as np
-from jaxmpi.comm import shared_sum
-
-class Host:
-    def __init__(self, rank, barrier):
-        self.local_rank, self.local_size, self.barrier = rank, 3, barrier
-    def host_barrier(self):
-        self.barrier.wait()
-    def bcast_from_host_leader(self, make):
-        if self.local_rank == 0:
-            pickle.dump(make(), open(sys.argv[1], "wb"))
-        self.host_barrier()
-        return pickle.load(open(sys.argv[1], "rb"))
-
-def work(rank, barrier):
-    engine = shared_sum.SharedSum(Host(rank, barrier), "sum")
-    x = np.ones(int(sys.argv[2]), np.float32)
-    for i in range(10):
-        if (rank, i) == (1, 5):
-            os.kill(os.getpid(), 9)
-        begin = time.monotonic()
-        try:
-            engine.add([x], [x.copy()])
-        except Exception as error:
-            print(f"rank {rank}: {type(error).__name__}: {error} after {time.monotonic() - begin:.1f} s", flush=True)
-            break
-
-if __name__ == "__main__":
-    spawn = multiprocessing.get_context("fork")  # nothing of JAX has started
-    barrier = spawn.Barrier(3)
-    ranks = [spawn.Process(target=work, args=(rank, barrier)) for rank in range(3)]
-    for rank in ranks: rank.start()
-    ranks[0].join(), ranks[2].join()  # nobody asks how rank 1 died, so its process stays as a zombie
-    print("codes", [rank.exitcode for rank in ranks])
-"""
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("floats", [10, 10**6])
-def test_a_killed_rank_is_noticed_and_named(floats, tmp_path):
-    (tmp_path / "job.py").write_text(DEATH)
-    line = [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "box"), str(floats)]
-    ended = run(line, timeout_s=60, cwd=ROOT)
-    assert not ended.timed_out
-    assert "rank 0: TrainingError: local rank " in ended.out, ended.out
-    assert "rank 2: TrainingError: local rank " in ended.out
-    assert "TrainingError: local rank 1 has ended; local rank " in ended.out
-    assert all(float(text.split(" s")[0]) < 10 for text in ended.out.split(" after ")[1:])
 
 
 # ---------------------------------------------------------------- in programs

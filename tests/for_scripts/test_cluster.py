@@ -68,21 +68,14 @@ def test_a_link_carries_what_it_was_asked_to(tmp_path):
 
 
 CARRIED = """
-import sys
 import jax, numpy as np
 import jaxmpi
 from jaxmpi.allreduce import comm_thread, host_engine
-from jaxmpi.allreduce.zero import make_zero
 from jaxmpi.comm.job import processes
-from jaxmpi.core.sharding import assign_tensors
 
 comm = jaxmpi.world()
 x = np.random.default_rng(comm.rank).standard_normal(60_001).astype(np.float32)
 x[:300] = 1e-40 * comm.rank  # a program makes subnormal numbers 0
-# A tree outside programs takes a power of two of ranks or hosts.
-NAMES = ["ring32", "ring16", "asa32", "asa8", "hier-ring32", "hier-ring16", "hier-asa:16", "hier-asa:32"]
-NAMES += ["tree:32", "tree:16", "hier-tree:16", "color4:32", "color3:16", "pipering:8", "hier-color2:16"]
-NAMES = NAMES[:4] if "quick" in sys.argv else NAMES
 carried, steps = {}, []
 ways = "in the program's thread", "by the communication thread", "as a program"
 for way in ways:
@@ -92,38 +85,23 @@ for way in ways:
         comm_thread.unavailable_reason = lambda *args: "asked for"
     text = jax.jit(lambda x: jaxmpi.exchange(x, "ring32")).lower(x).as_text()
     steps.append(["host_engine" in text, "jaxmpi_beside" in text])
-    for strategy in NAMES:
+    for strategy in ("ring32", "ring16", "asa32", "asa8"):
         total = jax.jit(lambda tree: jaxmpi.exchange(tree, strategy))({"a": x, "b": x[:7]})
         bits = b"".join(np.asarray(leaf).tobytes() for leaf in total.values())
         processes().assert_same(strategy, bits.hex())
         assert carried.setdefault(strategy, bits) == bits, strategy
-    if "quick" in sys.argv:
-        continue
-    wires = {"asa32": "32", "asa16": "8", "ring32": "16", "ring:8": "32", "hier-asa:16": "8", "hier-ring32": "16"}
-    for strategy, wire in wires.items():
-        for dealt in (None, assign_tensors({"a": x, "b": x[:7]}, comm.size)):
-            halves = make_zero(strategy, "mean", comm, 32 << 10, dealt, gather_wire=wire)
-            put_together = lambda tree: halves.gather(halves.scatter(tree)[0], tree, wire)
-            whole = jax.jit(put_together)({"a": x, "b": x[:7]})
-            bits = b"".join(np.asarray(leaf).tobytes() for leaf in whole.values())
-            processes().assert_same(strategy, bits.hex())
-            assert carried.setdefault((strategy, bool(dealt)), bits) == bits, strategy
 if comm.rank == 0:
     assert steps == [[True, False], [False, True], [False, False]], steps
     print("hosts", comm.hosts, "the same bits")
 """
 
 
-@pytest.mark.parametrize(
-    ("hosts", "slots", "names"),
-    [(2, 1, ("quick",)), *(pytest.param(*case, (), marks=pytest.mark.slow) for case in ((2, 2), (3, 1)))],
-)
-def test_sums_between_hosts_are_those_of_programs_whoever_makes_them(hosts, slots, names, tmp_path):
+def test_sums_between_hosts_are_those_of_programs_whoever_makes_them(tmp_path):
     (tmp_path / "carried.py").write_text(CARRIED)
-    line = ("mpirun", "-n", str(hosts * slots), sys.executable, str(tmp_path / "carried.py"), *names)
-    ended = on_cluster("--hosts", str(hosts), "--slots", str(slots), "--", *line, timeout_s=400)
+    line = ("mpirun", "-n", "2", sys.executable, str(tmp_path / "carried.py"))
+    ended = on_cluster("--hosts", "2", "--", *line, timeout_s=400)
     assert ended.code == 0, ended.out
-    assert f"hosts {tuple(rank // slots for rank in range(hosts * slots))} the same bits" in ended.out
+    assert "hosts (0, 1) the same bits" in ended.out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

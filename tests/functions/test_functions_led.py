@@ -62,10 +62,7 @@ def run_on_cluster(hosts: int, slots: int, env=NOTHING, *job: str):
 QUICK = [(2, 0, "CORE")]
 WHOLE = [
     pytest.param(n, r, which, marks=pytest.mark.slow)
-    for which, jobs in {
-        "CHECKS": [(1, 0), (3, 0), (0, 3)],
-        "CORE": [(8, 0), (0, 8)],
-    }.items()
+    for which, jobs in {"CHECKS": [(1, 0), (3, 0), (0, 3)], "CORE": [(8, 0), (0, 8)]}.items()
     for n, r in jobs
 ]
 
@@ -242,25 +239,6 @@ def test_a_stopped_worker_is_named_and_one_that_computes_is_not_late(tmp_path):
     assert not left_over(str(tmp_path))
 
 
-@pytest.mark.e2e
-@pytest.mark.slow  # waits for time limits
-def test_a_stopped_rank_of_mpirun_is_named_and_ends_the_job(tmp_path):
-    """One that computes for longer than the limit does not."""
-    before = "    from jaxmpi.comm.job import processes\n    pid = processes().allgather_object(os.getpid())[1]\n"
-    after = """
-    os.kill(pid, signal.SIGSTOP)
-    jm.variable(np.zeros(1 << 22, np.float32))  # more than is sent at once
-    print("went on", flush=True)
-"""
-    script = COMPUTES.replace("    jm.fork", before + "    jm.fork") + after
-    limit = {"JAXMPI_EXCHANGE_TIMEOUT_S": "2"}
-    out = lead(tmp_path, script, ranks=2, env=limit, code=None, timeout_s=60)
-    for text in ("computed 3.0", "rank 1 of 2 (process", "has been stopped for 2 s"):
-        assert text in out, out[-3000:]
-    assert "went on" not in out
-    assert not left_over(str(tmp_path))
-
-
 def left_over(path: str) -> list[str]:
     """Processes that still run a script of this folder, or wait for one."""
     lines = []
@@ -279,41 +257,6 @@ def left_over(path: str) -> list[str]:
 def test_workers_end_with_a_killed_master(tmp_path):
     script = "jm.fork(2)\njm.function(lambda x: x.sum(), jm.scatter, jm.sum)(np.ones(4, np.float32))\n"
     lead(tmp_path, f"{script}os.kill(os.getpid(), signal.SIGKILL)", code=-9)  # its pipe closes when the last has ended
-
-
-@pytest.mark.slow
-def test_a_rank_of_mpirun_that_dies_ends_the_job(tmp_path):
-    script = """
-from jaxmpi.comm.job import processes
-def dies(x):
-    def die(v):
-        if processes().rank == 1: os.kill(os.getpid(), signal.SIGKILL)
-        return v
-    return jax.pure_callback(die, jax.ShapeDtypeStruct((), jnp.float32), x.max())
-if __name__ == "__main__":
-    jm.fork()
-    jm.function(dies, jm.scatter, jm.max)(np.ones(4, np.float32))
-"""
-    assert "rank 1" in lead(tmp_path, script, ranks=2, code=None, timeout_s=60)
-
-
-@pytest.mark.slow
-def test_a_rank_that_does_not_come_is_named(tmp_path):
-    script = """
-from jaxmpi.comm.job import processes
-f, x = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), np.ones(4, np.float32)
-f(x)
-if processes().rank == 1: time.sleep(60)
-for i in range(2):
-    try: f(x)
-    except jaxmpi.TrainingError as error: print("first:", error, flush=True)
-    except jaxmpi.UsageError as error: print("then:", error, flush=True)
-sys.exit(3)
-"""
-    limits = {"JAXMPI_EXCHANGE_TIMEOUT_S": "2", "JAXMPI_EXIT_TIMEOUT_S": "2"}
-    out = lead(tmp_path, script, ranks=2, env=limits, code=None, timeout_s=55)
-    assert "first: rank [1] did not come to this call within 2 s" in out
-    assert "then: the workers are no longer in step: rank [1]" in out
 
 
 @pytest.mark.slow

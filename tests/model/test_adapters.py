@@ -365,33 +365,18 @@ BROKEN = {
     "no params": (with_init(({}, {})), "net: init: expected params, got none"),
     "text": (with_init(({"w": "zeros"}, {})), "params/w: got an instance of str"),
     "f64": (with_init(({"w": W}, {})), "params/w: got float64"),
-    "random key": (
-        with_init((jnp.ones(1), {"key": KEY})),
-        "model_state/key: got key",
-    ),
-    "outputs alone": (
-        with_apply(lambda out, state: out),
-        "net: apply: ",
-    ),
-    "new state": (
-        with_apply(lambda out, state: (out, state | {"m": out})),
-        "model_state/m: got float32",
-    ),
+    "random key": (with_init((jnp.ones(1), {"key": KEY})), "model_state/key: got key"),
+    "outputs alone": (with_apply(lambda out, state: out), "net: apply: "),
+    "new state": (with_apply(lambda out, state: (out, state | {"m": out})), "model_state/m: got float32"),
     "lost state": (with_apply(lambda out, state: (out, {})), "model_state/n: got nothing"),
-    "other state": (
-        with_apply(lambda out, state: (out, {"n": jnp.zeros(4)})),
-        "model_state/n: got float32[4]",
-    ),
+    "other state": (with_apply(lambda out, state: (out, {"n": jnp.zeros(4)})), "model_state/n: got float32[4]"),
     "other classes": (with_apply(lambda out, state: (out[:, :7], state)), "got float32[2, 7] in training"),
     "a tuple": (with_apply(lambda out, state: ((out, out), state)), "got a tuple of 2"),
     "another size": (
         with_apply(lambda out, state: (out.reshape(-1, 49), state)),
         "net: apply in training: got float32[2, 8, 8, 1], as the model's input_shape says; expected",
     ),
-    "whole logits": (
-        with_apply(lambda out, state: (out.astype(jnp.int32), state)),
-        "got int32[2, 10]",
-    ),
+    "whole logits": (with_apply(lambda out, state: (out.astype(jnp.int32), state)), "got int32[2, 10]"),
 }
 
 

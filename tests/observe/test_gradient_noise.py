@@ -1,7 +1,6 @@
 """The noise scale: against gradients drawn from a known distribution, and in a run whose gradients are its examples."""
 
 import functools
-import json
 import math
 
 import jax
@@ -17,6 +16,7 @@ from jaxmpi.data import Sampler
 from jaxmpi.observe.gradient_noise import Means, Noise
 from jaxmpi.rules import base, registry
 from launching import train_here
+from runs import record
 from tolerances import U
 
 K, B, D = 4, 8, 50  # workers, examples of each, params
@@ -115,8 +115,7 @@ def test_the_record_has_what_the_examples_say(tmp_path):
     (tmp_path / "linear.py").write_text(LINEAR)
     ended = train_here(str(tmp_path / "linear.py"), "--devices", "4", "--run-dir", str(tmp_path / "run"))
     assert ended.code == 0, ended.out
-    rows = [json.loads(line) for line in (tmp_path / "run" / "record.jsonl").read_text().splitlines()]
-    lines = [row for row in rows if row["kind"] == "train"]
+    lines = record(tmp_path / "run", "train")
     x = np.random.default_rng(0).normal(1, 1, (EXAMPLES, 6)).astype(np.float32).astype(np.float64)
     meter = Noise(4, BATCH // 4)
     for row, steps in zip(lines, ([0], [1, 2, 3], [5, 6, 7, 8]), strict=True):  # the fifth of an epoch is short

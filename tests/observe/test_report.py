@@ -17,7 +17,7 @@ from jaxmpi.observe import report, report_page
 from jaxmpi.observe.record_format import FORMAT, SOURCES
 from jaxmpi.observe.record_reader import read
 from jaxmpi.observe.recorder import Recorder
-from jaxmpi.observe.report_data import BINS, Series, report_data, series_data
+from jaxmpi.observe.report_data import BINS, Series, series_data
 from jaxmpi.observe.step_timing import HEAD, LOCAL, summary
 from jaxmpi.observe.terminal import Terminal
 from jaxmpi.runtime.progress import Span
@@ -164,17 +164,6 @@ def test_figures_of_tasks_and_of_other_versions_have_a_chart_each(tmp_path):
     assert "<dd>0.375</dd><dd class=more>from 0.25 to 0.5</dd>" in text
 
 
-def test_who_was_waited_for_most_often_is_named(tmp_path):
-    run = write_run(tmp_path / "run", lines=9)
-    rows = [*map(json.loads, (run / "record.jsonl").read_text().splitlines())]
-    for i, row in enumerate(row for row in rows if row["kind"] == "train"):
-        row["slowest"] = ("rank 2 on node07", "", "rank 2 on node07", "rank 1 on node07")[i % 4]
-    text = report_page.page([read(write_lines(run, rows))])
-    shown = re.findall(r"<th scope=row>(rank . on node07)</th><td><meter [^>]*></meter></td><td>(\d) lines</td>", text)
-    assert shown == [("rank 2 on node07", "4"), ("rank 1 on node07", "2")]
-    assert "in 8 lines" in text  # without the first line, of a step that was compiled
-
-
 # ---------------------------------------------------------------- records that are not as they should be
 
 
@@ -292,12 +281,6 @@ def test_a_long_record_keeps_its_peaks(tmp_path):
     means = dict(zip(steps.tolist(), drawn["mean"], strict=True))
     stretch = next(part for part in np.array_split(np.arange(lines), lines // 10) if 777 in part)
     assert means[3 * 777] == pytest.approx(losses[stretch].mean(), rel=0.02)  # stretches are of 10 lines, or 11
-
-
-def test_a_map_of_many_ranks_has_their_numbers(tmp_path):
-    """A line of a record of 130 ranks has the slowest of every 3."""
-    [run] = report_data([read(write_run(tmp_path / "run", lines=3, ranks=130))])["runs"]
-    assert (run["map"]["ranks"], run["map"]["each"], len(run["map"]["relative"])) == (44, 3, 2 * 44)
 
 
 # ---------------------------------------------------------------- seeds and studies

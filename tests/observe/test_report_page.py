@@ -146,29 +146,3 @@ def test_dragging_zooms_and_a_double_click_shows_all_again(opened):
     assert opened.span() == (first, last)
     opened.page.mouse.dblclick(*opened.at(0.5))
     assert opened.span() == before
-
-
-def test_on_paper_are_all_charts_also_those_that_nobody_has_seen(opened):
-    last = opened.page.locator("article").last
-    assert opened.page.locator("canvas").count() < opened.page.locator("article").count()
-    opened.page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert last.locator("canvas").get_attribute("aria-label")  # of the map of ranks, which is drawn
-    assert opened.page.locator("article .u-over").count() == 6  # loss, accuracy, speed, parts, time, learning rate
-    opened.page.evaluate("dispatchEvent(new Event('afterprint'))")
-
-
-def test_seeds_are_a_mean_and_a_band(browser, tmp_path):
-    losses = [[float(round(k * (1 + i / 100), 5)) for i in range(len(STEPS))] for k in (1.0, 2.0, 6.0)]
-    runs = [write_run(tmp_path / f"seed{i}", values, seed=i) for i, values in enumerate(losses)]
-    opened = Opened(browser, address_of(runs, tmp_path))
-    opened.page.mouse.move(*opened.at(0.5))
-    step = int(opened.loss.locator(".tip b").inner_text().removeprefix("step "))
-    low, middle, high = (
-        f"{values[STEPS.index(step)]:.4g}" for values in (losses[0], [3 * v for v in losses[0]], losses[2])
-    )
-    tooltip = opened.loss.locator(".tip div").first
-    assert tooltip.locator(".value").inner_text() == middle
-    assert tooltip.locator(".extra").inner_text() == f"({low} to {high})"
-    opened.page.get_by_role("radio", name="Every run").click()
-    assert len(opened.tip(0.5)[1]) == 6
-    opened.close()

@@ -18,7 +18,6 @@ from jaxmpi.runtime import failures
 from launching import run
 
 TRAIN = {"total_steps": 10, "epoch": 0.3, "lr": 0.1, "wait_s": 0.0, "skipped": 0}
-DIGITS = "experiments/digits.py"
 
 
 def table(path) -> list[dict[str, str]]:

@@ -18,7 +18,6 @@ from jaxmpi.observe.step_timing import (
     summary,
     summary_asynchronous,
 )
-from jaxmpi.runtime import progress
 from jaxmpi.runtime.progress import Span
 
 
@@ -177,24 +176,6 @@ def batches(count: int, seconds: float):
         yield {"image": i}
 
 
-@pytest.mark.parametrize(("data_s", "step_s"), [(0.004, 0.04), (0.04, 0.004)])
-def test_a_loop_that_waits_for_its_device_or_its_data(data_s, step_s):
-    timer, results = StepTimer(1), []
-    begin = time.perf_counter()
-    for k, _ in enumerate(timer.batches(batches(20, data_s), 1)):
-        results.append(Result(step_s))
-        timer.started(results[-1])
-        if k:
-            results[k - 1].wait()  # one step late, as the trainer
-    results[-1].wait()
-    timer.pause()
-    wall_s = time.perf_counter() - begin
-    window = timer.window()
-    assert window.steps == 20
-    assert sum(v for k, v in window.parts.items() if k != "hidden") == pytest.approx(wall_s, rel=0.05)
-    assert window.parts["data" if data_s > step_s else "compute"] > 0.75 * wall_s, window.parts
-
-
 def test_what_is_no_training_is_left_out():
     timer = StepTimer(1)
     for first, pause_s in ((1, 0.0), (2, 0.5), (3, 0.0)):
@@ -208,15 +189,3 @@ def test_what_is_no_training_is_left_out():
         spent_s = sum(timer.window().parts.values())
         assert spent_s < 0.3
     assert spent_s > 0.04
-
-
-def test_spans_are_kept_until_they_are_drained_and_subtracted_as_intervals():
-    progress.drain()
-    with progress.span("data", "outer"), progress.span("wait", "inner"):
-        assert [s.name for s in progress.open_spans()] == ["inner"]
-    assert [s.name for s in progress.drain()] == ["inner", "outer"]
-    assert (progress.open_spans(), progress.drain()) == ([], [])
-    assert step_timing.minus([(0, 10)], [(2, 3), (5, 12)]) == [(0, 2), (3, 5)]
-    assert step_timing.length([(0, 2), (1, 4), (6, 7)]) == 5
-    merged = step_timing.union([(0.0, 2.0), (1.0, 4.0), (6.0, 7.0)])
-    assert step_timing.inside(merged, 3.0, 6.5) == step_timing.clipped(merged, 3.0, 6.5) == [(3.0, 4.0), (6.0, 6.5)]

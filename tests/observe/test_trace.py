@@ -10,6 +10,7 @@ from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.observe.trace import Tracer, UncoordinatedTrace, merge_events, select_steps
 from jaxmpi.runtime.progress import Span
 from launching import train
+from runs import column, record
 from traces import check_schema
 
 DIGITS = "experiments/digits.py"
@@ -95,8 +96,7 @@ def test_a_trace_of_all_ranks(tmp_path):
     for mine, others in itertools.permutations(sums, 2):
         for begin, end in mine[1:-1]:  # a ping-pong finds the clocks of one host, which are one, to microseconds
             assert any(b < end + 500 and e > begin - 500 for b, e in others)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "record.jsonl").read_text().splitlines()]
-    last = [row for row in rows if row["kind"] == "train"][-1]
+    last = record(tmp_path / "run", "train")[-1]
     assert last["exchange_time"] == "measured"
     assert last["anatomy"]["exchange"][1] > 0
-    assert [row["buckets"] for row in rows if row["kind"] == "exchange"][-1]
+    assert column(tmp_path / "run", "exchange", "buckets")[-1]

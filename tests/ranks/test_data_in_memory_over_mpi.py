@@ -19,14 +19,7 @@ from jaxmpi.comm.job import processes
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import AgreedError, UsageError
-from jaxmpi.data import (
-    ArraySource,
-    Loader,
-    Sampler,
-    group_order,
-    memory_source,
-    shuffle,
-)
+from jaxmpi.data import ArraySource, Loader, Sampler, group_order, memory_source, shuffle
 from jaxmpi.data.feed import DeviceFeed
 from jaxmpi.data.group_order import SEGMENT_BYTES
 from jaxmpi.data.loader_pool import make_pool

@@ -167,12 +167,6 @@ def test_the_budget_of_skipped_data():
 # ---------------------------------------------------------------- saver
 
 
-def test_two_checkpoints_must_fit(tmp_path):
-    manager.check_disk(tmp_path, 50, 100)
-    with pytest.raises(UsageError, match=r"are free, two checkpoints take 100 MB"):
-        manager.check_disk(tmp_path, 50_000_000, 99_000_000)
-
-
 def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(tmp_path):
     state = create({"w": np.ones(3, np.float32)}, {}, {}, seed=0, worker=0)
     folder = tmp_path / "checkpoints"

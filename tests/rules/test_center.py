@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmpi.allreduce.api import exchange
-from jaxmpi.allreduce.wires import BLOCK, WIRES, host_wire
+from jaxmpi.allreduce.wires import BLOCK, WIRES
 from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint
 from jaxmpi.checkpoint.manifests import complete_checkpoints
 from jaxmpi.comm.axis import AxisComm
@@ -238,18 +238,6 @@ def test_an_asgd_worker_keeps_the_residual_of_a_wire(wire):
     assert residual <= {"32": 0, "16": 2.0**-11, "bf16": 2.0**-8, "8": 1 / 253}[wire] * 32
 
 
-@pytest.mark.parametrize("wire", ["32", "8"])
-@pytest.mark.parametrize("n", [1, 10_000, 300_000])
-@pytest.mark.parametrize("servers", [1, 3])
-def test_segments_cover_the_center_once_and_fit_messages(wire, n, servers):
-    layout = CenterLayout(n, servers, wire)
-    segments = [segment for server in range(servers) for segment in layout.segments(server)]
-    assert [a for a, _ in segments] == [0, *(b for _, b in segments[:-1])]
-    assert segments[-1][1] == n
-    longest = max(b - a for a, b in segments)
-    assert HEADER_BYTES + host_wire(layout.wire).size_bytes(longest) <= transport.MESSAGE_BYTES
-
-
 # ---------------------------------------------------------------- one server
 
 
@@ -272,12 +260,6 @@ def serve(progress: GlobalProgress, wire: str = "32") -> CenterServer:
 def client(server: CenterServer, rank: int = 0, workers: int = 0, **line: Any) -> CenterClient:
     mpi = Line(server, rank, **line)
     return CenterClient(mpi, CenterLayout(N, 1, "32"), [0], workers)
-
-
-def test_reading_changes_nothing():
-    server = serve(ready(1))
-    np.testing.assert_array_equal(client(server).read(), np.arange(N))
-    np.testing.assert_array_equal(server.center, np.arange(N))
 
 
 def test_worker_0_alone_is_told_of_all_workers():

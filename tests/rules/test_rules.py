@@ -294,9 +294,7 @@ class Mine(RuleConfig):
 
 def test_a_user_s_rule_goes_by_the_fields_that_its_class_adds_or_by_those_it_names(monkeypatch):
     row = registry.RuleSpec(
-        lambda tx, x, config: registry.RULES["subgd"].build(tx, x, config),
-        sums_updates=True,
-        any_optimizer=False,
+        lambda tx, x, config: registry.RULES["subgd"].build(tx, x, config), sums_updates=True, any_optimizer=False
     )
     monkeypatch.setitem(registry.RULES, "mine", row)
     registry.check_rule(Mine(quorum=2), 4)
@@ -304,8 +302,5 @@ def test_a_user_s_rule_goes_by_the_fields_that_its_class_adds_or_by_those_it_nam
         registry.check_rule(Mine(tau=3), 4)
     monkeypatch.setitem(registry.RULES, "mine", dataclasses.replace(row, settings=("tau",)))
     registry.check_rule(Mine(tau=3), 4)
-    with pytest.raises(
-        UsageError,
-        match=r"rule\.quorum: got 2 with rule mine, which does not use it",
-    ):
+    with pytest.raises(UsageError, match=r"rule\.quorum: got 2 with rule mine, which does not use it"):
         registry.check_rule(Mine(quorum=2), 4)

@@ -1,7 +1,6 @@
 """Python functions as XLA handlers: what they see, in which order they run, and what becomes of their errors."""
 
 import ctypes
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from jax._src import dispatch
 from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime import gpu_buffers, host_callbacks
 from jaxmpi.runtime.gpu_buffers import Buffer
-from launching import ROOT, run
 
 on_cpus = pytest.mark.skipif(jax.default_backend() != "cpu", reason="on GPUs functions see copies")
 SHAPES = [(), (1,), (0,), (2, 0, 3), (7,), (3, 5, 2), (1, 1, 1, 1, 1, 2)]
@@ -143,19 +141,6 @@ def test_buffers_of_a_gpu_are_copied_behind_its_work_and_back(cuda):
     assert (cuda.asked.count("cuMemcpyDtoHAsync_v2"), cuda.asked.count("cuStreamSynchronize")) == (2, 2)
 
 
-def test_attributes_keep_their_values(python):
-    seen = {}
-
-    def note(operands, results, **attributes):
-        seen.update(attributes)
-
-    call = python(note)
-    values = {"whole": -(2**40), "real": 0.1, "text": "conv1/kernel \N{SNOWMAN}", "empty": ""}
-    jax.jit(lambda: call([], [], **values))()
-    jax.effects_barrier()
-    assert seen == values
-
-
 # ---------------------------------------------------------------- order
 
 
@@ -235,62 +220,3 @@ def test_a_function_that_is_not_there_is_named_and_a_name_is_taken_once(python):
     host_callbacks.forget("copy 0")
     with pytest.raises(jax.errors.JaxRuntimeError, match="unknown Python function of a program 'copy 0'"):
         jax.block_until_ready(step(jnp.ones(3)))
-
-
-SCRIPT = """
-import sys, pathlib
-import jax, jax.export, jax.monitoring, jax.numpy as jnp
-from jaxmpi.runtime import host_callbacks
-
-def double(operands, results, times):
-    print("python ran", flush=True)
-    if times == 0:
-        raise ValueError("boom")
-    results[0][...] = operands[0] * times
-
-host_callbacks.register("something else " + sys.argv[1], print)  # what else a process has does not matter
-host_callbacks.register("double", double, ends_job=True)
-step = jax.jit(lambda x: host_callbacks.call("double", [x], [x], times=2)[0] * 3 + 987)
-x, file = jnp.ones(4), pathlib.Path(sys.argv[2])
-jax.monitoring.register_event_listener(lambda event, **_: print(event) if "cache_hits" in event else None)
-if sys.argv[1] == "exports":
-    file.write_bytes(jax.export.export(step, disabled_checks=host_callbacks.EXPORTABLE)(x).serialize())
-    print(step(x).tolist())
-if sys.argv[1] == "finds":
-    print(step(x).tolist())
-if sys.argv[1] == "imports":
-    print(jax.jit(jax.export.deserialize(bytearray(file.read_bytes())).call)(x).tolist())
-if sys.argv[1] == "fails":
-    jax.jit(lambda x: host_callbacks.call("double", [x], [x], times=0)[0])(x)
-    jax.effects_barrier()
-    print("went on")
-"""
-
-
-def script(what: str, folder: Path) -> tuple[int, str]:
-    (folder / "job.py").write_text(SCRIPT)
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    line = [sys.executable, str(folder / "job.py"), what, str(folder / "program")]
-    ended = run(line, timeout_s=60, env=cache, cwd=ROOT)
-    return ended.code, ended.out
-
-
-def test_programs_are_found_in_the_cache_and_exported_to_other_processes(tmp_path):
-    """None holds anything of the process that made it."""
-    answer = "[993.0, 993.0, 993.0, 993.0]"
-    _, first = script("exports", tmp_path)
-    _, second = script("finds", tmp_path)
-    _, third = script("imports", tmp_path)
-    for out in (first, second, third):
-        assert "python ran" in out, out
-        assert answer in out, out
-    assert [out.count("cache_hits") for out in (first, second)] == [0, 1]
-    code, out = script("fails", tmp_path)  # a function may end the job
-    assert code == 1
-    assert "jaxmpi: rank 0/1 on " in out
-    assert "ValueError: boom" in out
-    assert "went on" not in out

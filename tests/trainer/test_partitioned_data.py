@@ -91,13 +91,3 @@ def test_a_damaged_record_ends_the_job_or_is_counted(tmp_path, packed, ranks, on
         assert ended.code == 0, ended.out
         assert "skipped 2" in ended.out  # once an epoch
     assert not ended.timed_out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "comm"), [(1, "mpi"), (2, "xla")])
-def test_workers_of_one_process_share_one_copy(tmp_path, packed, ranks, comm):
-    args = (*packed, "--devices", "2", "--comm", comm, "--exchange.strategy", "asa32")
-    for name, more in (("files", ()), ("memory", PARTITION)):
-        ended = run(tmp_path / name, "30st", *args, *more, ranks=ranks)
-        assert ended.code == 0, ended.out
-    assert checkpoint_files(tmp_path / "memory", 30) == checkpoint_files(tmp_path / "files", 30)
