@@ -34,7 +34,7 @@ def test_a_run_that_does_not_improve_stops_with_a_checkpoint(devices, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"), [("nan:step=6", "not finite"), ("bitflip:rank=1,step=5", "differs from the other")]
+    ("fault", "words"), [("nan:step=6", "not finite"), ("bitflip:rank=1,step=5", "workers differ")]
 )
 def test_a_stopped_run_saves_no_step_that_was_not_checked(fault, words, tmp_path):
     """Neither one whose gradients are not finite nor one whose replicas differ."""
