@@ -132,6 +132,27 @@ def test_a_click_in_the_legend_hides_a_run_and_shows_it_again(opened):
     assert {name.rpartition(", ")[2] for name in opened.tip(0.5)[1]} == {"training"}
 
 
+def test_lines_of_several_runs_have_the_colours_of_the_runs_and_dashes_by_validation_set(browser, tmp_path):
+    runs = [write_run(tmp_path / name, losses) for name, losses in zip("ab", LOSSES.values(), strict=True)]
+    for run in runs:
+        evaluation = {"kind": "eval", "step": 400, "eval_clean_loss": 1.0, "eval_noisy_loss": 2.0}
+        rows = [{"kind": "run", "format": 2, "validation_sets": ["clean", "noisy"]}, evaluation]
+        with (run / "record.jsonl").open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    page = Opened(browser, address_of(runs, tmp_path / "page"))
+    page.tip(0.99)
+    looks = {}
+    for row in page.loss.locator(".tip div").all():
+        run, _, series = row.locator(".name").inner_text().partition(", ")
+        swatch = row.locator(".swatch")
+        looks[run, series] = swatch.get_attribute("style"), swatch.get_attribute("class")
+    colours = [chip.get_attribute("style") for chip in page.page.locator(".legend .run .swatch").all()]
+    assert {(run, colour) for (run, _), (colour, _) in looks.items()} == set(zip("ab", colours, strict=True))
+    series = {name: kind for (_, name), (_, kind) in looks.items()}
+    assert len(set(series.values())) == len(series) == 3
+    page.close()
+
+
 def test_dragging_zooms_and_a_double_click_shows_all_again(opened):
     before = opened.span()
     assert before == (2, 400)

@@ -9,7 +9,8 @@
     dark: "#6aa8ff #ff9a4d #3fd6a0 #ee86e0 #ff7b7b #3ccbe6 #b39bff #e6be3c #a9b4c0 #a8d84a".split(" "),
   };
   const PART_HUES = { data: 7, transfer: 5, compute: 0, exchange: 1, sync: 4, other: 8 };
-  const DASHES = [[], [9, 4], [2, 3], [9, 3, 2, 3]]; // of every further ten lines
+  const DASHES = [[], [9, 4], [2, 3], [9, 3, 2, 3]]; // of every further ten lines, or series of a run
+  const KINDS = ["", "dashed", "dotted", "dashdot"]; // the same of a swatch
   const XS = { step: "step", epoch: "epoch", elapsed_s: "time" };
   const X_NAMES = { step: "Step", epoch: "Epoch", elapsed_s: "Seconds" };
   const HEIGHT = 260;
@@ -148,7 +149,7 @@
 
   const darkness = matchMedia("(prefers-color-scheme: dark)");
   const hue = (i) => HUES[darkness.matches && !state.isPrinted ? "dark" : "light"][i % 10];
-  const dashOf = (i) => DASHES[Math.floor(i / 10) % DASHES.length];
+  const dashOf = (i) => Math.floor(i / 10) % DASHES.length;
   const faded = (colour, share) => colour + Math.round(255 * share).toString(16).padStart(2, "0");
   const probe = document.body.appendChild(make("i", { hidden: true }));
   const themed = (name) => {
@@ -353,7 +354,6 @@
       this.description = chart;
       this.number = report.charts.indexOf(chart);
       this.hiddenLabels = new Set();
-      this.isMany = chart.series.length > 2; // then lines of one colour could not be told apart
       this.isLog = chart.isLog && this.spansDecade();
       const setLog = (isOn) => {
         this.isLog = isOn;
@@ -370,13 +370,21 @@
       return low > 0 && high >= 10 * low;
     }
 
+    /** Colour and number of dashes of a line: a colour a run, dashes by series; one run alone has a colour a series. */
+    look(entity, i) {
+      if (this.description.series.length > 2 && entities().length < 2) return [hue(i), dashOf(i)];
+      return [hue(entity.i), i ? 1 + ((i - 1) % 3) : dashOf(entity.i)];
+    }
+
     /** The series of a chart that has several, to hide and show. */
     drawKey() {
       const { series, note } = this.description;
+      const all = entities();
       const entries = [...series.entries()]
         .filter(([i, { label }]) => label && some((run) => run.charts[this.number][i]))
         .map(([i, { label }]) => {
-          const mark = this.isMany ? swatch(hue(i)) : swatch("currentcolor", i ? "dashed" : "");
+          const [colour, dash] = this.look(all[0], i);
+          const mark = swatch(all.length > 1 ? "currentcolor" : colour, KINDS[dash]);
           return hider(this.hiddenLabels, label, () => this.hide(), mark, label);
         });
       this.key.replaceChildren(...(entries.length > 1 ? entries : []), ...(note ? [words(note)] : []));
@@ -389,12 +397,13 @@
           const { table, label } = series;
           const runs = entity.runs.map((k) => sorted(report.runs[k].charts[this.number][i], state.x));
           const data = runs.length > 1 ? overRuns(runs) : runs[0];
+          const [colour, dash] = this.look(entity, i);
           return {
             entity,
             series,
             data,
-            colour: hue(this.isMany ? i : entity.i),
-            dash: this.isMany ? dashOf(i) : i ? [5, 4] : dashOf(entity.i),
+            colour,
+            dash,
             name: label && this.description.series.length > 1 ? `${entity.name}, ${label}` : entity.name,
             smooth: state.smoothing > 0 && table === "train" ? smoothed(data.mean, state.smoothing) : null,
           };
@@ -425,7 +434,8 @@
         }
         if (smooth) add(line, "smooth", smooth, { stroke: colour, width: width + 0.3 });
         const look = smooth ? { stroke: faded(colour, 0.3), width: 1 } : { stroke: colour, width };
-        add(line, "value", data.y, { ...look, dash, points: { show: isMarked, size: 5, fill: colour, stroke: colour } });
+        const points = { show: isMarked, size: 5, fill: colour, stroke: colour };
+        add(line, "value", data.y, { ...look, dash: DASHES[dash], points });
       }
       const last = ({ name, data }) => `${name}: last ${this.shown(data.y.findLast((y) => y !== null))}`;
       const wide = (u, min, max) => (max - min <= 1e-9 * Math.abs(max) ? [min - 0.5, max + 0.5] : [min, max]);
@@ -499,7 +509,7 @@
         if (x !== head) extra += ` at ${place(x)}`;
         const value = this.shown(y, line.data.low ? 4 : 6);
         const away = Math.abs(u.valToPos(y, "y") - u.cursor.top);
-        rows.push({ name: line.name, value, extra, colour: line.colour, kind: line.dash.length ? "dashed" : "", away });
+        rows.push({ name: line.name, value, extra, colour: line.colour, kind: KINDS[line.dash], away });
       });
       const nearest = Math.min(...rows.map((row) => row.away));
       if (rows.length > MOST_IN_TIP) rows = rows.toSorted((a, b) => a.away - b.away).slice(0, MOST_IN_TIP);
@@ -647,7 +657,7 @@
         hide();
       };
       const properties = { className: "run", title: `${name}: click hides or shows it, double click it alone, or all` };
-      return button(click, properties, swatch(hue(i), dashOf(i).length ? "dashed" : ""), make("span", {}, name));
+      return button(click, properties, swatch(hue(i), KINDS[dashOf(i)]), make("span", {}, name));
     });
     legend.hidden = all.length < 2;
     legend.replaceChildren(...chips);
