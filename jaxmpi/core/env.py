@@ -17,7 +17,8 @@ def seconds_from(variable: str, default: float) -> float:
     except ValueError:
         seconds = math.nan
     if not seconds > 0:
-        sys.exit(f"jaxmpi: error: {variable}: got {text!r}; expected seconds > 0")
+        print(f"jaxmpi: error: {variable}: got {text!r}; expected seconds > 0", file=sys.stderr)
+        sys.exit(2)
     return seconds
 
 
@@ -37,5 +38,5 @@ def getting_mpi() -> str:
 def building_for_mpicc() -> str:
     """The command that rebuilds mpi4py and mpi4jax for the mpicc on PATH."""
     has_pip = importlib.util.find_spec("pip")
-    command = "pip install --force-reinstall --no-cache-dir" if has_pip else "uv pip install --reinstall --no-cache"
+    command = "pip install --force-reinstall --no-cache-dir" if has_pip else "uv pip install --no-config --reinstall --no-cache"
     return f"`{command} --no-deps --no-binary mpi4py mpi4py mpi4jax`, which needs a C++ compiler (docs/launching.md)"

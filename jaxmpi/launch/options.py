@@ -72,8 +72,8 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
         spellings = {**values, **{f"--{name}": None for name in flags(Experiment())}}
         raise UsageError(f"got {odd[0]}; {nearest(odd[0], spellings)}\n{USAGE}")
     argv = experiment_file.file_first([*fields, *argv])
-    if "-n" in argv:
-        raise UsageError("-n comes before the experiment: jaxmpi train -n 8 EXPERIMENT.py")
+    if late := [option for option in values if option in {arg.partition("=")[0] for arg in argv}]:
+        raise UsageError(f"{late[0]} stands before the experiment: jaxmpi train {late[0]} ... EXPERIMENT.py")
     min_workers, max_workers = elastic(values["--elastic"])
     workers = values["-n"] or str(max_workers or 1)
     if not is_number(workers) or int(workers) < 1:
