@@ -18,9 +18,11 @@ def main(argv: Sequence[str]) -> None:
         epilog="example: jaxmpi report runs/first runs/second --out report",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
-    parser.add_argument("--out", type=Path, help="folder for the page (default: report/ in the first RUN)")
+    parser.add_argument("--out", type=Path, help="folder for the page (default: report/ in RUN, or here for several)")
     options = parser.parse_args(argv)
-    print(f"report: {write(options.runs, options.out or options.runs[0] / 'report')}")
+    # A page of several runs must not replace that of the first.
+    folder = options.out or (options.runs[0] if len(options.runs) == 1 else Path()) / "report"
+    print(f"report: {write(options.runs, folder)}")
 
 
 def write(runs: Sequence[Path], folder: Path) -> Path:

@@ -84,7 +84,8 @@ class ProgressLine:
     @property
     def speed(self) -> str:
         """Speed and learning rate."""
-        mfu = "" if self.mfu is None else f" (mfu {self.peak_mark}{100 * self.mfu:.0f} %)"
+        digits = ".0f" if self.mfu is None or self.mfu >= 0.01 else ".1g"
+        mfu = "" if self.mfu is None else f" (mfu {self.peak_mark}{100 * self.mfu:{digits}} %)"
         flops = "" if self.flops_per_s is None else f"  {with_prefix(self.flops_per_s)}FLOP/s{mfu}"
         return f"{self.per_s:.1f} {self.unit}/s{flops}" + ("" if self.lr is None else f"  lr {self.lr:.3g}")
 

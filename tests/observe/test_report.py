@@ -114,6 +114,14 @@ def test_the_page_of_two_runs_has_all_sections_and_needs_nothing_else(tmp_path):
     assert "<th scope=row>experiment.optim.lr</th><td>0.1</td><td>0.2</td>" in differing
 
 
+def test_the_page_of_several_runs_replaces_none_of_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runs = [str(write_run(tmp_path / name)) for name in "ab"]
+    report.main(runs[:1])
+    report.main(runs)
+    assert capsys.readouterr().out.splitlines() == [f"report: {runs[0]}/report/index.html", "report: report/index.html"]
+
+
 def test_validation_sets_share_the_charts_of_loss_and_accuracy(tmp_path):
     figures = {"eval_clean_loss": 1.0, "eval_noisy_loss": 2.0, "eval_noisy_top1": 0.5, "eval_noisy_mae": 3.0}
     lines = [

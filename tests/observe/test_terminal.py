@@ -41,6 +41,11 @@ def test_without_a_terminal_lines_come_every_few_seconds_and_at_the_end():
     assert re.findall(r"^step (\d+)", out.getvalue(), re.M) == ["1", "120"]
 
 
+@pytest.mark.parametrize(("mfu", "text"), [(0.172, "17"), (0.0031, "0.3")])
+def test_a_small_share_of_the_peak_is_not_rounded_to_zero(mfu, text):
+    assert f"(mfu <{text} %)" in dataclasses.replace(NOW, flops_per_s=1e9, mfu=mfu, peak_mark="<").line
+
+
 @pytest.mark.parametrize("columns", [20, 80])
 def test_a_panel_fits_its_terminal(columns):
     out = io.StringIO()
