@@ -38,5 +38,6 @@ def getting_mpi() -> str:
 def building_for_mpicc() -> str:
     """The command that rebuilds mpi4py and mpi4jax for the mpicc on PATH."""
     has_pip = importlib.util.find_spec("pip")
-    command = "pip install --force-reinstall --no-cache-dir" if has_pip else "uv pip install --no-config --reinstall --no-cache"
+    command = ("" if has_pip else "uv ") + "pip install "
+    command += "--force-reinstall --no-cache-dir" if has_pip else "--no-config --reinstall --no-cache"
     return f"`{command} --no-deps --no-binary mpi4py mpi4py mpi4jax`, which needs a C++ compiler (docs/launching.md)"
