@@ -133,7 +133,8 @@ class Plateau(Callback):
 
     Args:
         monitor: figure of the evaluation.
-        mode: min or max, its best value; auto: as the task's `maximize` says.
+        mode: min or max, its best value; auto: `monitor_mode` if it is the run's `monitor`, else by the task's
+            `maximize`.
         patience: evaluations without a better one, at least 1.
         min_delta: by how much a better one is better.
     """

@@ -243,15 +243,22 @@ def check_with_data(plan: Plan) -> None:
         for feed in plan.validation.values():
             example, train_metrics = feed.example(), experiment.train_metrics
             check_task(plan.task, train, example, experiment.compute_dtype, train_metrics=train_metrics)
-    if experiment.monitor not in [f"{prefix}loss" for prefix in plan.validation]:
-        names = {prefix: metric_names(plan.task, feed.source_example()) for prefix, feed in plan.validation.items()}
-        bits = ["bits_per_byte"] * bool(plan.feed.bytes_each)
-        figures = [prefix + name for prefix in names for name in ("loss", *names[prefix], *bits)]
-        if experiment.monitor not in figures and experiment.whole_set:  # it may be one of its names
-            if experiment.monitor_mode == "auto":
-                raise UsageError(f"monitor_mode: got auto with monitor {experiment.monitor}; give max or min")
-        elif experiment.monitor not in figures:
-            raise UsageError(f"monitor: got {experiment.monitor}; task {plan.task.name} gives {', '.join(figures)}")
+    settings = {experiment.monitor: ("", "monitor_mode", experiment.monitor_mode)}  # by figure
+    for callback in experiment.callbacks:
+        if isinstance(callback, callbacks.Plateau) and callback.monitor != "eval_loss":  # which is the first set's
+            name = f"{type(callback).__name__}: "
+            settings.setdefault(callback.monitor, (name, f"{name}mode", callback.mode))
+    if settings.keys() <= {f"{prefix}loss" for prefix in plan.validation}:
+        return
+    names = {prefix: metric_names(plan.task, feed.source_example()) for prefix, feed in plan.validation.items()}
+    bits = ["bits_per_byte"] * bool(plan.feed.bytes_each)
+    figures = [prefix + name for prefix in names for name in ("loss", *names[prefix], *bits)]
+    for figure, (name, mode_name, mode) in settings.items():
+        if figure not in figures and experiment.whole_set:  # it may be one of its names
+            if mode == "auto" and plan.mode_of(figure) == "min":
+                raise UsageError(f"{mode_name}: got auto with monitor {figure}; give max or min")
+        elif figure not in figures:
+            raise UsageError(f"{name}monitor: got {figure}; task {plan.task.name} gives {', '.join(figures)}")
 
 
 # ---------------------------------------------------------------- in a run directory

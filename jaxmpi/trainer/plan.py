@@ -109,7 +109,9 @@ class Plan:
         return feed.batches(stop=stop)
 
     def mode_of(self, figure: str) -> str:
-        """`Task.mode_of` of a figure of any validation set."""
+        """`monitor_mode` of the monitored figure, `Task.mode_of` of others, of any validation set."""
+        if figure == self.experiment.monitor and self.experiment.monitor_mode != "auto":
+            return self.experiment.monitor_mode
         for prefix in self.validation:
             figure = figure.removeprefix(prefix)
         return self.task.mode_of(figure)

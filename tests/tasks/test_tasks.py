@@ -1,6 +1,7 @@
 """Tasks: batches of any fields, figures by their definitions, N workers against one, bad parts named before a step."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -400,6 +401,17 @@ def test_training_stops_early_by_the_direction_of_the_metric(tmp_path):
     run = lines(tmp_path, FARTHEST, eval_every="1st", callbacks=(stop,))
     main.train(run, "lines")
     assert column(run.run_dir, "stopped", "step") == [3]
+
+
+def test_a_figure_of_the_whole_set_stops_a_run_by_the_direction_that_monitor_mode_gives(tmp_path):
+    score = itertools.count()  # rises at each evaluation
+    fields = {"whole_set": lambda outputs, labels: {"score": next(score)}, "eval_every": "1st", "train_for": "4st"}
+    fields["callbacks"] = (jaxmpi.EarlyStop("eval_score", patience=2),)
+    with pytest.raises(UsageError, match=r"EarlyStop: mode: got auto with monitor eval_score"):
+        main.train(lines(tmp_path, **fields), "lines")
+    run = lines(tmp_path, monitor="eval_score", monitor_mode="max", **fields)
+    main.train(run, "lines")
+    assert not record(run.run_dir, "stopped")
 
 
 @pytest.mark.parametrize(
