@@ -3,8 +3,9 @@
 In reading order: `sources`; `sampler`, which examples a worker reads at a step; `decode`, images to pixels; `augment`,
 an image's way into a batch; `example`, one row of a batch; `loader_worker`, a loader, and memory that it shares with
 its worker; `loader_pool`, the loaders of a worker; `batch_loader`, batches in exact order; `thread_map`, a function
-over items by threads; `packing` of a source into few files; `tokens` of a text in a file; `group_order`, who in a group
-of workers with the data in memory holds which record; `memory_source`, records in memory; `command`, `jaxmpi data`.
+over items by threads; `packing` of a source into few files; `tokens` and words of a text in files; `group_order`, who
+in a group of workers with the data in memory holds which record; `memory_source`, records in memory; `command`, `jaxmpi
+data`.
 
 Then what no loader process imports, since it imports JAX or MPI: `feed`, batches for the devices; `shuffle` of data
 in memory between workers; `in_memory`, the same for a loop of one's own; `mpi_loaders`, started by MPI.
@@ -28,5 +29,5 @@ from jaxmpi.data.sources.batch_files import BatchFileSource as BatchFileSource
 from jaxmpi.data.sources.batch_files import write_batch_files as write_batch_files
 from jaxmpi.data.sources.registry import SOURCES as SOURCES
 from jaxmpi.data.sources.registry import open_source as open_source
-from jaxmpi.data.sources.text import write_words as write_words
 from jaxmpi.data.tokens import write_tokens as write_tokens
+from jaxmpi.data.tokens import write_words as write_words

@@ -17,9 +17,8 @@ from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.packing import PackingOptions, Progress, find_damage, pack, splits_in
 from jaxmpi.data.sources.packed import PackedSource
 from jaxmpi.data.sources.registry import SOURCES, open_source
-from jaxmpi.data.sources.text import write_words
 from jaxmpi.data.sources.token_file import SUFFIX
-from jaxmpi.data.tokens import write_tokens
+from jaxmpi.data.tokens import list_documents, write_tokens, write_words
 
 SHOWN = 20  # damaged records that are named
 NEED_NO_FOLDER = ("digits", "animals", "synthetic")
@@ -90,43 +89,62 @@ def check_main(argv: list[str]) -> None:
 def words_main(argv: list[str]) -> None:
     """`jaxmpi data words SRC FILE`."""
     description = "Write the most frequent words of a training text to FILE, for --data.tokenizer FILE."
-    parser = _parser("words", description, "stdlib words.json --words 8000")
-    parser.add_argument("src", metavar="SRC", help="folder with train/ and validation/, or stdlib, which needs none")
+    parser = _text_parser("words", description, "stdlib words.json --words 8000")
     parser.add_argument("file", metavar="FILE", type=Path, help="JSON of the library tokenizers")
     parser.add_argument("--words", type=int, default=72_000, help="the most that it has (default: 72000)")
     options = parser.parse_args(argv)
-    data = Data("stdlib") if options.src == "stdlib" else Data("text", dir=options.src)
-    vocab = write_words(data, options.file, options.words)
-    print(f"{options.file}: {vocab.words:,} words; {100 * vocab.known:.1f} % of the held-out ones are among them")
+    with _own_flags():
+        vocab = write_words(_text(options), options.file, options.words, options.column)
+    known = f"; {100 * vocab.known:.1f} % of the held-out ones are among them" if options.validation_split else ""
+    print(f"{options.file}: {vocab.words:,} words{known}")
 
 
 def tokens_main(argv: list[str]) -> None:
     """`jaxmpi data tokens SRC DST`."""
     description = "Write a text's tokens to DST/train.tokens and DST/validation.tokens, for --data.source text."
-    parser = _parser("tokens", description, "/data/books /data/tokens --tokenizer words.json")
+    parser = _text_parser("tokens", description, "/data/books /data/tokens --tokenizer words.json")
+    parser.add_argument("dst", metavar="DST", type=Path, help="folder for the files")
+    parser.add_argument("--tokenizer", default="", help="JSON of the library tokenizers (default: tokens are bytes)")
+    options = _parse(parser, argv)
+    data, names = _text(options), {"train": options.train_split, "validation": options.validation_split}
+    splits = [split for split, name in names.items() if name]
+    with _own_flags():
+        for split in splits:  # one that is missing is refused before the other is written
+            list_documents(data, split, options.column)
+        for split in splits:
+            path = options.dst / f"{names[split]}{SUFFIX}"
+            facts = write_tokens(data, split, path, options.column, options.threads)
+            print(f"{path}: {facts.ends[-1]:,} tokens of {facts.text_bytes / 1e3:,.1f} kB of text")
+
+
+def _text_parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
+    parser = _parser(name, description, example)
     add = parser.add_argument
     add("src", metavar="SRC", help="folder with train/ and validation/, or stdlib, which needs none")
-    add("dst", metavar="DST", type=Path, help="folder for the files")
     add("--source", default="text", help="what SRC holds: text, jsonl, parquet, huggingface (default: text)")
     add("--column", default="text", help="of tables and lines of JSON: name of the text (default: text)")
-    add("--tokenizer", default="", help="JSON of the library tokenizers (default: tokens are bytes)")
-    add("--train-split", default="train", help="its name in SRC and DST (default: train)")
-    add("--validation-split", default="validation", help="its name in SRC and DST; '' for none")
-    options = _parse(parser, argv)
-    splits = {"train": options.train_split, "validation": options.validation_split}
-    source, folder = ("stdlib", "") if options.src == "stdlib" else (options.source, options.src)
-    data = Data(
-        source,
-        dir=folder,
-        tokenizer=options.tokenizer,
+    add("--train-split", default="train", help="its name in SRC (default: train)")
+    add("--validation-split", default="validation", help="its name in SRC; '' for none")
+    return parser
+
+
+def _text(options: argparse.Namespace) -> Data:
+    return Data(
+        source="stdlib" if options.src == "stdlib" else options.source,
+        dir="" if options.src == "stdlib" else options.src,
+        tokenizer=getattr(options, "tokenizer", ""),
         train_split=options.train_split,
         validation_split=options.validation_split,
     )
-    for split, name in splits.items():
-        if name:
-            path = options.dst / f"{name}{SUFFIX}"
-            facts = write_tokens(data, split, path, options.column, options.threads)
-            print(f"{path}: {facts.ends[-1]:,} tokens of {facts.text_bytes / 1e6:,.1f} MB of text")
+
+
+@contextlib.contextmanager
+def _own_flags() -> Iterator[None]:
+    """Errors name the trainer's flags; these commands' have no `data.` in front."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(str(error).replace("--data.", "--")) from error
 
 
 def _parser(name: str, description: str, example: str) -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Tokens of a text written to a file, for the source `text`: the text is read once, a document at a time."""
+"""Tokens of a text, and vocabularies of its words, written to files; the text is read a document at a time."""
 
 import contextlib
 import dataclasses
@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,10 +19,13 @@ from jaxmpi.core.files import made_whole
 from jaxmpi.data.sources import text
 from jaxmpi.data.sources.base import split_files
 from jaxmpi.data.sources.registry import open_source
-from jaxmpi.data.sources.text import Part, encode, open_tokenizer
+from jaxmpi.data.sources.text import Part, decode, encode, import_tokenizers, open_tokenizer, refusing_text
 from jaxmpi.data.sources.token_file import FORMAT, TextFacts
 from jaxmpi.data.thread_map import in_order
 
+UNKNOWN = "[UNK]"
+WORD = r"\w+|[^\w\s]|\s+"  # letters and digits, one other sign, or white space: together they are the whole text
+MOST_WORDS = 1 << 24
 BLOCK_BYTES = 1 << 18  # that have a checksum; a multiple of a token's bytes
 
 
@@ -87,6 +90,45 @@ def write_tokens(
         file.seek(0)
         write_header(count)
     return facts
+
+
+class Vocabulary(NamedTuple):
+    """A written vocabulary."""
+
+    words: int  # in it, with the one for all others
+    known: float  # share of the held-out text's words that are in it
+
+
+def write_words(config: Data, path: str | Path, words: int = 72_000, column: str = "text") -> Vocabulary:
+    """Write the training text's most frequent words for `data.tokenizer`; needs `jaxmpi[tokenizers]`.
+
+    A word is a row of letters, digits and underscores, one other sign, or a row of white space, so tokens cover the
+    text. Number 0 stands for all that are not among the `words` most frequent. Words that are equally frequent are in
+    the order of the alphabet, so one text gives one file. Gibiansky's 300 million params have 72,000 words. `column`
+    and the sources are those of `write_tokens`.
+    """
+    if not 2 <= words <= MOST_WORDS:
+        raise UsageError(f"words: got {words} words; expected 2 to {MOST_WORDS:,}")
+    tokenizers, splits = import_tokenizers("words"), ("train", "validation")[: 2 if config.validation_split else 1]
+    train, *held_out = (list_documents(config, split, column) for split in splits)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORD), "isolated")
+    trainer = tokenizers.trainers.WordLevelTrainer(vocab_size=words, special_tokens=[UNKNOWN], show_progress=False)
+    tokenizer.train_from_iterator(_decoded(train, config.source), trainer)
+    try:
+        tokenizer.save(str(path))
+    except Exception as error:  # all that the library raises
+        raise UsageError(f"words: {path} cannot be written: {error}") from error
+    files = tokenizer.encode_batch([each for parts in held_out for each in _decoded(parts, config.source)])
+    tokens = [token for file in files for token in file.ids]
+    return Vocabulary(tokenizer.get_vocab_size(), 1 - tokens.count(0) / max(len(tokens), 1))
+
+
+def _decoded(parts: list[Part], source: str) -> Iterator[str]:
+    for part in parts:
+        for where, blob in part.documents():
+            with refusing_text(f"words: {source}", where):
+                yield decode(blob, source)
 
 
 # ---------------------------------------------------------------- documents

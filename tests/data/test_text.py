@@ -36,8 +36,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def opened(folder: Path, split: str = "train", window: int = 4, tokenizer: Any = "") -> Any:
-    return open_source(Data("text", dir=str(folder), window=window, tokenizer=tokenizer), split)
+def opened(folder: Path, split: str = "train", window: int = 4, **more: Any) -> Any:
+    return open_source(Data("text", dir=str(folder), window=window, **more), split)
 
 
 class TestBytes:
@@ -336,5 +336,28 @@ def test_a_vocabulary_has_the_most_frequent_words_and_reads_the_text_whole(folde
     assert "words.json: 4 words; 80.0 % of the held-out ones are among them" in capsys.readouterr().out
     source = opened(folder, "validation", window=1, tokenizer=str(tmp_path / "words.json"))
     assert (source.classes, source.tokens.tolist()) == (4, [3, 1, 2, 1, 0])
-    with pytest.raises(UsageError, match="source digits"):
+    with pytest.raises(UsageError, match="got digits"):
         write_words(Data("digits"), tmp_path / "words.json")
+
+
+def test_words_of_lines_of_json_are_those_of_their_texts(tmp_path, capsys):
+    made = {}
+    for source in ("text", "jsonl"):
+        write_documents(tmp_path / source, source)
+        made[source] = tmp_path / f"{source}.json"
+        given = ["--source", source, "--column", "body", "--validation-split", ""]
+        command.main(["words", str(tmp_path / source), str(made[source]), *given])
+    assert made["jsonl"].read_text() == made["text"].read_text()
+    assert "held-out" not in capsys.readouterr().out
+
+
+def test_tokens_without_a_validation_split_are_refused_before_any_are_written_and_held_out_in_training(tmp_path):
+    write_documents(tmp_path / "text", "text")
+    shutil.rmtree(tmp_path / "text" / "validation")
+    line = ["tokens", str(tmp_path / "text"), str(tmp_path / "out")]
+    with pytest.raises(UsageError, match=" --validation-split"):
+        command.main(line)
+    command.main([*line, "--validation-split", ""])
+    with pytest.raises(UsageError, match=r"validation\.tokens: No such file.*--data\.holdout"):
+        opened(tmp_path / "out", "validation")
+    assert len(opened(tmp_path / "out", "validation", window=10, holdout=0.1)) > 0

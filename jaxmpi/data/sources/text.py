@@ -1,4 +1,4 @@
-"""Text as tokens: joined files, cut into windows of one length; tokenizers, and vocabularies of words.
+"""Text as tokens: joined files, cut into windows of one length; tokenizers.
 
 A window is an example: i32[window] in, i32[window] to predict. A token is a byte, or what a tokenizer makes of a whole
 file: a JSON file of `tokenizers`, an object that encodes, or a function.
@@ -31,9 +31,6 @@ FORM = (
     "the name of a JSON file, a tokenizers.Tokenizer, or an object whose encode(text) returns the tokens' numbers, or "
     "a function that does, with vocab_size or n_vocab"
 )
-UNKNOWN = "[UNK]"
-WORD = r"\w+|[^\w\s]|\s+"  # letters and digits, one other sign, or white space: together they are the whole text
-MOST_WORDS = 1 << 24
 # Tells tokenizers apart: letters, signs, numbers, code, other scripts.
 SAMPLE = (
     "The quick brown fox, aged 0123456789, jumps over 3.14 lazy dogs -- don't!\n\tdef f(x): return x ** 2\n"
@@ -93,6 +90,11 @@ def text(config: Data, split: str) -> TextSource:
     path, train_path = (Path(config.dir, split_name(config, each) + SUFFIX) for each in (split, "train"))
     if not config.dir or not (path.is_file() or train_path.is_file()):
         return TextSource("text", config.window, *read_tokens(config, split, tokenizer))
+    if not path.is_file():
+        raise UsageError(
+            f"{path}: No such file; expected tokens beside {train_path}: write them with jaxmpi data tokens, or "
+            "validate on a share of the training windows: --data.holdout 0.02"
+        )
     tokens = TokenFile(path)
     expected = {"data.tokenizer": tokenizer.digest} if tokenizer else {}
     if train_path.is_file():
@@ -279,7 +281,7 @@ def open_tokenizer(tokenizer: Any) -> Tokenizer | None:
 
 def _open_json(tokenizer: Any) -> Tokenizer:
     """The tokenizer of a JSON file, or of an object of `tokenizers`, which is copied by its JSON."""
-    tokenizers, is_file = _import_tokenizers("data.tokenizer"), isinstance(tokenizer, str)
+    tokenizers, is_file = import_tokenizers("data.tokenizer"), isinstance(tokenizer, str)
     if is_file:
         check_plain_files([tokenizer], f"data.tokenizer: {FORM}")
     try:
@@ -296,45 +298,7 @@ def _open_json(tokenizer: Any) -> Tokenizer:
     return Tokenizer(lambda text: parsed.encode(text).ids, classes, name, parsed.get_vocab)
 
 
-def _import_tokenizers(purpose: str) -> Any:
+def import_tokenizers(purpose: str) -> Any:
+    """The library `tokenizers`, with the parts in use."""
     parts = "models", "pre_tokenizers", "trainers"
     return import_package(purpose, "tokenizers", "tokenizers", *(f"tokenizers.{part}" for part in parts))
-
-
-class Vocabulary(NamedTuple):
-    """A written vocabulary."""
-
-    words: int  # in it, with the one for all others
-    known: float  # share of the held-out text's words that are in it
-
-
-def write_words(config: Data, path: str | Path, words: int = 72_000) -> Vocabulary:
-    """Write the training text's most frequent words for `data.tokenizer`; needs `jaxmpi[tokenizers]`.
-
-    A word is a row of letters, digits and underscores, one other sign, or a row of white space, so tokens cover the
-    text. Number 0 stands for all that are not among the `words` most frequent. Words that are equally frequent are in
-    the order of the alphabet, so one text gives one file. Gibiansky's 300 million params have 72,000 words.
-    """
-    if config.source not in ("stdlib", "text") or not 2 <= words <= MOST_WORDS:
-        raise UsageError(
-            f"words: got {words} words of source {config.source}; expected 2 to {MOST_WORDS:,} of stdlib or text"
-        )
-    tokenizers = _import_tokenizers("words")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORD), "isolated")
-    trainer = tokenizers.trainers.WordLevelTrainer(vocab_size=words, special_tokens=[UNKNOWN], show_progress=False)
-    tokenizer.train_from_iterator(_decoded_files(config, "train"), trainer)
-    try:
-        tokenizer.save(str(path))
-    except Exception as error:  # all that the library raises
-        raise UsageError(f"words: {path} cannot be written: {error}") from error
-    files = tokenizer.encode_batch([*_decoded_files(config, "validation")])
-    tokens = [token for file in files for token in file.ids]
-    return Vocabulary(tokenizer.get_vocab_size(), 1 - tokens.count(0) / max(len(tokens), 1))
-
-
-def _decoded_files(config: Data, split: str) -> Iterator[str]:
-    for part in list_parts(config, split)[1]:
-        for where, blob in part.documents():
-            with refusing_text(f"words: {config.source}", where):
-                yield decode(blob, config.source)
