@@ -140,8 +140,11 @@ def has_ulfm(version: str) -> bool:
 
 
 def srun(options: Options, cores: int, is_root: bool, outlives_ranks: bool) -> list[str]:
-    """Slurm's launcher, through PMIx."""
-    return [find("srun"), "-n", str(options.workers), "--mpi=pmix"]
+    """Slurm's launcher, through PMIx; ranks that are left 60 s after one has died are ended.
+
+    `--kill-on-bad-exit` would end them at once, but also ranks that have saved and leave with 75 a moment apart.
+    """
+    return [find("srun"), "-n", str(options.workers), "--mpi=pmix", "--wait=60"]
 
 
 def find(launcher: str) -> str:

@@ -134,6 +134,12 @@ def test_mpirun_gets_what_this_machine_needs(path, family, workers, cores, is_ro
     assert got == [mpirun, "-n", str(workers), *expected, sys.executable, "-m", "jaxmpi.train", "a.py"]
 
 
+def test_srun_ends_ranks_that_are_left_after_a_death(path):
+    srun = path("srun")
+    got = line("--launcher srun -n 2 a.py")
+    assert got == [srun, "-n", "2", "--mpi=pmix", "--wait=60", sys.executable, "-m", "jaxmpi.train", "a.py"]
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
