@@ -27,7 +27,7 @@ from jaxmpi.core.json_tree import read_json
 from jaxmpi.runtime import failures, process, provenance
 from jaxmpi.runtime.provenance import PACKAGE, project_root
 
-NO_FILE = "name an experiment file first: python -m jaxmpi.train experiments/digits.py"
+NO_FILE = "name an experiment first: a file, as experiments/digits.py, or a name that `jaxmpi experiments` lists"
 HELP = {"-h", "--help"}
 FROM_PYTHON = "from_python.py"  # experiment file of a run that jaxmpi.Trainer started in processes of its own
 MOST_CONFIG_BYTES = 1 << 24  # of a run's config.json that is plausible

@@ -48,7 +48,7 @@ class Options(NamedTuple):
         return self.launcher == "mpirun" and not self.launcher_args
 
 
-def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
+def parse(argv: list[str], environ: Mapping[str, str] = os.environ, command: str = "train") -> Options:
     """Parse the launcher's options before the experiment file; others are the trainer's.
 
     Raises:
@@ -73,7 +73,7 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
         raise UsageError(f"got {odd[0]}; {nearest(odd[0], spellings)}\n{USAGE}")
     argv = experiment_file.file_first([*fields, *argv])
     if late := [option for option in values if option in {arg.partition("=")[0] for arg in argv}]:
-        raise UsageError(f"{late[0]} stands before the experiment: jaxmpi train {late[0]} ... EXPERIMENT.py")
+        raise UsageError(f"{late[0]} stands before the experiment: jaxmpi {command} {late[0]} ... EXPERIMENT.py")
     min_workers, max_workers = elastic(values["--elastic"])
     workers = values["-n"] or str(max_workers or 1)
     if not is_number(workers) or int(workers) < 1:

@@ -8,6 +8,7 @@ import base64
 import datetime
 import hashlib
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -183,7 +184,7 @@ def overview(records: Sequence[Record], grouped: Sequence[Group]) -> str:
 
 
 def mean_over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
-    """Table of the groups' last evaluations: mean and standard deviation over seeds."""
+    """Table of the groups' last evaluations: mean and standard error over seeds."""
     tops = {name: (f"{label}, %", 100.0) for name, label in TOPS.items()}
     others = {name: (words_of(name), 1.0) for name in custom_figures(records)}
     figures = {
@@ -198,11 +199,11 @@ def mean_over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
             histories = [known_values(records[i].evaluations, name) for i in group.runs]
             ends = [factor * float(values[-1]) for values in histories if len(values)]
             words = [f"{statistics.mean(ends):.4g}"] if ends else []
-            words += [f"± {statistics.stdev(ends):.2g}"] if len(ends) > 1 else []
+            words += [f"± {statistics.stdev(ends) / math.sqrt(len(ends)):.2g}"] if len(ends) > 1 else []
             words += [f"({len(histories) - len(ends)} without)"] if len(ends) < len(histories) else []
             cells.append(" ".join(words))
         rows.append(cells)
-    head = ["mean ± standard deviation over seeds", "runs", *(title for title, _ in figures.values())]
+    head = ["mean ± standard error over seeds", "runs", *(title for title, _ in figures.values())]
     return table(head, rows, "runs")
 
 

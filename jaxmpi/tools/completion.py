@@ -39,11 +39,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def words_behind(command: str) -> list[str]:
-    """The options that a command's help names, and what may be trained."""
+    """The options and commands that a command's help names, and what may be trained."""
     text, spec = io.StringIO(), COMMANDS[command]
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
         import_function(spec.options or spec.run)(["--help"])
-    words = set(re.findall(r"(?<![\w'\"-])--?[a-z][\w.-]*", text.getvalue()))
+    words = set(re.findall(r"(?<![\w'\"-])--?[a-z](?:[\w.-]*\w)?", text.getvalue()))
+    words |= set(re.findall(rf"^(?:usage:)? +jaxmpi {command} ([a-z]+)", text.getvalue(), re.MULTILINE))
     if command in ("train", "sweep"):
         words |= {f"--{name}" for name in flags(Experiment())} | experiment_file.find_shipped().keys()
     return sorted(words)

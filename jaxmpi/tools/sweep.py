@@ -102,7 +102,7 @@ def make_sweep(
     cells = grid(vary)
     if not 1 <= len(cells) * len(seeds) <= MOST_RUNS:
         raise UsageError(f"got {len(cells)} combinations with {len(seeds)} seeds; expected 1 to {MOST_RUNS} runs")
-    options = launcher.parse([*train])
+    options = launcher.parse([*train], command="sweep")
     names = [name for name in RESERVED for word in train if re.split("[= ]", flags.hyphens(word))[0] == f"--{name}"]
     if names or (WORKERS in vary and "-n" in train):
         raise UsageError(f"got {' '.join(f'--{name}' for name in names) or '-n, which --vary has'}: the sweep sets it")
@@ -230,7 +230,7 @@ def table(rows: Sequence[Summary]) -> list[str]:
     """Lines of a Markdown table. A difference is marked if it is above two standard errors."""
     if not rows:
         return ["no run has ended yet"]
-    head = ["", "seeds", rows[0].metric, "difference from the first", "s"]
+    head = ["mean ± standard error", "seeds", rows[0].metric, "difference from the first", "time of a run, s"]
     lines = [head, ["---"] * len(head)]
     for row in rows:
         seeds = f"{row.seeds}" + (f", {row.failed} failed" if row.failed else "")

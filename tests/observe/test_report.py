@@ -305,6 +305,17 @@ def test_runs_that_differ_by_seed_only_are_one_group(tmp_path):
     assert Page(report_page.page(records[1:])).data["groups"] == []
 
 
+def test_means_over_seeds_have_the_standard_error_that_a_sweep_prints(tmp_path):
+    runs = [
+        write_lines(
+            tmp_path / f"run{i}",
+            [BEGIN | {"experiment": {"seed": i}}, STEP, {"kind": "eval", "step": 1, "eval_loss": loss}],
+        )
+        for i, loss in enumerate([1.0, 2.0, 6.0])
+    ]
+    assert "3 ± 1.5" in report_page.page([read(run) for run in runs])  # sqrt(7 / 3), not sqrt(7)
+
+
 @pytest.mark.parametrize(
     ("seed", "others", "expected"),
     [

@@ -54,6 +54,8 @@ def test_version(monkeypatch, capsys):
         ("train --optim.lr-f", ["--optim.lr-for-batch"]),
         ("train dig", ["digits"]),
         ("plan --ga", ["--gamma-s-per-byte"]),
+        ("evaluate --data.v", ["--data.validation-split"]),
+        ("data ''", ["pack", "check", "words", "tokens"]),
     ],
 )
 def test_bash_completes_commands_flags_and_experiments(words, offered):
@@ -77,7 +79,8 @@ def test_an_unknown_command_lists_what_exists(monkeypatch, capsys):
 MISTAKES = {
     "train -n 8 digits --efective-batch 3": "unknown field --efective-batch; did you mean 'effective-batch'?",
     "train -n 8 digits --optim.lr fast": "--optim.lr: got 'fast'; expected float",
-    "train --local-batch 8": "name an experiment file first",
+    "train --local-batch 8": "name an experiment first",
+    "sweep digits -n 2 --vary optim.lr=1": "jaxmpi sweep -n ... EXPERIMENT.py",
     "train -n 8 digits --train-for": "--train-for: got nothing; expected str",
     "bench --speed": "unrecognized arguments: --speed",
     "plan --bytes 4e6 --alpha-s 1e-4": "give --alpha-s and --beta-s-per-byte together",

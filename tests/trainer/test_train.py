@@ -120,7 +120,7 @@ def test_kill_and_resume_is_bit_exact(tmp_path):
 BAD = {
     "file": (["experiments/digit.py"], "did you mean 'digits.py'"),
     "run dir": ([DIGITS, "--run-dir", "README.md/run"], "the run directory cannot be used"),
-    "no file": ([], "name an experiment file"),
+    "no file": ([], "name an experiment first"),
     "field": ([DIGITS, "--optim.learning-rate", "1"], "did you mean 'optim.lr'"),
     "duration": ([DIGITS, "--train-for", "10 weeks"], "expected a number and a unit"),
     "scaling": ([DIGITS, "--rule.name", "subgd", "--optim.lr-for-batch", "32"], "optim.lr_for_batch: got 32"),
