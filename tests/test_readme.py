@@ -249,7 +249,7 @@ def test_links_lead_somewhere(page):
 
 OTHERS_FLAGS = {
     "mpirun": {"--bind-to", "--host", "--hostfile", "--map-by", "--mca", "--oversubscribe", "--with-ft"},
-    "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue", "--signal"},
+    "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue", "--signal", "--wait"},
     "uv": {"--extra", "--group", "--no-config", "--no-group", "--no-sync", "--refresh-package", "--with", "--wheel"}
     | {"--no-binary", "--no-cache-dir", "--reinstall-package", "--force-reinstall", "--no-deps"}
     | {"--build-constraint", "--build-constraints"},

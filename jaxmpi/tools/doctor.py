@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from jaxmpi.allreduce.api import exchange
+from jaxmpi.allreduce.host_engine import SOURCE
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes, processes, start_trouble
 from jaxmpi.comm.link_times import pings, trips
@@ -31,7 +32,7 @@ from jaxmpi.comm.mpi import is_cuda_aware, world
 from jaxmpi.comm.mpi_info import mpi_facts
 from jaxmpi.core.errors import UsageError
 from jaxmpi.recover.watchdog import watching
-from jaxmpi.runtime import compile_cache, failures, process, provenance
+from jaxmpi.runtime import failures, process, provenance
 
 LENGTHS = {1 << 10: 100, 1 << 20: 10}  # floats of an exchange: rounds
 PAIR_FLOATS = 1 << 17  # f64, to another rank and back
@@ -70,7 +71,6 @@ def collect_facts() -> dict[str, Any]:
         "devices": [f"{device.device_kind}" for device in jax.local_devices()],
         "gpus": process.visible_gpus(),
         "versions": provenance.versions(),
-        "c compiler": " ".join(compile_cache.compiler()),
     }
 
 
@@ -205,10 +205,11 @@ def suggest_for_host(host: str, ranks: Ranks, *, is_alone: bool) -> Iterator[str
         )
     if first["gpus"] and first["backend"] == "cpu" and os.environ.get("JAX_PLATFORMS", "") != "cpu":
         yield f"{host} has {len(first['gpus'])} GPUs, but JAX runs on its CPU: install jaxmpi[cuda]"
-    if not is_alone and first["backend"] == "cpu" and not first["c compiler"]:
+    if first["backend"] == "cpu" and first["c trouble"]:
         yield (
-            f"{host} has no C compiler on the path: a small call in a program takes 90 us more, through Python, and "
-            "exchanges between hosts are mpi4jax's, without overlap; install gcc, or name one by CC"
+            f"{host}: {first['c trouble']}: a small call in a program takes 90 us more, through Python, and exchanges "
+            "between hosts are mpi4jax's, without overlap; install gcc, name one by CC, or run once on a host with one "
+            "and the same ~/.cache"
         )
 
 
@@ -280,7 +281,7 @@ def examine() -> None:
     if control.size > 1:
         mpi["device pointers"] = "handed to MPI" if is_cuda_aware() else "copied through the host"
     trouble = start_trouble() if control.size == 1 else ""
-    ranks = control.allgather_object(collect_facts())
+    ranks = control.allgather_object(collect_facts() | {"c trouble": SOURCE.trouble() if control.size > 1 else ""})
     trips_s = [trip_s for trip_s, _ in pings(control)]
     with watching(control, STALL_S if isinstance(control, MpiProcesses) else 0, "abort"):
         failures.set_phase("self-test: messages between pairs of ranks")

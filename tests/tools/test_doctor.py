@@ -26,7 +26,7 @@ def rank(host: str = "a", cores: int = 8, mask: tuple[int, ...] = (0, 1), **more
         "devices": ["cpu"],
         "gpus": [],
         "versions": {"jax": "0.10.2"},
-        "c compiler": "/usr/bin/cc",
+        "c trouble": "",
     }
     return facts | more
 
@@ -40,9 +40,9 @@ ILLS = {
     "shared memory": ([rank() | {"shm free": 1 << 20}] * 2, MULTIPLE, "/dev/shm has 1 MiB free, expected 64"),
     "gpus": ([rank(gpus=["0", "1"])], MULTIPLE, "a has 2 GPUs, but JAX runs on its CPU"),
     "compiler": (
-        [rank(), rank() | {"c compiler": ""}, rank("b") | {"c compiler": ""}],
+        [rank(), rank() | {"c trouble": "no cc"}, rank("b") | {"c trouble": "no cc"}],
         MULTIPLE,
-        "b has no C compiler",
+        "b: no cc: a small call",
     ),
 }
 
