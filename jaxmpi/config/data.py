@@ -61,7 +61,8 @@ class Data:
     shuffle_period: int = 1  # partition: epochs between two shuffles over a group; 0 = after the first none
     # array: anything with __len__ and __getitem__ -> (image, label); grain: a MapDataset; mixture: parts and weights
     train: InPython[Any] = None
-    validation: InPython[Any] = None  # the same, for evaluation; several as a dict by name
+    # examples for evaluation, as `array` takes them, or the Data of another source; several as a dict by name
+    validation: InPython[Any] = None
     # (random generator, example as a dict of arrays) -> example, of each training example once it is cropped
     augment: InPython[Callable[[Any, dict[str, Any]], dict[str, Any]] | None] = None
 
@@ -104,6 +105,12 @@ class Data:
             raise UsageError(
                 f"data.group_size: got {self.group_size!r}; expected a number of workers, 0 for all of them, or auto"
             )
+        has_name = self.validation is None or is_several(self.validation, self.train)
+        if self.holdout and not (has_name and self.validation_split == "validation"):
+            raise UsageError(
+                f"data.holdout: got {self.holdout} beside data.validation or data.validation_split; give "
+                '--data.holdout 0, or further sets by name: Data(validation={"other": Data(...)})'
+            )
         validation_sets(self)  # says what is wrong with them
         area, (narrow, wide) = self.crop_area, self.crop_aspect
         if area and not (len(area) == 2 and 0 < area[0] <= area[1] <= 1):
@@ -130,8 +137,10 @@ def validation_sets(config: Data) -> dict[str, Data]:
         sets = {name: {"validation": examples} for name, examples in config.validation.items()}
     elif "," in config.validation_split:
         sets = {split: {"validation_split": split} for split in config.validation_split.split(",")}
-    if config.holdout or not sets:
+    if not sets:
         return {"eval_": config}
+    if config.holdout:
+        sets = {"holdout": {"validation": None}} | {name: part | {"holdout": 0.0} for name, part in sets.items()}
     named = {"eval_" + re.sub(r"[^\w-]+", "_", name) + "_": replace(config, **part) for name, part in sets.items()}
     if len(named) < len(sets):
         raise UsageError(f"data.validation: got {', '.join(sets)}; expected names that differ in letters and digits")

@@ -32,6 +32,7 @@ HELP = {"-h", "--help"}
 FROM_PYTHON = "from_python.py"  # experiment file of a run that jaxmpi.Trainer started in processes of its own
 MOST_CONFIG_BYTES = 1 << 24  # of a run's config.json that is plausible
 OF_ONE_RUN = {"run-dir", "resume", "from-start"}  # flags that `--from` does not take over
+OF_OBJECTS = ("array", "grain", "mixture")  # sources whose examples are Python objects
 PROGRAMS = ("collectives/", "functions/")  # begin the names of files that run without the trainer
 
 
@@ -64,6 +65,8 @@ def parse(argv: Sequence[str], tables: Mapping[str, Mapping[str, Any]] | None = 
         values = {"data.mean": (), "data.crop-area": ()} | values
     elif "data.mean" in values:
         values = {"data.mean-image": ""} | values
+    if base.data.source in OF_OBJECTS and values.get("data.source", base.data.source) not in OF_OBJECTS:
+        values = {"data.train": None, "data.validation": None} | values  # objects are the file's source's
     return flags.replace_fields(base, values), path
 
 

@@ -243,6 +243,13 @@ def check_with_data(plan: Plan) -> None:
         for feed in plan.validation.values():
             example, train_metrics = feed.example(), experiment.train_metrics
             check_task(plan.task, train, example, experiment.compute_dtype, train_metrics=train_metrics)
+    classes = tuple(getattr(plan.feed.source, "names", ()))
+    for feed in plan.validation.values():
+        if (names := tuple(getattr(feed.source, "names", ()))) and classes and names != classes:
+            raise UsageError(
+                f"data.validation: {feed.source.name}: got the classes {', '.join(names):.200}; expected those of "
+                f"training, {', '.join(classes):.200}: a label must mean the same in both"
+            )
     settings = {experiment.monitor: ("", "monitor_mode", experiment.monitor_mode)}  # by figure
     for callback in experiment.callbacks:
         if isinstance(callback, callbacks.Plateau) and callback.monitor != "eval_loss":  # which is the first set's

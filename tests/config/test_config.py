@@ -153,6 +153,14 @@ def test_a_mean_image_on_the_command_line_replaces_the_experiments_mean():
         assert (data.mean, data.std, data.mean_image) == (mean, (0.376,), flag)
 
 
+def test_another_source_on_the_command_line_leaves_the_objects_of_the_file_s_out(tmp_path):
+    file = tmp_path / "mine.py"
+    data = "Data('array', train=[1], validation=[2])"
+    file.write_text(f"from jaxmpi.config import Data, Experiment\nexperiment = Experiment(data={data})\n")
+    data = experiment_file.parse([str(file), "--data.source", "digits"])[0].data
+    assert (data.source, data.train, data.validation) == ("digits", None, None)
+
+
 OWN_RULE = '''
 import dataclasses
 from jaxmpi.config import Experiment, RuleConfig

@@ -123,7 +123,7 @@ REFUSED = {
         {"data": data(train=train, validation=only_first), "devices": 2},
         r"data\.validation\(1, 2\): got no examples; expected >= 1: give each worker some",
     ),
-    "part": ({"data": Data("mixture", train=PARTS)}, r"mixture: data\.validation: got an IterDataset"),
+    "part": ({"data": Data("mixture", train=PARTS)}, r"data\.validation: got an IterDataset"),
     "epochs": ({"train_for": "2ep"}, r"train_for: got 2ep with data\.train"),
     "evaluation": ({"eval_every": "1ep"}, "eval_every: got 1ep with"),
     "state": ({"data": data(train=NoState(), validation=held_out())}, r"data\.train: state: .*JSON"),

@@ -17,7 +17,7 @@ from jaxmpi.data.sampler import random_bits
 from jaxmpi.data.sources.base import Source, View, sha256
 from jaxmpi.data.sources.grain_datasets import is_stream
 
-STREAM = "mixture: data.{split}: got an IterDataset of Grain; expected parts with examples by index: take a MapDataset"
+STREAM = "data.{split}: got an IterDataset of Grain as a part; expected examples by index: take a MapDataset"
 FORM = "((Data(...), 3.0), (Data(...), 1.0)): a Data, or an object with __len__ and __getitem__, and its weight"
 
 
@@ -88,22 +88,22 @@ def split_by_weight(examples: int, weights: Sequence[float]) -> list[int]:
 
 
 def mixture(config: Data, split: str, open_source: Callable[[Data, str], Source]) -> Source:
-    """The parts of `data.train` by weight; held out is `data.validation`, or each part's validation, all of it once."""
+    """The parts of `data.train` by weight; held out is each part's validation, all of it once."""
     pairs = config.train
     is_form = isinstance(pairs, Sequence) and all(
         isinstance(pair, Sequence) and len(pair) == 2 and isinstance(pair[1], (int, float)) for pair in pairs
     )
     if not is_form or not pairs:
         raise UsageError(f"data.train: got {pairs!r:.80} for a mixture; expected {FORM}")
-
-    def open_part(part: Any, given_as: str) -> Source:
-        data = part if isinstance(part, Data) else Data("array", **{given_as: part})
-        if data.source == "grain" and is_stream(getattr(data, split)):
-            raise UsageError(STREAM.format(split=split))
-        return open_source(data, split)
-
-    if split == "validation" and config.validation is not None:
-        return open_part(config.validation, "validation")
-    sources = [open_part(part, "train") for part, _ in pairs]  # only a `Data` knows what is held out
+    parts = [as_data(part, "train", split) for part, _ in pairs]  # only a `Data` knows what is held out
+    sources = [open_source(part, split) for part in parts]
     weights = [weight for _, weight in pairs] if split == "train" else [len(source) for source in sources]
     return Mixture(sources, weights)
+
+
+def as_data(part: Any, field: str, split: str) -> Data:
+    """The settings of a part, which may be an object as for `array`, given as this field; a stream is refused."""
+    data = part if isinstance(part, Data) else Data("array", **{field: part})
+    if data.source == "grain" and is_stream(getattr(data, split)):
+        raise UsageError(STREAM.format(split=split))
+    return data

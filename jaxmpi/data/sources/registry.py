@@ -12,7 +12,7 @@ from jaxmpi.data.sources.batch_files import batchfiles
 from jaxmpi.data.sources.grain_datasets import grain
 from jaxmpi.data.sources.holdout import hold_out
 from jaxmpi.data.sources.image_folder import imagefolder
-from jaxmpi.data.sources.mixture import mixture
+from jaxmpi.data.sources.mixture import as_data, mixture
 from jaxmpi.data.sources.numpy_files import numpy_files
 from jaxmpi.data.sources.packed import packed
 from jaxmpi.data.sources.text import stdlib, text
@@ -26,6 +26,9 @@ def open_source(config: Data, split: str) -> Source:
     """The source that `data.source` names, of the split "train" or "validation"; refuse what is not there."""
     if split not in SPLITS:
         raise UsageError(f"split: got {split!r}; expected one of {', '.join(SPLITS)}")
+    given = config.validation if split == "validation" else None
+    if isinstance(given, Data) or (given is not None and config.source not in ("array", "grain")):
+        return open_source(as_data(given, "validation", split), split)
     source = lookup(SOURCES, config.source, "data source")(config, "train" if config.holdout else split)
     if getattr(source, "is_compressed", False) and config.channels not in MODES:
         raise UsageError(f"data.channels: got {config.channels}; expected {', '.join(map(str, MODES))}")
