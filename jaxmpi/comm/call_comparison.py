@@ -237,7 +237,7 @@ class CallComparison:
             shape: of the result, which has x's dtype.
             op: its place in OPS.
         """
-        self._bind(BEGIN, number, op=1)
+        self._bind(BEGIN, number, op=1, root=int(self._in_c))
         return self._bind(kind, number, op, root, [x], [jax.ShapeDtypeStruct(tuple(shape), x.dtype)])[0]
 
     def _bind(

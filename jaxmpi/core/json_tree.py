@@ -25,12 +25,17 @@ def parse_json(text: bytes | str, name: str | Path) -> Any:
         value = json.loads(text)
     except MALFORMED as error:
         raise UsageError(f"{name}: damaged, it is no JSON ({type(error).__name__}: {error})") from error
-    level = [value]
-    for _ in range(MOST_LEVELS):
-        parts = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, (dict, list)))
-        level = [node for part in parts for node in part]
-    check(not level, f"{name}: damaged, got JSON nested more than {MOST_LEVELS} levels deep")
+    check(depth(value) <= MOST_LEVELS, f"{name}: damaged, got JSON nested more than {MOST_LEVELS} levels deep")
     return value
+
+
+def depth(value: Any) -> int:
+    """How many lists and objects of a JSON value are within each other."""
+    levels, level = 0, [value]
+    while parts := [part for part in level if isinstance(part, (dict, list, tuple))]:
+        levels += 1
+        level = [node for part in parts for node in (part.values() if isinstance(part, dict) else part)]
+    return levels
 
 
 def read_json(path: Path, most_bytes: int, expected: str) -> Any:

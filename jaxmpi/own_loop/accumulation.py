@@ -12,9 +12,8 @@ from jax.core import Tracer
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.comm.base import Comm
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.core.pytrees import PyTree, cast_like, in_32_bits, named_leaves
-from jaxmpi.core.to_jax import check_not_float0
+from jaxmpi.core.to_jax import to_jax
 
 
 class Accumulated(NamedTuple):
@@ -68,11 +67,11 @@ def accumulate_gradients(
     def update(
         updates: PyTree, state: Accumulated, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, Accumulated]:
+        arrays = [
+            to_jax(f"accumulate_gradients: {name or '(the tree itself)'}", x) for name, x in named_leaves(updates)
+        ]
+        updates = jax.tree.unflatten(jax.tree.structure(updates), arrays)
         like = updates if params is None else params
-        for name, leaf in named_leaves(updates):
-            where = f"accumulate_gradients: {name or '(the tree itself)'}"
-            check_not_float0(where, leaf)
-            check_unmasked(where, leaf)
         added, weight = jax.tree.map(lambda x, total: x.astype(total.dtype), updates, state.total), None
         if weighted:
             this = _as_weight(extra_args.pop("weight", None))

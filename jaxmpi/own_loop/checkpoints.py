@@ -25,6 +25,7 @@ from jaxmpi.comm.base import Comm
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mpi import communicator, control_of
 from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.core.json_tree import depth
 from jaxmpi.core.pytrees import PyTree, as_given, check_arrays, has_ranks_own, path_name
 from jaxmpi.core.random_keys import is_key_data, packed, unpacked
 from jaxmpi.core.sharding import ElementSharding, TensorSharding
@@ -191,14 +192,22 @@ def _whole_number(step: Any) -> int | None:
 
 def _check_json(extra: Any) -> None:
     try:
-        json.dumps(extra)
+        text = json.dumps(extra)
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(
             f"jaxmpi.Checkpoints.save: extra: {error}; expected what JSON has: numbers of Python, as float(loss), "
             "strings, lists and dicts"
         ) from error
+    # `restore` would take what it does not read for damage.
+    levels = depth(extra)
+    if len(text) > EXTRA_BYTES or levels > EXTRA_LEVELS:
+        raise UsageError(
+            f"jaxmpi.Checkpoints.save: extra: got {len(text):,} bytes in {levels} levels; expected at most "
+            f"{EXTRA_BYTES:,} in {EXTRA_LEVELS}: put what is large into the tree"
+        )
 
 
+EXTRA_BYTES, EXTRA_LEVELS = 64 << 20, 60  # of `extra`
 OF_USER, CHUNKS, CUT, SHARDED = "of user", "chunks", "cut", "sharded"  # in a manifest's extra values
 
 

@@ -27,6 +27,7 @@ from jaxmpi.rules.base import Rule
 from jaxmpi.tasks.base import Task
 from jaxmpi.tasks.supervised import cast_floats
 
+MOST_UNROLLED = 8  # slices of a batch, each of which is compiled by itself
 FigureSums = dict[str, tuple[jax.Array, jax.Array]]  # name: sums over the examples, and what divides them
 
 
@@ -163,17 +164,26 @@ def local_gradients(
         def accumulate(carry: tuple, item: tuple) -> tuple[tuple, Metrics]:
             total, model_state = carry
             i, piece = item
-            grads, (model_state, metrics) = differentiate(params, model_state, piece, jax.random.fold_in(key, i))
+            key_of_slice = jax.random.fold_in(key, i)
+            grads, (model_state, metrics) = differentiate(after(params, total), model_state, piece, key_of_slice)
             return (jax.tree.map(jnp.add, total, in_32_bits(grads)), model_state), metrics
 
         start = (jax.tree.map(jnp.zeros_like, in_32_bits(params)), model_state)
-        (total, model_state), metrics = jax.lax.scan(
-            accumulate, start, (jnp.arange(size // micro_batch, dtype=jnp.int32), slices)
-        )
+        # XLA on CPUs runs convolutions in loops on one thread by slow code, which takes over ten times as long.
+        is_unrolled = jax.default_backend() == "cpu" and size // micro_batch <= MOST_UNROLLED
+        numbered = jnp.arange(size // micro_batch, dtype=jnp.int32), slices
+        (total, model_state), metrics = jax.lax.scan(accumulate, start, numbered, unroll=is_unrolled or 1)
         grads = cast_like(total, params)
         return grads, model_state, add_norms(grads, jax.tree.map(lambda x: x.sum(0), metrics))
 
     return gradients
+
+
+def after(params: PyTree, total: PyTree) -> PyTree:
+    """The params, computed from a total as well, so that XLA frees a slice's activations before the next slice's."""
+    firsts = [x.ravel()[0] for x in jax.tree.leaves(total) if x.size and jnp.issubdtype(x.dtype, jnp.inexact)]
+    one = jnp.where(jnp.isnan(sum(firsts)), jnp.nan, 1.0)
+    return jax.tree.map(lambda x: x * one.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x, params)
 
 
 def add_norms(grads: PyTree, metrics: Metrics) -> Metrics:

@@ -123,6 +123,22 @@ def test_a_rank_that_skipped_an_exchange_is_named_with_its_turn_at_the_next():
     assert "step 6" not in out
 
 
+SKIPS_A_SUM = """
+from jaxmpi import collectives
+f = jax.jit(lambda x, takes: jax.lax.cond(takes, lambda: collectives.allreduce(x), lambda: x))
+for step in range(9):
+    print("step", step, f(x, step != 3 + rank).sum().item(), flush=True)
+"""
+
+
+@pytest.mark.e2e
+def test_ranks_that_skip_a_collective_in_other_runs_are_named():
+    """The sum of each rank's third and the other's fourth array came out."""
+    out = out_of(SKIPS_A_SUM)
+    assert "at different turns" in out
+    assert "step 5" not in out
+
+
 @pytest.mark.e2e
 def test_a_rank_that_skipped_the_last_exchange_does_not_leave_the_other_waiting():
     assert "whose script has ended" in out_of(IF_FINITE.format(tx=SKIPS, odd=8), code=1)

@@ -93,6 +93,13 @@ def test_files_of_other_rows_and_those_that_are_cut_off_are_named(shards):
         opened(shards / "train")
 
 
+def test_a_set_of_numbered_files_is_complete(shards):
+    for name, number in (("a", 0), ("b", 2)):
+        (shards / "train" / f"{name}.npz").rename(shards / "train" / f"x-{number:05}-of-00003.npz")
+    with pytest.raises(UsageError, match=r"x-\*-of-3: got 2 files; expected 3, also number 1"):
+        opened(shards)
+
+
 def test_a_file_that_shrinks_while_it_is_read_is_named(shards):
     source = opened(shards)
     (shards / "train" / "b.npz").write_bytes(b"")

@@ -102,6 +102,13 @@ def test_many_batches_in_16_bits_are_accumulated_in_32(dtype, size, standard_pro
     assert -float(updates["w"]) == size
 
 
+def test_what_32_bits_cannot_hold_is_not_accumulated(standard_promotion, no_launcher):
+    tx, w = jaxmpi.accumulate_gradients(optax.sgd(1.0), 2), {"w": jnp.ones(1)}
+    with pytest.raises(UsageError, match="w: got 1e\\+300"):
+        tx.update({"w": np.full(1, 1e300)}, tx.init(w), w)
+    assert tx.update({"w": 0.5}, tx.init(w), w)[1].total["w"] == 0.5
+
+
 @pytest.mark.parametrize("every", [0, 2.5, True])
 def test_batches_to_accumulate_are_whole(every):
     with pytest.raises(UsageError, match="every: got"):

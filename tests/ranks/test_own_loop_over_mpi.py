@@ -3,6 +3,7 @@
 The tests are for any number of ranks, each of which knows what all hold.
 """
 
+import json
 import math
 import re
 import time
@@ -538,6 +539,11 @@ BAD_SAVES = {
     "a module's function": (tree_with(activation), jaxmpi.UsageError, "net/activation"),
     "one path twice": ({"shared": {"a/b": jnp.ones(2), "a\\": {"b": jnp.ones(2)}}}, jaxmpi.UsageError, "path"),
     "extra": ({"shared": {"w": jnp.ones(2)}, "extra": {"loss": jnp.ones(())}}, jaxmpi.UsageError, "extra"),
+    "deep extra": (
+        {"shared": {"w": jnp.ones(2)}, "extra": {"x": json.loads("[" * 61 + "]" * 61)}},
+        jaxmpi.UsageError,
+        "extra",
+    ),
     "complex NaN": ({"shared": {"w": jnp.array([complex(0, math.nan)])}}, jaxmpi.TrainingError, "w"),
 }
 

@@ -95,6 +95,21 @@ def test_micro_batches_add_up_to_the_whole_batch_exactly(micro_batch):
     assert int(state["calls"]) == 12 // micro_batch  # it did run piece by piece
 
 
+def test_micro_batches_are_in_memory_one_after_another():
+    """Also where they are unrolled: XLA's scheduler would mix them."""
+
+    def wide(params, model_state, image, key, train):
+        return jnp.sin(jnp.sin(image @ params["v"]) @ params["w"]), model_state
+
+    params, batch = {"v": jnp.ones((3, 256)), "w": jnp.ones((256, 256))}, integer_batch(2048)
+    temporary = []
+    for micro_batch in (0, 512):
+        run = jax.jit(step.local_gradients(forward(wide, integer_loss), micro_batch))
+        memory = run.lower(params, {}, batch, KEY, jnp.int32(0)).compile().memory_analysis()
+        temporary.append(memory.temp_size_in_bytes)
+    assert temporary[1] < 0.5 * temporary[0]
+
+
 def test_micro_batches_draw_different_random_numbers():
     def noisy(params, model_state, image, key, train):
         return image * params["w"][None] * jax.random.uniform(key), model_state

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import importlib
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -277,7 +278,20 @@ def split_files(config: Data, split: str, suffix: str) -> list[str]:
             f"--data.{split}-split"
         )
     check_plain_files(files, layout)
+    check_complete(files)
     return files
+
+
+def check_complete(files: Sequence[str]) -> None:
+    """Refuse a set of files named `<any>-00001-of-00003<any>` of which one is missing, as after a broken download."""
+    numbers: dict[tuple[str, int], set[int]] = {}
+    for file in files:
+        if found := re.search(r"^(.*)-(\d+)-of-(\d+)\b", file):
+            numbers.setdefault((found[1], int(found[3])), set()).add(int(found[2]))
+    for (name, count), there in numbers.items():
+        first = 1 if count in there else 0
+        if absent := sorted(set(range(first, first + count)) - there):
+            raise UsageError(f"{name}-*-of-{count}: got {len(there)} files; expected {count}, also number {absent[0]}")
 
 
 def file_state(path: str) -> tuple[int, int, int, int]:
