@@ -165,7 +165,7 @@ def local_gradients(
             total, model_state = carry
             i, piece = item
             key_of_slice = jax.random.fold_in(key, i)
-            grads, (model_state, metrics) = differentiate(after(params, total), model_state, piece, key_of_slice)
+            grads, (model_state, metrics) = differentiate(depend_on(params, total), model_state, piece, key_of_slice)
             return (jax.tree.map(jnp.add, total, in_32_bits(grads)), model_state), metrics
 
         start = (jax.tree.map(jnp.zeros_like, in_32_bits(params)), model_state)
@@ -179,7 +179,7 @@ def local_gradients(
     return gradients
 
 
-def after(params: PyTree, total: PyTree) -> PyTree:
+def depend_on(params: PyTree, total: PyTree) -> PyTree:
     """The params, computed from a total as well, so that XLA frees a slice's activations before the next slice's."""
     firsts = [x.ravel()[0] for x in jax.tree.leaves(total) if x.size and jnp.issubdtype(x.dtype, jnp.inexact)]
     one = jnp.where(jnp.isnan(sum(firsts)), jnp.nan, 1.0)
