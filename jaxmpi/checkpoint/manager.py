@@ -200,12 +200,13 @@ def total_bytes(states: Mapping[int, TrainState], replicated: bool, workers: int
     return common + workers * local
 
 
-def check_disk(folder: Path, needed_bytes: int, free_bytes: int) -> None:
-    """Refuse to start if the disk cannot hold two checkpoints."""
-    if free_bytes < 2 * needed_bytes:
+def check_disk(folder: Path, kept: int, needed_bytes: int, free_bytes: int) -> None:
+    """Refuse to start if the disk cannot hold the checkpoints that are kept, and one that is written."""
+    new = max(kept - len(manifests.complete_checkpoints(folder)), 0) + 1
+    if free_bytes < new * needed_bytes:
         raise UsageError(
-            f"{folder}: {free_bytes / 1e6:.0f} MB are free, two checkpoints take {2 * needed_bytes / 1e6:.0f} MB: "
-            "the last good one stays until the next is whole; make room, or name another --run-dir"
+            f"{folder}: {free_bytes / 1e6:.0f} MB are free, {new} checkpoints take {new * needed_bytes / 1e6:.0f} MB, "
+            "those kept and the next; make room, lower keep_checkpoints or keep_best, or name another --run-dir"
         )
 
 
