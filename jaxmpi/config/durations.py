@@ -16,7 +16,9 @@ def duration_seconds(duration: str) -> float | None:
     return float(match[1]) * _UNITS_S[match[2]] if match else None
 
 
-def duration_steps(duration: str, steps_per_epoch: int, effective_batch: int, total_steps: int = 0) -> int:
+def duration_steps(
+    duration: str, steps_per_epoch: int, effective_batch: int, total_steps: int = 0, name: str = "duration"
+) -> int:
     """A duration in steps, rounded; at least one if it is positive.
 
     Args:
@@ -24,6 +26,7 @@ def duration_steps(duration: str, steps_per_epoch: int, effective_batch: int, to
         steps_per_epoch: steps in one epoch, >= 1.
         effective_batch: examples of one step over all workers.
         total_steps: steps of the run; needed by `%` only.
+        name: of the field, for the error.
 
     Raises:
         UsageError: the text is no duration.
@@ -31,7 +34,7 @@ def duration_steps(duration: str, steps_per_epoch: int, effective_batch: int, to
     match = _DURATION.fullmatch(duration.replace(" ", ""))
     if match is None:
         raise UsageError(
-            f"got duration {duration!r}; expected a number and a unit: 90ep (epochs), 125st (steps), "
+            f"{name}: got {duration!r}; expected a number and a unit: 90ep (epochs), 125st (steps), "
             "20000ex (examples), 10% (of the run), or, of train_for and what is done every so often, 2h, 30min, 45s"
         )
     assert match is not None

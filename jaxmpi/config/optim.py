@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from jaxmpi.config.durations import duration_steps
 from jaxmpi.config.validate import InPython, check_fields
 from jaxmpi.core.errors import UsageError
 
@@ -88,6 +89,9 @@ class Schedule:
                 f"schedule.rate: got a {type(self.rate).__name__}; expected a function of the step that gives the "
                 "rate, such as an Optax schedule; a constant rate is optim.lr"
             )
+        for name, texts in (("boundaries", self.boundaries), ("span", [self.span]), ("warmup", [self.warmup])):
+            for text in texts:
+                duration_steps(text, 1, 1, 1, f"schedule.{name}")
         check_fields(self, "schedule.", factor="> 0", warmup_lr=">= 0", power="> 0", warmup_from="[0, 1], a share")
         if self.warmup_lr and self.warmup_from:
             raise UsageError(

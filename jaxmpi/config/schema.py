@@ -132,9 +132,9 @@ class Experiment:
         for name in ("train_for", "eval_every", "checkpoint_every", "replica_check_every", "log_every"):
             text = getattr(self, name)
             if isinstance(text, str) and duration_seconds(text) is None:
-                duration_steps(text, 1, 1, 1)
+                duration_steps(text, 1, 1, 1, name)
         if self.eval_for:
-            duration_steps(self.eval_for, 1, 1, 1)
+            duration_steps(self.eval_for, 1, 1, 1, "eval_for")
         if not ("%" not in self.train_for and float(re.sub(r"[^\d.]", "", self.train_for)) > 0):
             raise UsageError(f"train_for: got {self.train_for}; expected a duration > 0, as 10ep, 500st, 20000ex or 2h")
 

@@ -67,7 +67,8 @@ def hint(name: str, known: Mapping[str, Any]) -> str:
     by_lower = {other.lower(): other for other in known} | {
         other: field for other, field in ELSEWHERE.items() if field in known
     }
-    close = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.4)
+    swapped = [other for other in by_lower if sorted(other) == sorted(name.lower())]  # two edits to difflib
+    close = swapped or difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.4)
     return f"did you mean {by_lower[close[0]]!r}? " if close else ""
 
 

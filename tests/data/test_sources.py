@@ -195,7 +195,7 @@ class TestImageFolder:
         (folder / "validation" / "fox").mkdir()
         for data, named in (
             (Data(source="imagefolder"), "JAXMPI_DATA"),
-            (folder_data(Path("/nowhere")), "/nowhere/train"),
+            (folder_data(Path("/nowhere"), holdout=0.2), "no folder /nowhere; (?!.*holdout)"),
             (folder_data(folder, train_split="empty"), "empty"),
             (folder_data(folder / "train"), r"data\.holdout"),
             (folder_data(folder, channels=2), r"data\.channels: got 2"),

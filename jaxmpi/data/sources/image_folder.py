@@ -77,8 +77,10 @@ def imagefolder(config: Data, split: str) -> Source:
     root, train = os.path.join(base, split_name(config, split)), os.path.join(base, config.train_split)
     if config.holdout and not os.path.isdir(train) and os.path.isdir(base):
         root = train = base  # classes right below it
+    if not os.path.isdir(base):
+        raise UsageError(f"imagefolder: no folder {base}; expected {LAYOUT} with --data.dir DIR")
     if not os.path.isdir(root):
-        folders = ", ".join(_list_folders(base)[:8]) if os.path.isdir(base) else "it does not exist"
+        folders = ", ".join(_list_folders(base)[:8])
         raise UsageError(
             f"imagefolder: no folder {root}; expected {LAYOUT}. Folders in {base}: {folders or 'none'}. If these are "
             f"classes, give --data.holdout 0.2; if one is the split, name it with --data.{split}-split"
