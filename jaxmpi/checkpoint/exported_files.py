@@ -93,8 +93,11 @@ def to_safetensors(tree: PyTree, file: Path, step: int) -> None:
     leaves = dict(dotted(tree))
     metadata = {"step": str(step), "writer": "jaxmpi", "sha256": _digest_of(leaves, str(step))}
     with made_whole(file) as aside:
+        aside.touch()
+        mode = aside.stat().st_mode  # as the umask has it; the library's file is for this user alone
         try:
             save_file(leaves, aside, metadata=metadata)
+            aside.chmod(mode)
         except Exception as error:  # SafetensorError, which also stands for a full disk, derives from Exception alone
             raise OSError(f"{error!s:.400}") from error
 

@@ -58,6 +58,8 @@ def test_the_newest_one_of_a_step_and_the_best(finished):
 def test_a_file_holds_the_same_bits(tmp_path):
     file = tmp_path / "model.safetensors"
     exported_files.to_safetensors(TREE, file, 12)
+    (tmp_path / "other").touch()
+    assert file.stat().st_mode == (tmp_path / "other").stat().st_mode
     got = jaxmpi.load(file)
     assert got.step == 12
     for (name, one), (other_name, other) in zip(
