@@ -201,8 +201,12 @@ class Trials:
             with suppress(UsageError):  # as in `cached_seconds`
                 seconds[name] = self.warm(name)
         hopeful = [name for name in seconds if seconds[name] <= HOPELESS * min(seconds.values())]
-        count = min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / (sum(seconds[name] for name in hopeful) or 1))))
-        rounds = [{name: self.seconds(name) for name in hopeful} for _ in range(count if len(hopeful) > 1 else 1)]
+        rounds, begin = list[dict[str, float]](), time.perf_counter()
+        is_over = lambda: time.perf_counter() - begin > BUDGET_S  # noqa: E731
+        while len(rounds) < (ROUNDS[1] if len(hopeful) > 1 else 1):
+            rounds.append({name: self.seconds(name) for name in hopeful})
+            if len(rounds) >= ROUNDS[0] and from_rank_0(self.control, is_over):
+                break
         for name in hopeful:
             seconds[name] = sorted(each[name] for each in rounds)[len(rounds) // 4]
         least_s = min((seconds[name] for name in hopeful), default=0.0)

@@ -32,7 +32,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime import compile_cache, process
 from jaxmpi.runtime.provenance import versions
 
-BUDGET_S = seconds_from("JAXMPI_PROBE_S", 2)  # seconds in which candidates are timed by turns, about
+BUDGET_S = seconds_from("JAXMPI_PROBE_S", 2)  # seconds after which no other turn of the candidates begins
 PROBED = "shm", "asa", "ring", "ar", "hier-ring", "tree", "color4"  # strategies whose seconds a probe has
 SHORT = 1 << 12  # floats a worker, of the shorter vector that strategies are timed with
 LONGEST = 1 << 22  # floats of the longer one at most

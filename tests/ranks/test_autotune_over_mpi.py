@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import tempfile
+import time
 from pathlib import Path
 
 import jax
@@ -135,6 +136,20 @@ def test_the_fastest_is_found_while_others_compute(cache, monkeypatch):
         autotune.Trials, "seconds", lambda _, name: came[name].pop(0) if len(came[name]) > 1 else came[name][0]
     )
     assert autotune.choose(workers(), SIZES).strategy == "shm:32"
+
+
+def test_timing_by_turns_ends_after_its_time_if_exchanges_have_become_longer(cache, monkeypatch):
+    calls = []
+
+    def seconds(_, name):
+        calls.append(name)
+        time.sleep(0.05 * (calls.count(name) > 1 + autotune.WARM))
+        return 1e-3
+
+    monkeypatch.setattr(autotune, "BUDGET_S", 0.1)
+    monkeypatch.setattr(autotune.Trials, "seconds", seconds)
+    autotune.choose(workers(), SIZES)
+    assert calls.count(calls[0]) == 1 + autotune.WARM + autotune.ROUNDS[0]
 
 
 @pytest.mark.slow  # compiles at several lengths
