@@ -7,7 +7,7 @@ a step whatever the rule.
 
 import contextlib
 from collections.abc import Generator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -101,10 +101,12 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
                 at.close()
                 at.enter_context(phase("compiling and making the first step"))
             failures.set_phase(f"step {step}", failures.LONG if step == first else 1.0)
+            compiled_before = len(compilations())
             state, batch = before_step(callbacks, step, state, batch, coordinator.is_asynchronous)
             state, metrics = coordinator.update(step, state, batch)
             call("after_dispatch", step, state)
-            timer.started(next(iter(jax.tree.leaves(state.params)), state.step), compiled=step == first)
+            is_compiled = step == first or len(compilations()) > compiled_before
+            timer.started(next(iter(jax.tree.leaves(state.params)), state.step), compiled=is_compiled)
             state, progress = coordinator.after_step(step, state, metrics)
             do_due(coordinator, progress.step, progress.due, state)
             at.close()
@@ -113,6 +115,19 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
     figures = coordinator.finish(state)
     call("at_end", figures)
     return figures
+
+
+@cache
+def compilations() -> list[float]:
+    """Seconds of each program that this process compiles from the first call on: of some rules not all at step 1."""
+    durations: list[float] = []
+
+    def note(event: str, duration_s: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            durations.append(duration_s)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    return durations
 
 
 def do_due(coordinator: Coordinator, step: int, due: DueEvents, state: TrainState) -> None:

@@ -1,9 +1,12 @@
 """When events of a run are due: in lock step, and if progress jumps."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmpi.trainer.loop import compilations
 from jaxmpi.trainer.timetable import Clock, DueEvents, Timetable, timed_events
 from launching import train
 from runs import record
@@ -78,3 +81,11 @@ def test_a_run_by_the_clock_ends_saved_and_goes_on_if_it_gets_more_time(tmp_path
 def test_a_run_of_unknown_steps_is_refused_where_they_are_needed(given, tmp_path):
     fields = ("experiments/digits.py", "--train-for", "30min", "--run-dir", str(tmp_path / "run"))
     assert train(1, *fields, *given).code == 2
+
+
+def test_compilations_are_told_from_calls_of_what_is_compiled():
+    program, counts = jax.jit(lambda x: 3 * x + 1), []
+    for _ in range(3):
+        counts.append(len(compilations()))
+        program(jnp.float32(1))
+    assert counts[0] < counts[1] == counts[2]
