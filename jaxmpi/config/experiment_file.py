@@ -65,6 +65,8 @@ def parse(argv: Sequence[str], tables: Mapping[str, Mapping[str, Any]] | None = 
         values = {"data.mean": (), "data.crop-area": ()} | values
     elif "data.mean" in values:
         values = {"data.mean-image": ""} | values
+    if "data.validation-split" in values:
+        values = {"data.holdout": 0.0} | values
     if base.data.source in OF_OBJECTS and values.get("data.source", base.data.source) not in OF_OBJECTS:
         values = {"data.train": None, "data.validation": None} | values  # objects are the file's source's
     return flags.replace_fields(base, values), path

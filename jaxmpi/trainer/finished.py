@@ -225,15 +225,29 @@ def open_named(options: argparse.Namespace) -> Finished:
 def experiment_of(run_dir: Path, argv: Sequence[str], named: str = "") -> Experiment:
     """A run's experiment, from config.json or a named file, with `argv` applied.
 
-    The file that config.json names is executed as `experiment_file.command_of` allows.
+    Examples that `argv` names are evaluated whole, in place of the run's hold-out and validation sets by name. The file
+    that config.json names is executed as `experiment_file.command_of` allows.
     """
-    if not named:
-        return experiment_file.parse([*experiment_file.command_of(run_dir), *argv])[0]
-    experiment = experiment_file.parse([named, *argv])[0]
-    saved = experiment_file.read_config(run_dir)["experiment"]
-    refuse_other_inputs(named, saved, json.loads(json.dumps(flags.to_json(experiment))))
+    given_flags = {name for name, _ in flags.words_by_flag(argv)}
+    has_other_data = bool(given_flags & {"data.source", "data.name", *OF_FOLDERS})
+    if has_other_data and "data.holdout" not in given_flags:
+        argv = [*argv, "--data.holdout", "0"]
+    experiment = experiment_file.parse([*([named] if named else experiment_file.command_of(run_dir)), *argv])[0]
+    if (unread := given_flags & OF_FOLDERS) and experiment.data.source in WITHOUT_FOLDER:
+        raise UsageError(
+            f"{min(unread).replace('-', '_')}: got it with data.source {experiment.data.source}, which has no folder; "
+            "name one that does, such as --data.source imagefolder"
+        )
+    if named:
+        saved = experiment_file.read_config(run_dir)["experiment"]
+        refuse_other_inputs(named, saved, json.loads(json.dumps(flags.to_json(experiment))))
+    if has_other_data:
+        experiment = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, validation=None))
     return experiment
 
+
+OF_FOLDERS = {"data.dir", "data.validation-split"}  # flags
+WITHOUT_FOLDER = (*experiment_file.OF_OBJECTS, "digits", "animals", "synthetic", "stdlib")
 
 # Fields by which the outputs for one example differ, though params fit.
 INPUTS = ("model", "task", "compute_dtype", "data.mean", "data.std", "data.mean_image", "data.resize", "data.crop")

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 import jaxmpi
-from jaxmpi.config import Data, Experiment, experiment_file
+from jaxmpi.config import Data, Experiment, experiment_file, flags
 from jaxmpi.core.errors import UsageError
 from jaxmpi.tools import cli
 from jaxmpi.trainer import finished, main
@@ -207,6 +207,7 @@ REFUSED = {
     "step": (["{run}", "--step", "5"], "run: step: got 5; there are 6: name one of them"),
     "workers": (["{run}", "-n", "2"], "got -n; several workers are started by a launcher: mpirun -n 8 jaxmpi evaluate"),
     "field": (["{run}", "--data.dirr", "x"], "unknown field --data.dirr"),
+    "no folder": (["{run}", "--data.dir", "x"], r"data\.dir: got .* digits, which has no folder"),
 }
 
 
@@ -214,6 +215,30 @@ REFUSED = {
 def test_what_cannot_be_evaluated_is_named(argv, match, digits_run):
     with pytest.raises(UsageError, match=match):
         cli.run(["evaluate", *(word.format(run=digits_run[0]) for word in argv)])
+
+
+@pytest.mark.parametrize(
+    ("argv", "holdout"),
+    [
+        ([], 0.2),
+        (["--data.dir", "x"], 0.0),
+        (["--data.validation-split=noisy"], 0.0),
+        (["--data.dir", "x", "--data.holdout", "0.3"], 0.3),
+    ],
+)
+def test_examples_that_are_named_are_evaluated_whole(argv, holdout, tmp_path):
+    line = ["train", "digits", "--data.source", "numpy", "--data.dir", "own", "--data.holdout", "0.2"]
+    (tmp_path / "config.json").write_text(json.dumps({"command": line, "experiment": {}}))
+    assert finished.experiment_of(tmp_path, argv).data.holdout == holdout
+
+
+def test_examples_that_are_named_take_the_place_of_sets_by_name(tmp_path):
+    file, data = tmp_path / "mine.py", "Data('numpy', dir='own', validation={'noisy': Data('numpy', dir='noisy')})"
+    file.write_text(f"from jaxmpi.config import Data, Experiment\nexperiment = Experiment(data={data})\n")
+    plain = flags.to_json(experiment_file.parse([str(file)])[0])
+    (tmp_path / "config.json").write_text(json.dumps({"command": ["train", str(file)], "experiment": plain}))
+    for argv, names in ([], {"noisy"}), (["--data.dir", "x"], set()):
+        assert {*(finished.experiment_of(tmp_path, argv, str(file)).data.validation or ())} == names
 
 
 CODE = """

@@ -81,9 +81,12 @@ def imagefolder(config: Data, split: str) -> Source:
         raise UsageError(f"imagefolder: no folder {base}; expected {LAYOUT} with --data.dir DIR")
     if not os.path.isdir(root):
         folders = ", ".join(_list_folders(base)[:8])
+        above, name = os.path.split(os.path.abspath(base))
+        is_alone = split == "validation" and not os.path.isdir(train)
+        whole = f", or for all of them --data.dir {above} --data.validation-split {name}" * is_alone
         raise UsageError(
             f"imagefolder: no folder {root}; expected {LAYOUT}. Folders in {base}: {folders or 'none'}. If these are "
-            f"classes, give --data.holdout 0.2; if one is the split, name it with --data.{split}-split"
+            f"classes, give --data.holdout 0.2{whole}; if one is the split, name it with --data.{split}-split"
         )
     classes = _list_folders(train if os.path.isdir(train) else root)
     if classes or split == "train":
