@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import jax
+import jax.monitoring
 
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.step_timing import StepTimer
@@ -122,9 +123,9 @@ def compilations() -> list[float]:
     """Seconds of each program that this process compiles from the first call on: of some rules not all at step 1."""
     durations: list[float] = []
 
-    def note(event: str, duration_s: float, **_: str | int) -> None:
+    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            durations.append(duration_s)
+            durations.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(note)
     return durations
