@@ -78,6 +78,7 @@ class MpiProcesses(SoloProcesses):
         # One host is one name and one memory, as MPI sees it: clones of a machine have one name.
         facts = self.allgather_object([socket.gethostname(), self._local.allgather(self.rank)[0], my_gpu()])
         names = [(host, first) for host, first, _ in facts]
+        watch().hosts = {rank: f" on {host}" for rank, (host, _) in enumerate(names)}
         self.hosts = tuple(sorted(set(names), key=names.index).index(name) for name in names)
         shared = collections.Counter((host, gpu) for host, _, gpu in facts if gpu)
         share_gpu(max(shared.values(), default=1))

@@ -160,6 +160,7 @@ class WaitMonitor:
 
     def __init__(self) -> None:
         self.has_ended = False  # the script
+        self.hosts: dict[int, str] = {}  # ` on HOST` by rank, once they are known
         self._registries: list[WaitRegistry] = []
         self._calls: dict[tuple[int, int, int], CallId] = {}  # by registry, way and rank: where it last said it waits
         self._places: dict[int, str] = {}  # by rank, where it said that it is
@@ -203,7 +204,8 @@ class WaitMonitor:
 
     def where(self, numbers: Sequence[int]) -> str:
         """Say where ranks are; empty if not yet asked."""
-        return "".join(f"; rank {rank} {self._places[rank]}" for rank in numbers[:NAMED] if rank in self._places)
+        named = [rank for rank in numbers[:NAMED] if rank in self._places]
+        return "".join(f"; rank {rank}{self.hosts.get(rank, '')} {self._places[rank]}" for rank in named)
 
     def _run(self) -> None:
         while not self._is_over.wait(LOOK_S):

@@ -43,7 +43,9 @@ TRACES = [
     HOST_GONE,
     KILLED,
     # Of an asynchronous rule: said by a rank that has noticed.
-    re.compile(r"error: (?P<words>rank (?P<rank>\d+), which keeps the (?:center|record), is gone)"),
+    re.compile(
+        r"error: (?P<words>rank (?P<rank>\d+)(?: on (?P<host>[^\s,]+))?, which keeps the (?:center|record), is gone)"
+    ),
     re.compile(
         r"^jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+)(?: \([^)]*\))?:\n"
         r"(?P<words>.*?)(?=^jaxmpi: |^-{20,}|^\[\S+:\d+\] \*\*\*|\Z)",  # start of Open MPI's notices

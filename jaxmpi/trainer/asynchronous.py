@@ -324,8 +324,9 @@ class AsyncLeader(AsyncCoordinator):
             staleness=self.workers.staleness,
             worker_steps=worker_steps,
         )
-        if alive < len(before.reports):
-            recorder.say(f"{len(before.reports) - alive} of {len(before.reports)} workers gone; the others go on")
+        if gone := sorted(before.reports.keys() - self.workers.reports.keys()):
+            names = ", ".join(f"rank {worker} on {self.run.hosts[worker]}" for worker in gone)
+            recorder.say(f"{len(gone)} of {len(before.reports)} workers gone, {names}; the others go on")
 
     def complete_run(self, state: TrainState) -> dict[str, float]:
         """Wait for all last exchanges; make the last evaluation and checkpoint; let all go."""

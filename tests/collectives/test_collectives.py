@@ -31,7 +31,7 @@ ROOTS = (
     "f, g, a = (jax.jit(each) for each in (lambda x: mpi.bcast(x, 0), lambda x: mpi.bcast(x, 1), mpi.allreduce))\n"
     "f(x), g(x), a(x).block_until_ready()\n"
 )
-AT = r".*; rank {} is at <string>:"  # where the rank that is waited for is instead
+AT = r".*; rank {} on \S+ is at <string>:"  # where the rank that is waited for is instead
 DIFFER = r"rank 0 to 'exchange \d of the job \(bcast\(float32\[3\], root=0\).*rank 1 to '.*{}"
 ENDED = "for rank {}, whose script has ended"
 NOT_RECEIVED = r"rank 0: a message of float32\[3\], sent at <string>:\d+: rank 1 has not received it"

@@ -46,8 +46,8 @@ ENDINGS = {
     ),
     "srun": ("srun: error: node01: task 2: Killed\n", Culprit("2", "node01", "Killed")),
     "center": (
-        "jaxmpi: rank 1/3 on vm (step 5):\nerror: rank 0, which keeps the center, is gone; go on\n",
-        Culprit("0", "", "rank 0, which keeps the center, is gone"),
+        "jaxmpi: rank 1/3 on vm (step 5):\nerror: rank 0 on a, which keeps the center, is gone; go on\n",
+        Culprit("0", "a", "rank 0 on a, which keeps the center, is gone"),
     ),
     "nobody": ("a warning\n", None),
 }

@@ -49,7 +49,7 @@ def test_center_and_workers_keep_their_sum(servers, wire):
     w = np.random.default_rng(RANK).standard_normal(N).astype(np.float32) * (workers > RANK)
     before, seen = total(w), np.zeros(N, np.float32)
     if workers > RANK:
-        client = CenterClient(mpi, layout, [where], 0 if RANK else workers)
+        client = CenterClient(mpi, layout, {where: "a"}, 0 if RANK else workers)
         for _ in range(ROUNDS):
             exchange = client.exchange(w)
             assert exchange.sent_bytes >= host_wire(layout.wire).size_bytes(N)

@@ -6,6 +6,7 @@ The tests are for any number of ranks, each of which knows what all hold.
 import json
 import math
 import re
+import socket
 import time
 from fractions import Fraction
 from functools import partial
@@ -208,8 +209,9 @@ def test_keys_differ_and_rank_0_alone_acts(capsys):
 def test_a_rank_that_is_waited_for_is_named_with_its_line(monkeypatch, capfd):
     monkeypatch.setattr(diagnosis, "SAID_AFTER_S", 0.6)
     waits, last, said, deadline_s = COMM.processes.waits, SIZE - 1, "", time.monotonic() + 60
+    host = socket.gethostname()
     line = r"test_own_loop_over_mpi.py:\d+ in test_a_rank_that_is_waited_for_is_named_with_its_line"
-    late = f"waits in a call for rank {last}, for 0.6 s now; all ranks must call it as often; rank {last}"
+    late = f"waits in a call for rank {last}, for 0.6 s now; all ranks must call it as often; rank {last} on {host}"
     if RANK != last:
         with waits.waiting(diagnosis.BESIDE, "a call"):
             while late not in said and time.monotonic() < deadline_s:

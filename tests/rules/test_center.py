@@ -259,7 +259,7 @@ def serve(progress: GlobalProgress, wire: str = "32") -> CenterServer:
 
 def client(server: CenterServer, rank: int = 0, workers: int = 0, **line: Any) -> CenterClient:
     mpi = Line(server, rank, **line)
-    return CenterClient(mpi, CenterLayout(N, 1, "32"), [0], workers)
+    return CenterClient(mpi, CenterLayout(N, 1, "32"), {0: "a"}, workers)
 
 
 def test_worker_0_alone_is_told_of_all_workers():

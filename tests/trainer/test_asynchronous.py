@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -171,14 +172,15 @@ class Fault(NamedTuple):
     message: str
 
 
+HOST = socket.gethostname()
 FAULTS = {
-    "worker": Fault(RULES["easgd"], 3, 2, 0, "finished with 2 of 3 workers"),
+    "worker": Fault(RULES["easgd"], 3, 2, 0, "1 of 3 workers gone, rank 2 on "),
     "worker-with-servers": Fault(RULES["easgd-servers"], 4, 1, 0, "finished with 2 of 3 workers"),
     "worker-asgd": Fault((*RULES["asgd"],), 3, 1, 0, "finished with 2 of 3 workers"),
     "worker-gosgd": Fault(RULES["gosgd"], 3, 2, 0, "finished with 2 of 3 workers"),
-    "server": Fault(RULES["easgd-servers"], 4, 3, 1, "rank 3, which keeps the center, is gone"),
+    "server": Fault(RULES["easgd-servers"], 4, 3, 1, f"rank 3 on {HOST}, which keeps the center, is gone"),
     "worker-0": Fault(RULES["easgd-servers"], 4, 0, 1, "rank 0, which keeps the record, is gone"),
-    "worker-0-and-center": Fault(RULES["easgd"], 3, 0, 1, "rank 0, which keeps the center, is gone"),
+    "worker-0-and-center": Fault(RULES["easgd"], 3, 0, 1, f"rank 0 on {HOST}, which keeps the center, is gone"),
 }
 QUICK_FAULTS = ("worker",)
 

@@ -9,7 +9,7 @@ import itertools
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -278,11 +278,11 @@ class CenterExchange:
 class CenterClient:
     """A worker's requests to all servers, each to its end."""
 
-    def __init__(self, mpi: Any, layout: CenterLayout, servers: Sequence[int], workers: int = 0) -> None:
+    def __init__(self, mpi: Any, layout: CenterLayout, servers: Mapping[int, str], workers: int = 0) -> None:
         """Use the servers' communicator.
 
         Args:
-            servers: their ranks.
+            servers: their hosts by rank.
             workers: of the job, at worker 0, who is told of all.
         """
         self.mpi, self.layout, self.servers, self.workers = mpi, layout, servers, workers
@@ -325,5 +325,6 @@ class CenterClient:
                         )
         except RankLost as lost:
             raise TrainingError(
-                f"rank {lost.rank}, which keeps the center, is gone; go on from the last checkpoint with --resume"
+                f"rank {lost.rank} on {self.servers[lost.rank]}, which keeps the center, is gone; go on from the last "
+                "checkpoint with --resume"
             ) from lost

@@ -341,7 +341,8 @@ def take_part(
         server = CenterServer(to_center, layout, rank - first, shard, rule.apply, size, all_progress)
         serve = partial(server.run, partial(monitor.look, server))
     if rank < size:
-        client = CenterClient(to_center, layout, range(first, first + servers), 0 if rank else size)
+        hosts = {server: monitor.hosts[server] for server in range(first, first + servers)}
+        client = CenterClient(to_center, layout, hosts, 0 if rank else size)
         body_bytes = host_wire(wire).size_bytes(n)
         thread = GossipThread(between_workers, rank, size, body_bytes) if rule.is_gossip else None
         worker = AsyncWorker(rank, size, rule, start, client, tau=config.tau, wire=wire, gossip_thread=thread)
