@@ -165,7 +165,7 @@ def test_pack_and_check_digits(tmp_path, capsys):
         (["pack", "digits", "{}", "--quality", "101"], "--quality"),
         (["pack", "digits", "{}", "--threads", "0"], "--threads"),
         *((["pack", "digits", "{}", "--shard-mb", mb], "--shard-mb") for mb in ("nan", "inf", "0")),
-        (["pack", "{}/none", "{}"], "none/train.* --train-split"),
+        (["pack", "{}/none", "{}"], "no folder .*none.* --dir"),
         (["pack", "{}", "{}", "--source", "tfds"], r"data\.name"),
     ],
 )
