@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.comm.base import Comm, SoloComm
@@ -134,8 +135,7 @@ def put(states: dict[int, TrainState], workers: Workers) -> TrainState:
     for _ in range(len(remaining[0])):
         rows = [rest.pop() for rest in remaining]
         if workers.mesh is None:
-            # `jnp.array` would compile a program for each shape.
-            leaf = jax.device_put(rows[0], jax.local_devices()[0], may_alias=False)
+            leaf = jax.device_put(jnp.array(rows[0]), jax.local_devices()[0])  # a copy, which a step can take over
         else:
             leaf = shard_rows(rows, workers.mesh)
         leaves.append(jax.block_until_ready(leaf))
