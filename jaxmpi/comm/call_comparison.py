@@ -38,8 +38,8 @@ from jaxmpi.runtime.process import launched_workers
 
 # ---------------------------------------------------------------- the C half
 
-KINDS = BEGIN, END, *OPERATIONS = (
-    *("begin", "end", "allreduce", "reduce", "scan", "bcast", "allgather", "gather", "scatter", "alltoall"),
+KINDS = BEGIN, END, RUN, *OPERATIONS = (
+    *("begin", "end", "run", "allreduce", "reduce", "scan", "bcast", "allgather", "gather", "scatter", "alltoall"),
 )
 OPS = "SUM", "PROD", "MAX", "MIN", "BAND", "BOR", "BXOR"
 FUNCTIONS = "Send", "Recv", "Iprobe", "Reduce_local"  # in the order of `struct setup`
@@ -63,7 +63,7 @@ SOURCE = c_handlers.CSource(
     TURN_BIT=TURN_BIT,
     MOST_TURNS=MOST_TURNS,
     MOST_PASSED=1 << 20,  # runs of an executable between two exchanges; ids of two executables are further apart
-    NUMBERS_WITH_TURNS=256,  # exchanges whose turns are kept
+    NUMBERS_WITH_TURNS=1 << 12,  # exchanges whose turns are kept
 )
 _call_p = SOURCE.primitive()
 Differs = ctypes.CFUNCTYPE(None, c_int32, POINTER(c_int32))
@@ -247,7 +247,9 @@ class CallComparison:
         if kind in (BEGIN, END) and not self._in_c and SOURCE.unavailable_reason():
             return host_callbacks.call(self._names[kind == END], [], [], effect=effect, number=number)
         words = (self._index, number, KINDS.index(kind), op, root)
-        return _call_p.bind(*operands, results=c_handlers.shaped(*results), effect=effect, words=words)
+        in_main = (self._index, number, KINDS.index(RUN), 0, 0) if kind == BEGIN and root else ()
+        results = c_handlers.shaped(*results)
+        return _call_p.bind(*operands, results=results, effect=effect, words=words, words_in_main=in_main)
 
     # ------------------------------------------------------------ outside, of the program that runs
 

@@ -1,8 +1,9 @@
 /* The comparison of programs' calls, and collectives through shared memory, as a handler that XLA calls.
 
    `call_comparison.py` compiles this file for the MPI and the XLA that the process has, fills in `struct setup`, and says what
-   is compared and why. There are three kinds of calls:
+   is compared and why. There are four kinds of calls:
 
+   - RUN, at the top of a program: note the first run of a program that has the exchange;
    - BEGIN, first in an exchange: take this process's turn, and publish the number of the call;
    - an operation on an array through shared memory (`compiled_slots.h`), which is its own END;
    - END: compare the numbers that the other ranks have published, and give the turn away.
@@ -15,7 +16,8 @@
    A rank may skip an exchange, as in a `lax.cond` that only some ranks take. At the next one its number is the same as
    the others' though they are a step behind. So an exchange also has a turn: how often its program has run, modulo
    MOST_TURNS, in the upper bits of the number. XLA counts the runs: a run's id is one more than that of the run before of
-   the same executable, and those of two executables are far apart.
+   the same executable, and those of two executables are far apart. A branch may skip the exchange in the program's first
+   run, too: RUN is outside of all branches.
 
    Nothing here needs Python unless ranks differ or MPI fails. */
 
@@ -146,23 +148,38 @@ static void publish(struct comparison *c) {
   atomic_store_explicit(place(c, c->mpi.rank), c->held, memory_order_release);
 }
 
-/* The number with its turn. A run of another executable with this exchange counts as the next. */
-static int32_t with_turn(struct comparison *c, int32_t number, XLA_FFI_CallFrame *frame) {
-  struct turn *t = &c->turns[number % NUMBERS_WITH_TURNS];
+static int32_t id_of_run(XLA_FFI_CallFrame *frame) {
   XLA_FFI_RunId_Get_Args args = {XLA_FFI_RunId_Get_Args_STRUCT_SIZE, NULL, frame->ctx, 0};
   frame->api->XLA_FFI_RunId_Get(&args);
-  uint32_t passed = (uint32_t)args.run_id - (uint32_t)t->run;
-  if (t->number != number) *t = (struct turn){.number = number, .turn = 1};
+  return (int32_t)args.run_id;
+}
+
+/* Count turns from this run on, unless they are counted. XLA may call it beside another program's exchange. */
+static void note_run(struct comparison *c, int32_t number, int32_t run) {
+  struct turn *t = &c->turns[number % NUMBERS_WITH_TURNS];
+  pthread_mutex_lock(&c->lock);
+  if (!t->number) *t = (struct turn){number, run, 1};
+  pthread_mutex_unlock(&c->lock);
+}
+
+/* The number with its turn. A run of another executable with this exchange counts as the next. */
+static int32_t with_turn(struct comparison *c, int32_t number, int32_t run) {
+  struct turn *t = &c->turns[number % NUMBERS_WITH_TURNS];
+  pthread_mutex_lock(&c->lock);
+  uint32_t passed = (uint32_t)run - (uint32_t)t->run;
+  if (t->number != number) *t = (struct turn){number, run, 1};
   else t->turn += passed < MOST_PASSED ? passed : 1; /* none in a loop of one run */
-  t->run = (int32_t)args.run_id;
-  return number | t->turn % MOST_TURNS << TURN_BIT;
+  t->run = run;
+  int32_t turn = t->turn % MOST_TURNS;
+  pthread_mutex_unlock(&c->lock);
+  return number | turn << TURN_BIT;
 }
 
 /* A frame if the number is sent with its turn. */
 static int begin(struct comparison *c, int32_t number, int is_published_later, XLA_FFI_CallFrame *frame) {
   struct setup *mpi = &c->mpi;
   take(c, number);
-  if (frame) number = with_turn(c, number, frame);
+  if (frame) number = with_turn(c, number, id_of_run(frame));
   int32_t count = (c->begun + 1u) & INT32_MAX; /* loops of hours come to 2^31 */
   c->begun = count;
   atomic_store_explicit(&c->held, (int64_t)number << 32 | (uint32_t)count, memory_order_release);
@@ -207,6 +224,10 @@ XLA_FFI_Error *jaxmpi_compiled_calls(XLA_FFI_CallFrame *frame) {
   if (!c) return error(frame, "jaxmpi: a program of another process, or of a communicator that was freed; compile it for this one");
   int code = 0;
   int kind = words[KIND];
+  if (kind == RUN) {
+    note_run(c, words[NUMBER], id_of_run(frame));
+    return NULL;
+  }
   if (kind == BEGIN) code = begin(c, words[NUMBER], words[IS_PUBLISHED_LATER], words[HAS_TURN] ? frame : NULL);
   else if (kind == END) code = compare(c);
   else code = through_slots(c, words, frame->args.args[0], frame->rets.rets[0]);

@@ -27,6 +27,7 @@ import ml_dtypes
 import numpy as np
 from jax._src import core, effects
 from jax.core import ShapedArray
+from jax.extend.mlir import ir
 from jax.interpreters import mlir, xla
 
 from jaxmpi.core.errors import TrainingError, UsageError, check, lookup
@@ -144,7 +145,8 @@ def handler_primitive(target: str, platforms: Sequence[str] = ("cpu",)) -> Any:
     """A JAX primitive that calls the FFI handler registered as `target`: operands -> results.
 
     Its parameters are `results`, of `ShapedArray`s; `effect`, which orders calls, as of `call`; and perhaps `in_place`,
-    pairs of operands and results that share a buffer, and for the handler `words`, i32, and `text`.
+    pairs of operands and results that share a buffer, and for the handler `words`, i32, and `text`. With `words_in_main`
+    a program also calls the handler with these words when it begins, whatever branch it takes.
     """
     made = jax.extend.core.Primitive(target)
     made.multiple_results = True
@@ -157,7 +159,14 @@ def handler_primitive(target: str, platforms: Sequence[str] = ("cpu",)) -> Any:
         words: tuple[int, ...] = (),
         in_place: tuple[tuple[int, int], ...] = (),
         text: str = "",
+        words_in_main: tuple[int, ...] = (),
     ) -> list:
+        if words_in_main:
+            operations = ctx.module_context.module.body.operations
+            [main] = [f for f in operations if ir.StringAttr(f.attributes["sym_name"]).value == "main"]
+            with ir.InsertionPoint.at_block_begin(main.regions[0].blocks[0]):
+                first = jax.ffi.ffi_lowering(target, has_side_effect=True)
+                first(ctx.replace(avals_in=[], avals_out=[]), words=np.array(words_in_main, np.int32))
         attributes: dict[str, Any] = {"words": np.array(words, np.int32)} if words else {}
         attributes |= {"text": text} if text else {}
         lowering = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=dict(in_place))
