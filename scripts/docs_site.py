@@ -100,31 +100,31 @@ MARKDOWN = re.compile(r"[&<>*`|\[\]\\{}]|__")
 
 
 def errors_page() -> str:
-    """All messages of the package's errors by file, from the calls that raise them."""
+    """All messages of the package's errors in the order of their first words, from the calls that raise them."""
     head = f"""# Errors
 
 *Look up: every message of an error, with the way out that it names, made from the source; {ANY} stands for a value.*
 
-Search this page, or the site, for some words of your message that are no values. Most errors are a
-`jaxmpi.UsageError`, which ranks mostly find before anything is lost. The others say so: a `TrainingError` ends the
+Messages are in the order of their first word that is no value: `{ANY}: got no folder` is found under G. Most errors are
+a `jaxmpi.UsageError`, which ranks mostly find before anything is lost. The others say so: a `TrainingError` ends the
 job, and an `AgreedError` is one that all ranks raise together and rank 0 prints. Limits of time are
 [environment variables](launching.md#what-a-process-sets); [failures](reliability.md) has what notices a dead or late
 rank, and [combining](combining.md) the messages of options that exclude each other.
 """
-    lines, package = [head], ROOT / "jaxmpi"
-    rooms: dict[str, list[Path]] = {}
-    for path in sorted(package.rglob("*.py")):
-        rooms.setdefault(path.relative_to(package).parts[0].removesuffix(".py"), []).append(path)
-    for room, paths in rooms.items():
-        rows_by_path = [(path, rows) for path in paths if (rows := messages(ast.parse(path.read_text())))]
-        lines += [f"## {room}\n"] * bool(rows_by_path)
-        for path, rows in rows_by_path:
-            lines += [f"### {MARKDOWN.sub(entity, str(path.relative_to(package)))}\n"]
-            for kind, text in rows:
-                name = "" if kind == "UsageError" else f"`{kind}`: "
-                lines.append(f"- {name}{MARKDOWN.sub(entity, text)}")
-            lines.append("")
-    return "\n".join([*lines, "**Next:** [options](options.md); [failures](reliability.md).\n"])
+    rows = {row for path in (ROOT / "jaxmpi").rglob("*.py") for row in messages(ast.parse(path.read_text()))}
+    lines, letter = [head], ""
+    for words, kind, text in sorted((first_words(text), kind, text) for kind, text in rows):
+        if words[0] != letter:
+            letter = words[0]
+            lines.append(f"\n## {letter.upper()}\n")
+        name = "" if kind == "UsageError" else f"`{kind}`: "
+        lines.append(f"- {name}{MARKDOWN.sub(entity, text)}")
+    return "\n".join([*lines, "\n**Next:** [options](options.md); [failures](reliability.md).\n"])
+
+
+def first_words(text: str) -> str:
+    """The message from its first letter on, in lower case: what it is looked up by."""
+    return re.sub(r"^[^a-z]+", "", text.lower())
 
 
 def entity(match: re.Match[str]) -> str:

@@ -1,5 +1,6 @@
 """The pages as a site: it builds, without warnings, and all pages are in it."""
 
+import html
 import re
 import subprocess
 import sys
@@ -30,6 +31,9 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert "--optim.lr" in (tmp_path / "site" / "options" / "index.html").read_text()
     errors = (tmp_path / "site" / "errors" / "index.html").read_text()
     assert "use exchange_gradients(" in errors  # of `allreduce/api.py`
+    rows = re.findall(r"^- (?:`\w+`: )?(.*)", html.unescape((tmp_path / "site" / "errors.md").read_text()), re.M)
+    words = [re.sub(r"^[^a-z]+", "", row.lower()) for row in rows]
+    assert words == sorted(words), "a message is not where its first word leads"
     way_in = (tmp_path / "site" / "way_in" / "index.html").read_text()
     [page, line] = re.findall(r'href="\.\./(source/jaxmpi/trainer/main\.py/)#([\w-]+)">', way_in)[0]
     assert f'id="{line}"' in (tmp_path / "site" / page / "index.html").read_text()
