@@ -5,7 +5,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -95,20 +95,13 @@ def whole_file(path: Path) -> Iterator[io.FileIO]:
 
 
 def write_whole(path: Path, raw: bytes) -> None:
-    """Write a run's file aside, then rename it: nobody reads a part.
+    """Write a run's file: nobody reads a part.
 
     Raises:
         TrainingError: it cannot be written, as on a full disk.
     """
-    aside = path.with_suffix(".tmp")
-    try:
-        with writing(path):
-            aside.write_bytes(raw)
-            aside.replace(path)
-    except TrainingError:
-        with suppress(OSError):
-            aside.unlink()
-        raise
+    with writing(path), whole_file(path) as file:
+        write_all(file, raw)
 
 
 @contextmanager
