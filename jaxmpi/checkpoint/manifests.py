@@ -146,6 +146,7 @@ _EXTRA: dict[str, Callable[[Any], bool]] = {  # checks of the values with which 
     "scaled_for": lambda got: _is_positive(got),
     "group_size": lambda got: _is_count(got),
     "monitor": lambda got: isinstance(got, str),
+    "class_names": lambda got: isinstance(got, list) and all(isinstance(name, str) for name in got),
     "tally": lambda got: isinstance(got, list) and all(type(n) is float and abs(n) < COUNT for n in got),
 }
 

@@ -98,7 +98,7 @@ class MemorySource(TableSource):
             )
         super().__init__(data)
         self.inner, self.data, n = inner, data, len(inner)
-        self.name, self.classes = inner.name, inner.classes
+        self.name, self.classes, self.names = inner.name, inner.classes, tuple(getattr(inner, "names", ()))
         self.is_compressed = getattr(inner, "encoded", None) is not None
         self.labels: np.ndarray = np.zeros(n, np.int32)
         self.lengths, self.is_corrupt = np.zeros(n, np.int64), np.zeros(n, bool)

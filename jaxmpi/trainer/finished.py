@@ -68,6 +68,7 @@ class Finished:
     model_state: PyTree
     step: int
     whole_set: WholeSetFunction | None = None
+    class_names: Sequence[str] = ()  # those of training, if they are known
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate every example of the validation sets once, over all workers; all ranks call it.
@@ -78,6 +79,14 @@ class Finished:
             raise UsageError(
                 f"{self.feed.source.name}: got images without folders of classes; jaxmpi predict takes them"
             )
+        for feed in self.feeds.values():
+            names = getattr(feed.source, "names", ())
+            for label, (got, expected) in enumerate(zip(names, self.class_names, strict=False)):
+                if str(got) != expected:
+                    raise UsageError(
+                        f"{feed.source.name}: got {got} as class {label}; expected {expected}, as in training: a label "
+                        "must mean the same in both, so give all of training's classes a folder"
+                    )
         eval_step = partial(steps.eval_step, self.forward, with_outputs=bool(self.whole_set))
         evaluate_batch = partial(self.workers.comm.jit(eval_step), self.params, self.model_state)
         with contextlib.ExitStack() as pools:
@@ -144,9 +153,10 @@ def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = N
         if control.rank != 0:
             return []
         path = choose_checkpoint(run_dir, step, best)
-        return [str(path), read_manifest(path)["extra"].get("experiment", {}).get("the data.train.classes", 0)]
+        extra = read_manifest(path)["extra"]
+        return [str(path), extra.get("experiment", {}).get("the data.train.classes", 0), extra.get("class_names", [])]
 
-    path, classes = on_all_ranks(control, choose)[0]
+    path, classes, class_names = on_all_ranks(control, choose)[0]
     model = experiment.model
     if model is not None and classes and model.with_classes and classes != model.classes:
         experiment = dataclasses.replace(experiment, model=model.with_classes(classes))  # as training had it
@@ -176,6 +186,7 @@ def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = N
         model_state=model_state,
         step=at,
         whole_set=experiment.whole_set,
+        class_names=class_names,
     )
 
 

@@ -224,6 +224,7 @@ def run_facts(run: Run, step: int) -> dict[str, Any]:
     """JSON values that every checkpoint of a run keeps next to the state."""
     plan, exchange, sharding = run.plan, run.experiment.exchange, run.functions.rule.sharding
     kept = {"bucket_bytes": exchange.bucket_bytes, "overlap": exchange.overlap}
+    class_names = [*map(str, getattr(plan.feed.source, "names", ()))]
     return {
         "elapsed_s": run.recorder.elapsed_s(),
         "scaled_for": plan.scaled_for,
@@ -232,5 +233,6 @@ def run_facts(run: Run, step: int) -> dict[str, Any]:
         "monitor": f"{run.experiment.monitor_mode} {run.experiment.monitor}",
         **({"chunks": list(sharding.zero.shard_indices), "cut": sharding.zero.sharding.name} if sharding else {}),
         "settings": run_directory.settings(run.experiment),
+        **({"class_names": class_names} if class_names else {}),  # which `jaxmpi evaluate` compares with its data's
         "lr": plan.lr_of(step + 1),
     }

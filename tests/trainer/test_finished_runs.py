@@ -386,6 +386,11 @@ def test_predictions_of_other_folders_have_labels_and_names_of_classes_and_files
         assert out["label"].tolist() == [i for i in range(10) for _ in range(2)]
         assert out["class_names"].tolist() == classes
         assert out["file"][3] == str(tmp_path / "data" / "val" / "c1" / "1.png")
+    write_images(
+        tmp_path / "renamed" / "val", [f"{name.replace('c3', 'c33')}/{i}.png" for name in classes for i in range(2)]
+    )
+    with pytest.raises(UsageError, match="got c33 as class 3; expected c3"):
+        cli.run(["evaluate", *command, "--data.dir", str(tmp_path / "renamed")])
     images = write_images(tmp_path / "photos" / "new", [f"{i}.png" for i in range(5)])
     other = ["--data.dir", str(tmp_path / "photos"), "--data.validation-split", "new"]
     cli.run(["predict", *command[:1], str(tmp_path / "new.npz"), *command[1:], *other])
