@@ -250,7 +250,11 @@ def main(fd: int, parent: int, dies_with_thread: bool, number: int, board: tuple
         except GoneError:  # the job was closed meanwhile
             continue
         if answer is not None:
-            worker.send_bytes(answer_to_bytes(answer))
+            message = answer_to_bytes(answer)
+            try:
+                worker.send_bytes(message)
+            except OSError:  # the worker has closed its end meanwhile
+                os._exit(0)
 
 
 def ignore_signals() -> None:

@@ -6,10 +6,12 @@ import gc
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import jax
@@ -21,10 +23,11 @@ from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.core.shared_memory import Segment
 from jaxmpi.data import ArraySource, CorruptExample, Loader, LoaderPool, Sampler, open_source
 from jaxmpi.data.feed import open_feed
 from jaxmpi.data.loader_pool import make_pool, python_line
-from jaxmpi.data.loader_worker import SharedPickle
+from jaxmpi.data.loader_worker import BOARD, NO_SLOT, Make, SharedPickle
 from jaxmpi.launch.postmortem import children_of
 from jaxmpi.model.contract import Model
 from launching import ROOT, mpirun, mpirun_line, run, train, wait_until
@@ -287,6 +290,22 @@ def test_a_process_has_the_package_as_users_know_it_and_no_jax(tmp_path, monkeyp
     monkeypatch.setattr(sys, "path", ["", *others])
     out = subprocess.run(python_line("named", 1, "two"), capture_output=True, text=True, timeout=60)
     assert out.stdout == "UsageError 1 two set()\n", out.stderr
+
+
+def test_a_process_that_answers_a_worker_that_is_gone_ends_in_silence():
+    """The worker no longer reads, and the loader, which still reads, is the first to notice."""
+    worker_end, loader_end = socket.socketpair()
+    board = Segment(BOARD.itemsize)
+    line = python_line("jaxmpi.data.loader_worker", loader_end.fileno(), os.getpid(), False, 0, board.address)
+    with subprocess.Popen(line, pass_fds=[loader_end.fileno()], stderr=subprocess.PIPE, text=True) as process:
+        worker_end.shutdown(socket.SHUT_RD)
+        pipe = Connection(worker_end.detach())
+        pipe.send(Make(1, 1, NO_SLOT, 0, 0, 1, [0]))  # of no job: its answer says so
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    pipe.close()
+    loader_end.close()
 
 
 PARENT = """
