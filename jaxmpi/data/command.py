@@ -37,6 +37,7 @@ def pack_main(argv: list[str]) -> None:
     add("--columns", nargs=2, default=(), metavar=("IMAGE", "LABEL"), help="of tables: names of the two")
     add("--train-split", default="train", help="its name in SRC (default: train)")
     add("--validation-split", default="validation", help="its name in SRC; '' for none")
+    add("--holdout", type=float, default=0.0, help="share of the training examples to pack as validation split")
     add("--resize", type=int, default=default.resize, help="px: shorter side; 0 keeps size and bytes")
     add("--quality", type=int, default=default.quality, help="JPEG 1 to 100 (default: 90); 0: PNG")
     add("--shard-mb", type=float, default=1024, help="at which a shard ends (default: 1024)")
@@ -52,18 +53,16 @@ def pack_main(argv: list[str]) -> None:
         columns=tuple(options.columns),
         train_split=options.train_split,
         validation_split=options.validation_split,
+        holdout=options.holdout,
     )
     shard_bytes = max(int(options.shard_mb * 2**20), 1)
     packing = PackingOptions(options.resize, options.quality, shard_bytes, options.on_error)
     for split in ("train", "validation") if options.validation_split else ("train",):
         folder = options.dst / split
-        try:
+        with _own_flags():
             source = open_source(data, split)
             with _progress_bar(split, len(source)) as progress:
                 packed = pack(source, folder, packing, options.threads, progress)
-        except (CorruptExample, UsageError) as error:  # which name the trainer's flags
-            message = str(error).replace("data.on_error=skip", "--on-error skip, given with the same line,")
-            raise UsageError(message.replace("--data.", "--")) from error
         print(f"{folder}: {packed.records} records, {packed.size_bytes / 1e6:,.1f} MB, skipped {packed.skipped}")
 
 
@@ -143,8 +142,9 @@ def _own_flags() -> Iterator[None]:
     """Errors name the trainer's flags; these commands' have no `data.` in front."""
     try:
         yield
-    except UsageError as error:
-        raise UsageError(str(error).replace("--data.", "--")) from error
+    except (CorruptExample, UsageError) as error:
+        message = str(error).replace("data.on_error=skip", "--on-error skip, given with the same line,")
+        raise UsageError(message.replace("--data.dir DIR", "DIR as SRC").replace("--data.", "--")) from error
 
 
 def _parser(name: str, description: str, example: str) -> argparse.ArgumentParser:

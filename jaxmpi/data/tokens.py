@@ -152,7 +152,7 @@ def list_documents(config: Data, split: str, column: str) -> list[Part]:
 
 def read_lines(path: str, field: str) -> Iterator[tuple[str, bytes]]:
     """A field of each line of JSON."""
-    with open(path, "rb") as file:
+    with refusing_text("jsonl", path), open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}, line {number}"
             try:
@@ -166,7 +166,9 @@ def read_lines(path: str, field: str) -> Iterator[tuple[str, bytes]]:
 
 def read_column(table: Any, number: int, column: str) -> Iterator[tuple[str, bytes]]:
     """A column's texts in a batch of a table."""
-    for row, cell in enumerate(table.tables[number].column(column)):
+    with refusing_text(table.name, table.parts[number]):
+        cells = table.tables[number].column(column)
+    for row, cell in enumerate(cells):
         where, document = f"{table.parts[number]}[{row}]", cell.as_py()
         if not isinstance(document, str):
             raise UsageError(f"{where}: got {type(document).__name__}; expected a text: name the column with --column")

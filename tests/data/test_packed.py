@@ -26,6 +26,7 @@ from jaxmpi.data import ArraySource, CorruptExample, command, open_source, packi
 from jaxmpi.data.decode import encoded
 from jaxmpi.data.packing import PackingOptions
 from jaxmpi.data.sources.packed import INDEX, MANIFEST, ROW, PackedSource, shard_name
+from jaxmpi.data.sources.registry import SPLITS
 from launching import on_small_disk
 
 RNG = np.random.default_rng(0)
@@ -147,6 +148,11 @@ def test_pack_and_check_digits(tmp_path, capsys):
     assert all(np.array_equal(got[i][0], digits[i][0]) and got[i][1] == digits[i][1] for i in range(0, len(digits), 50))
     command.main(["check", str(tmp_path)])
     assert capsys.readouterr().out.count("all is well") == 2
+    command.main(["pack", "digits", str(tmp_path / "held"), "--quality", "0", "--holdout", "0.25"])
+    parts = [open_source(Data("packed", dir=str(tmp_path / "held"), channels=1), split) for split in SPLITS]
+    expected = [open_source(Data(holdout=0.25), split) for split in SPLITS]
+    assert [len(part) for part in parts] == [len(part) for part in expected]
+    assert all(part[3][1] == other[3][1] for part, other in zip(parts, expected, strict=True))
     shard = tmp_path / "train" / shard_name(1)
     flip(shard)
     with pytest.raises(SystemExit) as ended:
@@ -165,7 +171,7 @@ def test_pack_and_check_digits(tmp_path, capsys):
         (["pack", "digits", "{}", "--quality", "101"], "--quality"),
         (["pack", "digits", "{}", "--threads", "0"], "--threads"),
         *((["pack", "digits", "{}", "--shard-mb", mb], "--shard-mb") for mb in ("nan", "inf", "0")),
-        (["pack", "{}/none", "{}"], "no folder .*none.* --dir"),
+        (["pack", "{}/none", "{}"], "no folder .*none.* DIR as SRC"),
         (["pack", "{}", "{}", "--source", "tfds"], r"data\.name"),
     ],
 )

@@ -351,6 +351,16 @@ def test_words_of_lines_of_json_are_those_of_their_texts(tmp_path, capsys):
     assert "held-out" not in capsys.readouterr().out
 
 
+def test_a_damaged_parquet_file_is_named_and_not_the_file_of_tokens(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pyarrow.table({"text": ["one two"] * 3}), path, write_page_checksum=True, compression="none")
+    blob = path.read_bytes()
+    path.write_bytes(blob.replace(b"one two", b"one tvo", 1))
+    with pytest.raises(UsageError, match=rf"{path.name}.* cannot be read: .*{path}"):
+        write_tokens(Data("parquet", dir=str(tmp_path)), "train", tmp_path / "train.tokens")
+
+
 def test_tokens_without_a_validation_split_are_refused_before_any_are_written_and_held_out_in_training(tmp_path):
     write_documents(tmp_path / "text", "text")
     shutil.rmtree(tmp_path / "text" / "validation")
