@@ -49,12 +49,13 @@ def folder(tmp_path: Path, kind: str) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["../elsewhere.arrow", 3, None])
+@pytest.mark.parametrize("name", ["../elsewhere.arrow", 3, None, "twice"])
 def test_a_saved_data_set_that_names_other_files_is_refused(tmp_path, name):
     written(tmp_path, "huggingface")
     state = tmp_path / "train" / "state.json"
     fields = json.loads(state.read_text())
-    fields["_data_files"] = [] if name is None else [{"filename": name}]
+    there = fields["_data_files"]
+    fields["_data_files"] = {None: [], "twice": there * 2}.get(name, [{"filename": name}])
     state.write_text(json.dumps(fields))
     with pytest.raises(UsageError, match=str(tmp_path)):
         opened(tmp_path, "huggingface")
@@ -82,11 +83,12 @@ def test_columns_of_other_types_are_refused(tmp_path, kind, columns, said):
         ([[[1, 2], [3]]] * ROWS, UsageError, r"train.*\[1\]: column image: got lists of lengths \[1, 2\]"),
         ([b"\x89PNG"] * ROWS, CorruptExample, r"\[1\] \(example 1\) is corrupt"),
         ([{"bytes": None, "path": "a.png"}] * ROWS, UsageError, "column image: got an image without bytes"),
+        ([{"left": 1, "right": 2}] * ROWS, UsageError, r"train.*\[1\]: column image: got struct"),
     ],
-    ids=["uneven lists", "damaged", "a path"],
+    ids=["uneven lists", "damaged", "a path", "fields"],
 )
 def test_cells_that_cannot_be_are_named(tmp_path, kind, image, error, said):
-    if isinstance(image[0], dict):
+    if isinstance(image[0], dict) and "path" in image[0]:
         image = arrow.array(image, arrow.struct({"bytes": arrow.binary(), "path": arrow.string()}))
     written(tmp_path, kind, image=image)
     with pytest.raises(error, match=said):
@@ -115,6 +117,23 @@ def test_a_flipped_byte_of_a_page_names_the_file(tmp_path, compression):
     path.write_bytes(blob)
     with pytest.raises(UsageError, match=str(path)):
         opened(tmp_path, "parquet")
+
+
+@pytest.mark.parametrize("crc", [False, True])
+def test_any_flipped_byte_that_is_noticed_names_the_file(tmp_path, crc):
+    path = tmp_path / "train.parquet"
+    columns = arrow.table({"image": [[float(i)] * 3 for i in range(8)], "label": np.arange(8) % 3})
+    parquet.write_table(columns, path, row_group_size=4, write_page_checksum=crc)
+    blob = path.read_bytes()
+    for at in range(len(blob)):
+        path.write_bytes(blob[:at] + bytes([blob[at] ^ 255]) + blob[at + 1 :])
+        said = str(path)
+        try:
+            source = opened(tmp_path, "parquet")
+            [source[i] for i in range(len(source))]
+        except (OSError, UsageError) as error:
+            said = str(error)
+        assert str(path) in said, at
 
 
 @pytest.mark.parametrize("damage", ["cut between batches", "cut inside one", "hole", "no end"])

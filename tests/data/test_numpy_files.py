@@ -116,3 +116,9 @@ def test_of_compressed_training_only_labels_are_read_for_another_split(tmp_path,
     )
     assert opened(tmp_path, "validation").classes == 3
     assert read == ["image", "label", "label"]
+
+
+def test_a_folder_of_both_kinds_of_files_is_refused(shards):
+    np.save(shards / "train" / "image.npy", IMAGES)
+    with pytest.raises(UsageError, match=r"train: got a\.npz and image\.npy"):
+        opened(shards)

@@ -159,3 +159,22 @@ def test_a_loader_process_reads_it_without_jax(written):
     command = [sys.executable, "-c", code, str(Path(jaxmpi.__file__).parent)]
     ended = subprocess.run(command, input=opened, capture_output=True, check=True)
     assert ended.stdout.decode().strip() == f"{PIXELS[0].sum()} []"
+
+
+@pytest.mark.parametrize("name", ["npz", "parquet", "webdataset"])
+@pytest.mark.parametrize("beside", ["train", "train-1"])
+def test_two_layouts_of_a_split_are_refused(tmp_path, name, beside):
+    source, write, columns = FORMATS[name]
+    write(tmp_path)
+    [first, *_] = sorted(tmp_path.rglob("*train*/*" if name == "npz" else "train*"))
+    inner = tmp_path / "train" / f"0{first.suffix}"
+    outer = tmp_path / f"{beside}{first.suffix}"
+    inner.parent.mkdir(exist_ok=True)
+    inner.write_bytes(blob := first.read_bytes())
+    for path in tmp_path.glob(f"train*{first.suffix}"):
+        path.unlink()
+    outer.write_bytes(blob)
+    with pytest.raises(UsageError, match=f"got {inner} and {outer}"):
+        open_source(Data(source, dir=str(tmp_path), columns=columns[:2]), "train")
+    outer.unlink()
+    assert len(open_source(Data(source, dir=str(tmp_path), columns=columns[:2]), "train")) > 0

@@ -111,7 +111,7 @@ def _read_row_group(groups: Sequence[tuple[str, int]], columns: Sequence[str], n
 @contextlib.contextmanager
 def _open_parquet(path: str) -> Iterator[Any]:
     pyarrow = base.import_package("parquet", "parquet", "pyarrow", "pyarrow.parquet")
-    with base.refusing(path, "a Parquet file", pyarrow.ArrowException):
+    with base.refusing(path, "a Parquet file", pyarrow.ArrowException, UnicodeDecodeError):  # of a column's name
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
             yield file
 
@@ -127,7 +127,7 @@ class HuggingFaceSource(ArrowSource):
         pyarrow = base.import_package("huggingface", "huggingface", "pyarrow")
         self.files, features = _read_saved(Path(folder))
         for path in self.files:
-            with base.refusing(path, DATA_SET, pyarrow.ArrowException):
+            with base.refusing(path, DATA_SET, pyarrow.ArrowException, UnicodeDecodeError):
                 schema, batches = _map_batches(pyarrow, path)
             self.add_schema(config, schema, path)
             self.tables += batches
@@ -161,6 +161,7 @@ def _read_saved(folder: Path) -> tuple[list[str], dict[str, Any]]:
         names = [file["filename"] for file in state["_data_files"]]
         features = dict(info["features"])
     odd = [name for name in names if not isinstance(name, str) or os.path.basename(name) != name]
+    odd += [name for name in names if names.count(name) > 1]
     if odd or not names or state.get("_indices_data_files"):
         raise UsageError(f"{folder}: got the files {odd or names}, or indices; expected {DATA_SET}: save it again")
     paths = [str(folder / name) for name in names]
@@ -209,7 +210,8 @@ def _read_cell(scalar: Any, where: str) -> Any:
         return blob
     if not scalar.is_valid:
         raise UsageError(f"{where}: got no value; leave such rows out")
-    cell = _to_array(scalar.values, where) if hasattr(scalar, "values") else np.asarray(scalar.as_py())
+    values = getattr(scalar, "values", None)  # of a list; a struct has a method of this name
+    cell = np.asarray(scalar.as_py()) if values is None or callable(values) else _to_array(values, where)
     if cell.dtype.kind not in "biuf":
         raise UsageError(f"{where}: got {scalar.type}; expected numbers, or lists of them: write a label as its number")
     return cell

@@ -260,18 +260,21 @@ def data_root(config: Data, layout: str) -> str:
 
 
 def split_files(config: Data, split: str, suffix: str) -> list[str]:
-    """Files of a split, by name: in DIR/<split>/, else DIR/<split>.<suffix> and DIR/<split>-<any>.<suffix>."""
+    """Files of a split, by name: in DIR/<split>/, or DIR/<split>.<suffix> and DIR/<split>-<any>.<suffix>; not both."""
     name = split_name(config, split)
     layout = f"DIR/{name}/<any>{suffix}, DIR/{name}{suffix} or DIR/{name}-<any>{suffix}"
     base = data_root(config, layout)
-    folder, starts = os.path.join(base, name), ("",)
-    if not os.path.isdir(folder):
-        folder, starts = base, (f"{name}-", f"{name}{suffix}")
-    try:
-        names = sorted(file for file in os.listdir(folder) if file.endswith(suffix) and not file.startswith("."))
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be listed: {error.strerror}; expected {layout}") from error
-    files = [os.path.join(folder, file) for file in names if file.startswith(starts)]
+    inner = os.path.join(base, name)
+    files: list[str] = []
+    for folder, starts in ((inner, ("",)), (base, (f"{name}-", f"{name}{suffix}"))):
+        try:
+            names = sorted(os.listdir(folder)) if folder == base or os.path.isdir(folder) else []
+        except OSError as error:
+            raise UsageError(f"{folder} cannot be listed: {error.strerror}; expected {layout}") from error
+        names = [file for file in names if file.endswith(suffix) and file.startswith(starts) and file[0] != "."]
+        if files and names:
+            raise UsageError(f"got {files[0]} and {os.path.join(folder, names[0])}; expected one of {layout}, not both")
+        files += [os.path.join(folder, file) for file in names]
     if not files:
         raise UsageError(
             f"{config.source}: found no {suffix} file for {split} in {base}; expected {layout}; name the split with "

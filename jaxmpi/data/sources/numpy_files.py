@@ -230,10 +230,15 @@ def numpy_files(config: Data, split: str) -> base.Source:
 
     def open_split(name: str) -> NumpySource:
         folder = os.path.join(data_dir(config), base.split_name(config, name))
-        is_npy = os.path.isdir(folder) and not any(file.endswith(".npz") for file in os.listdir(folder))
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        npz, npy = (sorted(file for file in names if file.endswith(suffix)) for suffix in (".npz", ".npy"))
+        if npz and npy:
+            raise UsageError(
+                f"{folder}: got {npz[0]} and {npy[0]}; expected .npz files, or a .npy file a column, not both"
+            )
         # Of training, beside another split, only labels are read: images that are compressed would take memory.
         columns = config.columns if name == split else (config.columns or base.DEFAULT)[1:]
         settings = dataclasses.replace(config, columns=columns)
-        return NumpySource(settings, base.split_files(config, name, ".npy" if is_npy else ".npz"))
+        return NumpySource(settings, base.split_files(config, name, ".npy" if npy else ".npz"))
 
     return base.open_table(config, split, open_split)
