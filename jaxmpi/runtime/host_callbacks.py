@@ -145,8 +145,8 @@ def handler_primitive(target: str, platforms: Sequence[str] = ("cpu",)) -> Any:
     """A JAX primitive that calls the FFI handler registered as `target`: operands -> results.
 
     Its parameters are `results`, of `ShapedArray`s; `effect`, which orders calls, as of `call`; and perhaps `in_place`,
-    pairs of operands and results that share a buffer, and for the handler `words`, i32, and `text`. With `words_in_main`
-    a program also calls the handler with these words when it begins, whatever branch it takes.
+    pairs of operands and results that share a buffer, and for the handler `words`, i32, and `text`. With
+    `words_in_main` a program also calls the handler with these words when it begins, whatever branch it takes.
     """
     made = jax.extend.core.Primitive(target)
     made.multiple_results = True
