@@ -95,19 +95,6 @@ def _whole_pages(size_bytes: int) -> int:
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _map_on_all_ranks(comm: Any, size_bytes: int) -> mmap.mmap | None:
-    """Zeros that all ranks have mapped, who come here together; None if one cannot."""
-    try:
-        memory = map_together(comm.processes, size_bytes + _whole_pages(comm.size), "calls; use fewer ranks")
-    except UsageError:  # no room, of which all ranks hear
-        return None
-    # A rank that cannot map it has got memory of its own, in which the others' marks are missing.
-    marks = np.frombuffer(memory, np.uint8, comm.size, size_bytes)
-    marks[comm.rank] = 1
-    comm.processes.barrier()
-    return memory if all(comm.processes.allgather_object(bool(marks.all()))) else None
-
-
 # ---------------------------------------------------------------- which exchange each rank has come to
 
 _comparisons: list["CallComparison"] = []  # of communicators that were not freed
@@ -171,14 +158,15 @@ class CallComparison:
             host_callbacks.register(name, run, ends_job=True)
 
     def _share_memory(self, has_slots: bool) -> None:
-        """Map a board of numbers, and slots behind it; without room for them numbers are messages."""
+        """Map a board of numbers, and slots behind it; if not all ranks can, numbers are messages."""
         size, setup, slot_bytes = self._comm.size, self._setup, 0
         row_words = 2 * setup.place_words + ROUNDS_WORDS
         board_bytes = _whole_pages(size * row_words * 8)
         if has_slots:
             slot_bytes = _whole_pages(max(LEAST_BYTES, min(SLOT_BYTES, SLOTS_BYTES // (2 * size))))
         part_bytes = _whole_pages(slot_bytes // size)
-        if memory := _map_on_all_ranks(self._comm, board_bytes + size * (2 * slot_bytes + part_bytes)):
+        with suppress(UsageError):
+            memory = map_together(self._comm.processes, board_bytes + size * (2 * slot_bytes + part_bytes), "calls")
             rows = np.frombuffer(memory, np.int64, size * row_words).reshape(size, row_words)
             self._published, self._slot_bytes = rows[:, : 2 * setup.place_words : setup.place_words], slot_bytes
             setup.board = rows.ctypes.data

@@ -211,16 +211,14 @@ class MpiComm(RankComm):
 refusing_world = jax.make_user_context(default_value="")
 
 
-def workers_of(comm: Comm | None) -> Comm:
+def workers_of(comm: Any) -> Comm:
     """The workers that exchange: the caller's choice, else the world.
 
     Raises:
         UsageError: it is the world, in a function whose workers are others; this rank has no part in it.
     """
     check_member(comm)
-    if hasattr(comm, "Get_attr"):  # one of mpi4py's
-        return communicator(comm)
-    chosen = comm or world()
+    chosen = _of_mpi4py(comm) if hasattr(comm, "Get_attr") else comm or world()
     if not isinstance(chosen, Comm):
         raise UsageError(f"comm: got {chosen!r:.80}; expected jaxmpi.world(), a part of it by split(), or an AxisComm")
     if (why := refusing_world.value) and chosen is world():
@@ -241,24 +239,24 @@ def numbers_of(comm: Comm) -> tuple[int, ...]:
 
 
 def communicator(comm: Any) -> "MpiComm | SoloComm":
-    """The communicator that a `comm` argument stands for; None is the world.
-
-    A communicator of mpi4py becomes one of ours at its first use. All its ranks call it together then.
+    """`workers_of`, without those along an axis.
 
     Raises:
-        UsageError: it is neither, or this rank has no part in it.
+        UsageError: as `workers_of`, and for an axis.
     """
-    if comm is None or not hasattr(comm, "Get_attr"):
-        chosen = workers_of(comm)
-        if not isinstance(chosen, (MpiComm, SoloComm)):
-            raise UsageError(
-                f"comm: got {type(chosen).__name__}; expected jaxmpi.world(), a part of it by split(), or a "
-                "communicator of mpi4py; along an axis of vmap or shard_map take the collectives of jax.lax"
-            )
-        return chosen
+    chosen = workers_of(comm)
+    if not isinstance(chosen, (MpiComm, SoloComm)):
+        raise UsageError(
+            f"comm: got {type(chosen).__name__}; expected jaxmpi.world(), a part of it by split(), or a communicator "
+            "of mpi4py; along an axis of vmap or shard_map take the collectives of jax.lax"
+        )
+    return chosen
+
+
+def _of_mpi4py(comm: Any) -> "MpiComm | SoloComm":
+    """Ours for a communicator of mpi4py, made at its first use; all its ranks call it together then."""
     from mpi4py import MPI
 
-    check_member(comm)
     if comm == MPI.COMM_SELF:
         return SoloComm()
     control = processes()  # by all ranks, also one that a split leaves alone: others may start by theirs
@@ -266,7 +264,7 @@ def communicator(comm: Any) -> "MpiComm | SoloComm":
         return SoloComm()
     assert isinstance(control, MpiProcesses)
     if comm == MPI.COMM_WORLD:
-        return communicator(None)
+        return world()
     if (ours := comm.Get_attr(_attribute())) is None:
         ours = MpiComm(control.over(comm))
         comm.Set_attr(_attribute(), ours)

@@ -91,8 +91,6 @@ class SharedParams:
         memory = map_together(self._host, ends[-1], "params; use another strategy: asa")
         purpose = "an update of shared params"
         self._board = SharedCounters(memory=memory, rank=rank, size=ranks, timeout_s=TIMEOUT_S, what=purpose)
-        self._host.host_barrier()
-        self._board.check_all_here()
         views = [
             np.frombuffer(memory, np.float32, math.prod(leaf.shape), at).reshape(leaf.shape)
             for at, leaf in zip(ends, leaves, strict=False)

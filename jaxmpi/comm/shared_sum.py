@@ -74,13 +74,11 @@ class SharedSum:
         size_bytes = table_bytes(self.size) + 4 * (2 * SMALL + self.slots * self.chunk)
         memory = map_together(host, size_bytes, f"sums; {instead}")
         self.board = SharedCounters(memory, self.rank, self.size, timeout_s)
-        host.host_barrier()
-        self.board.check_all_here()
-        floats = np.frombuffer(memory, np.float32, offset=table_bytes(self.size))
         self.small = SMALL // self.size // 16 * 16
-        self.rows, self.ring = np.split(floats, [2 * self.size * self.small])
-        self.rows = self.rows.reshape(2, self.size, self.small)  # rows of even and of odd calls
-        self.ring = self.ring[: self.slots * self.chunk].reshape(self.slots, self.chunk)
+        rows_floats, ring_floats = 2 * self.size * self.small, self.slots * self.chunk
+        floats = np.frombuffer(memory, np.float32, rows_floats + ring_floats, table_bytes(self.size))
+        self.rows = floats[:rows_floats].reshape(2, self.size, self.small)  # rows of even and of odd calls
+        self.ring = floats[rows_floats:].reshape(self.slots, self.chunk)
         # The last rank can divide for all, in cache, but others with cores of their own wait for it meanwhile.
         self.each_divides = self.size <= 3 * (os.cpu_count() or 1)
         self.lock = threading.Lock()  # programs of several threads are in no order

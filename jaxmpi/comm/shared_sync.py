@@ -57,17 +57,8 @@ class SharedCounters:
         # With a core for every rank a peer comes in microseconds. Else who sleeps at once is woken first; who yields
         # has to wait for all that others run on the core.
         self.yields = 0 if size > (os.cpu_count() or 1) else 20
-        self.words[rank * ROW + PID_SPACE] = job_folder.pid_space()
         self.words[rank * ROW + PID] = os.getpid()
-
-    def check_all_here(self) -> None:
-        """Refuse ranks that share no memory."""
-        strangers = [rank for rank in range(self.size) if not self.words[rank * ROW + PID]]
-        check(
-            not strangers,
-            f"local ranks {strangers} share no memory with local rank {self.rank}, though MPI says that they are on "
-            "one host; start all of them in one container, or use another strategy, such as asa",
-        )
+        self.words[rank * ROW + PID_SPACE] = job_folder.pid_space()  # from now on others may look whether it has ended
 
     def begin(self, header: tuple[int, int, int]) -> None:
         """Start a call with a header: digest, numbers of vectors and floats."""
@@ -187,19 +178,18 @@ def digest(sizes: tuple[int, ...], divisor: float, half: str = "") -> int:
 def map_together(host: HostProcesses, size_bytes: int, purpose: str) -> mmap.mmap:
     """Zeroed memory that a host's ranks share; it has no name, and goes with the last that maps it.
 
-    A rank that cannot map it gets memory of its own, so that all ranks go on to find out.
-
     Args:
         purpose: of the memory, and the way out if there is no room, as of `Segment`.
 
     Raises:
-        UsageError: there is no room; on all ranks alike.
+        UsageError: there is no room, or a rank cannot map it; on all ranks alike.
     """
+    whole_bytes = size_bytes + host.local_size  # behind the memory a mark of each rank
     segments: list[Segment] = []
 
     def make() -> Any:
         try:
-            segments.append(Segment(size_bytes, purpose))
+            segments.append(Segment(whole_bytes, purpose))
             return segments[0].address
         except UsageError as error:
             return str(error)
@@ -210,6 +200,13 @@ def map_together(host: HostProcesses, size_bytes: int, purpose: str) -> mmap.mma
     try:
         memory = (segments[0] if segments else attached(*address)).bytes
     except GoneError:
-        memory = mmap.mmap(-1, size_bytes)
+        memory = mmap.mmap(-1, whole_bytes)  # of this rank alone, in which the others' marks are missing
+    memory[size_bytes + host.local_rank] = 1
     host.host_barrier()  # until then the first rank keeps the segment
+    strangers = [rank for rank in range(host.local_size) if not memory[size_bytes + rank]]
+    check(
+        not strangers,
+        f"local ranks {strangers} share no memory with local rank {host.local_rank}, though MPI says that they are on "
+        "one host; start all of them in one container, or use another strategy, such as asa",
+    )
     return memory
