@@ -23,6 +23,7 @@ import optax
 import jaxmpi
 from jaxmpi import functions as jm
 from jaxmpi.allreduce.buckets import fuse, split
+from jaxmpi.functions.groups import sum_now
 from jaxmpi.models.resnet import resnet50
 from jaxmpi.runtime import process
 
@@ -67,7 +68,7 @@ def calls(rounds: int, led: bool) -> Result:
     parts: dict[str, Callable] = {"call": lambda: wrapped(x, y, params), "bare": lambda: bare(*half, params)}
     if not led:
         results = jax.tree.leaves(bare(*half, params))
-        parts["exchange"] = lambda: jaxmpi.world().shared_sum.sum_now(results, 2)  # type: ignore[attr-defined]
+        parts["exchange"] = lambda: sum_now(jaxmpi.world().shared_sum, results, 2)  # type: ignore[attr-defined]
     runs = {name: lambda call=call: jax.block_until_ready(call()) for name, call in parts.items()}
     seconds = harness.take_turns(runs, rounds, warm_up=rounds // 10 + 3)
     result: Result = {f"{name}_ms": 1e3 * float(np.median(values)) for name, values in seconds.items()}

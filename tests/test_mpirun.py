@@ -53,6 +53,7 @@ def passes_over_mpi(ranks: int, suite: list[str]) -> None:
 CALLS = """
 import jax, jax.numpy as jnp, jaxmpi
 from jaxmpi import collectives as mpi
+from jaxmpi.comm import mpi_calls
 rank, x = jaxmpi.world().rank, jnp.arange(6.0).reshape(2, 3) + jaxmpi.world().rank
 for jit in (lambda f: f, jax.jit):
     calls = [
@@ -66,6 +67,10 @@ for jit in (lambda f: f, jax.jit):
     results = [jax.tree.leaves(jit(call)(x)) for call in calls]
     mpi.barrier()
     print("" if rank else [(y.dtype.name, y.tolist()) for leaves in results for y in leaves], flush=True)
+part = jaxmpi.world().split(0)
+mpi.allreduce(x, comm=part)
+part.free()
+assert all(x or x is None for x in mpi_calls._objects.values())  # a communicator is false once it is freed
 """
 
 

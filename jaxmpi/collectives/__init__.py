@@ -5,8 +5,7 @@
 
 In reading order: `api`, the functions; `arguments`, which they check; `table`, a row for each operation; `call`, one
 call without its arrays; `primitive`, the place of calls in JAX; `messages`, from one rank to another; `nonblocking`,
-`start` and `wait`; `mpi4jax_api`, the same functions under mpi4jax's names; `__main__`, a list of them with what each
-sends: `python -m jaxmpi.collectives`.
+`start` and `wait`; `__main__`, a list of the functions with what each sends: `python -m jaxmpi.collectives`.
 
 It imports `core`, `runtime`, `comm` and `allreduce`.
 """

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.allreduce.api import BUCKET_BYTES, is_traced
+from jaxmpi.allreduce.buckets import fill
 from jaxmpi.allreduce.building_blocks import halves, mean_of_halves
 from jaxmpi.allreduce.call_order import call_places, caller
 from jaxmpi.collectives import messages
@@ -359,7 +360,14 @@ def _call_each_leaf(
     row = OPERATIONS[operation]
     is_packed = row.is_elementwise and not row.is_message and comm.size > 1
     results: list[Any] = [None] * len(leaves)
-    for group in _group_small_leaves(leaves) if is_packed else [[i] for i in range(len(leaves))]:
+    groups = [[i] for i in range(len(leaves))]
+    if is_packed:
+        by_dtype: dict[Any, list[int]] = {}
+        for i, x in enumerate(leaves):
+            by_dtype.setdefault(x.dtype, []).append(i)
+        sizes = [-(-max(1, x.nbytes) // 4) for x in leaves]  # as many 32-bit numbers
+        groups = [group for alike in by_dtype.values() for group in fill(alike, sizes, BUCKET_BYTES)]
+    for group in groups:
         packed = leaves[group[0]] if len(group) == 1 else jnp.concatenate([leaves[i].reshape(-1) for i in group])
         outputs = _call(operation, comm, packed, given=leaf_shapes if group[0] == 0 else {}, **options)
         if len(group) == 1:
@@ -369,20 +377,6 @@ def _call_each_leaf(
         for i, part in zip(group, jnp.split(outputs[0], ends[:-1]), strict=True):
             results[i] = part.reshape(leaves[i].shape)
     return results
-
-
-def _group_small_leaves(leaves: Sequence[jax.Array]) -> list[list[int]]:
-    """Group leaves by dtype within BUCKET_BYTES; larger ones stay alone."""
-    groups: list[list[int]] = []
-    open_groups: dict[Any, tuple[list[int], int]] = {}
-    for i, leaf in enumerate(leaves):
-        group, group_bytes = open_groups.get(leaf.dtype, ([], 0))
-        if not group or group_bytes + leaf.nbytes > BUCKET_BYTES:
-            group, group_bytes = [], 0
-            groups.append(group)
-        group.append(i)
-        open_groups[leaf.dtype] = group, group_bytes + leaf.nbytes
-    return groups
 
 
 def _call(operation: str, comm: Comm, *operands: jax.Array, **options: Any) -> list[jax.Array]:

@@ -19,16 +19,16 @@ from jax import lax
 
 from jaxmpi.collectives import messages
 from jaxmpi.collectives.call import MpiCall, from_mpi_dtype, shape_of, to_mpi_dtype
-from jaxmpi.comm.call_comparison import comparison_of
+from jaxmpi.comm.call_comparison import OPS, comparison_of
 from jaxmpi.comm.mpi_calls import mpi_calls
 from jaxmpi.core.errors import UsageError
 
-ARITHMETIC = ("sum", "prod", "max", "min", "and", "or", "xor")  # in the order of `call_comparison.OPS`
-REDUCTIONS = ("sum", "mean", *ARITHMETIC[1:])
-COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {  # in the order of `OPS`, MPI's names
     **{"sum": lax.add, "prod": lax.mul, "max": lax.max, "min": lax.min},
     **{"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor},
 }
+ARITHMETIC = tuple(COMBINE)
+REDUCTIONS = ("sum", "mean", *ARITHMETIC[1:])
 Bind = Callable[..., list[jax.Array]]  # (call, *arrays) -> results
 
 
@@ -36,8 +36,7 @@ def mpi_op(op: str) -> Any:
     """MPI's operation: bitwise, which on bools as 0 and 1 is logical."""
     from mpi4py import MPI
 
-    bitwise = {"and": MPI.BAND, "or": MPI.BOR, "xor": MPI.BXOR}
-    return bitwise[op] if op in bitwise else getattr(MPI, op.upper())
+    return getattr(MPI, OPS[ARITHMETIC.index(op)])
 
 
 def neutral(op: str, dtype: Any) -> Any:

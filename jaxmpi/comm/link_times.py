@@ -1,7 +1,6 @@
 """Times of messages between ranks, and offsets of their clocks. All ranks call these functions together."""
 
 import time
-from typing import Any
 
 import numpy as np
 
@@ -10,9 +9,7 @@ from jaxmpi.comm.job import Processes
 from jaxmpi.comm.polling import wait
 
 PINGS = 20  # round trips between two clocks
-TRIPS = 2  # round trips between two ranks whose link is timed
-TURNS = 16  # in which pairs of ranks meet; of more ranks not all pairs do
-CLOCK, LINK = 3, 4  # tags
+CLOCK = 3  # tag
 
 
 def pings(control: Processes) -> list[tuple[float, float]]:
@@ -42,28 +39,3 @@ def pings(control: Processes) -> list[tuple[float, float]]:
                     control.world.Recv(clock, 0, tag=CLOCK)
                 control.world.Send(np.array([time.perf_counter()]), 0, tag=CLOCK)
     return link_times
-
-
-def trips(control: Processes, floats: int) -> np.ndarray:
-    """f64[size, size]: quickest round trips of f64[floats], s; NaN if none.
-
-    In turn t ranks i and j with i + j = t modulo size exchange, so a rank has one partner a turn, and each pair meets
-    once in `size` turns. Turns are not kept in step.
-    """
-    trip_times = np.full(control.size, np.nan)
-    if not isinstance(control, MpiProcesses):
-        return trip_times[None]
-    for turn in range(min(control.size, TURNS)):
-        if (partner := (turn - control.rank) % control.size) != control.rank:
-            trip_times[partner] = _trip(control.world, control.rank < partner, partner, np.zeros(floats))
-    return control.allgather_array(trip_times)
-
-
-def _trip(world: Any, is_first: bool, partner: int, message: np.ndarray) -> float:
-    times = []
-    for _ in range(1 + TRIPS):
-        begin_s = time.perf_counter()
-        for begin in (world.Isend, world.Irecv) if is_first else (world.Irecv, world.Isend):
-            wait(begin(message, partner, tag=LINK).Test, float("inf"))
-        times.append(time.perf_counter() - begin_s)
-    return min(times[1:])  # the other may come late to the first

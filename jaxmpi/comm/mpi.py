@@ -21,7 +21,7 @@ from jaxmpi.comm.agreement import Fingerprint, fresh_number, refuse_together
 from jaxmpi.comm.base import Comm, NullComm, Pairs, SoloComm, check_member, check_one_host, parse_color, ring_order
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes, processes
-from jaxmpi.comm.mpi_calls import mpi_calls
+from jaxmpi.comm.mpi_calls import forget, mpi_calls
 from jaxmpi.comm.shared_compile import SharedJit
 from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.comm.solo import SoloProcesses
@@ -197,6 +197,7 @@ class MpiComm(RankComm):
         self.processes.assert_same("free", None)  # polled: it names who is absent
         self.is_freed = True
         self.processes.free()  # first: the thread that watches for absent ranks uses what follows
+        forget(self.mpi)
         for resource in self._cache.values():
             if hasattr(resource, "close"):
                 resource.close()

@@ -4,6 +4,7 @@ These call mpi4py through Python, on a GPU with copies on the host.
 """
 
 import functools
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from jaxmpi.runtime import failures, host_callbacks, process
 
 CALL = "jaxmpi: a function of mpi4py"
 _objects: dict[int, Any] = {}  # communicators, operations and statuses by number, which programs hold
+_numbers = itertools.count()  # a number is not used again: a program of a communicator that was freed finds nothing
 
 
 @functools.cache
@@ -80,10 +82,21 @@ def _call(
     kind: str, comm: Any, x: Any, like: Any, op: Any = None, status: Any = None, **options: Any
 ) -> list[jax.Array]:
     """Call it in a program: send x, unless it is None, and fill an array like this, unless that is None."""
-    _objects.update({id(thing): thing for thing in (comm, op, status)})
-    options |= {"comm": id(comm), "op": id(op), "status": id(status)}
+    options |= {"comm": _number(comm), "op": _number(op), "status": _number(status)}
     operands, results = ([] if array is None else [array] for array in (x, like))
     return host_callbacks.call(CALL, operands, results, kind=kind, **options)
+
+
+def _number(thing: Any) -> int:
+    number = next((number for number, known in _objects.items() if known is thing), -1)
+    if number < 0:
+        _objects[number := next(_numbers)] = thing
+    return number
+
+
+def forget(comm: Any) -> None:
+    """Let go of a communicator; a program that still calls it ends the job."""
+    _objects.pop(_number(comm))
 
 
 # ---------------------------------------------------------------- as mpi4jax has them

@@ -104,22 +104,6 @@ class SharedSum:
         check(not odd, f"a {half or 'sum'} over this host got {', '.join(odd)}; expected float32: cast before")
         return call_sum(self.name, self.size, vectors, divisor, half, effect=self.effect)[0]
 
-    def sum_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """`sum` without a program, done on return, behind programs begun before.
-
-        To call a program with an ordered effect takes 0.5 ms more, as JAX does that in Python.
-        """
-        try:
-            if not all_is_done():
-                return jax.block_until_ready(self.sum(arrays, divisor))
-            operands = [np.asarray(x, order="C") for x in arrays]
-            results = [aligned(x.shape, np.float32) for x in arrays]
-        except BaseException:
-            self.board.fail()
-            raise
-        self.add(operands, results, divisor)
-        return jax.device_put(results, [x.sharding for x in arrays])
-
     def add(
         self,
         operands: Sequence[np.ndarray],
@@ -268,19 +252,6 @@ def call_sum(
 Vectors = Sequence[np.ndarray | None]  # None: another rank's, or not wanted here
 
 
-def all_is_done() -> bool:
-    """Wait for the programs begun; False if one has failed.
-
-    The failed program's caller gets the error. Others may still run then, and only a program comes behind them in
-    order.
-    """
-    try:
-        jax.effects_barrier()
-    except Exception:  # error of any program
-        return False
-    return True
-
-
 class Piece(NamedTuple):
     """Part of a vector, and where it lies in a chunk."""
 
@@ -346,14 +317,6 @@ def division(divisor: float) -> tuple[np.ufunc, np.float32]:
     """Choose the division; for powers of two, a quicker, bitwise equal product."""
     is_power = math.frexp(divisor)[0] == 0.5 and 2.0**-126 <= abs(divisor) <= 2.0**126
     return (np.multiply, np.float32(1 / divisor)) if is_power else (np.divide, np.float32(divisor))
-
-
-def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """A new array at a multiple of 64 bytes; JAX copies others."""
-    size_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(size_bytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size_bytes].view(dtype).reshape(shape)
 
 
 def flat(array: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from jaxmpi.comm.base import Comm, SoloComm
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.fault_tolerant import FaultTolerantComm
 from jaxmpi.comm.job import Processes, processes
-from jaxmpi.comm.mpi import is_cuda_aware, world
+from jaxmpi.comm.mpi import world
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.xla_mesh import global_mesh, local_mesh
 from jaxmpi.core.pytrees import PyTree
@@ -85,33 +85,6 @@ def alone(workers: Workers) -> Workers:
     return Workers(workers.comm, SoloProcesses(), (0,), None)
 
 
-def transport(workers: Workers, *, exchanges: bool, in_shared_memory: bool) -> str:
-    """Name the way of what workers exchange.
-
-    Asynchronous workers send params to a center or to each other, from host memory, whatever the strategy.
-
-    Args:
-        in_shared_memory: its ranks of a host add in shared memory.
-    """
-    on_gpu = jax.default_backend() == "gpu"
-    through_mpi = "MPI, through the host" if on_gpu else "MPI, from host memory"
-    if workers.size == 1:
-        return "none: one worker"
-    if workers.asynchronous:
-        return through_mpi
-    if not exchanges:
-        return "none: the strategy exchanges nothing"
-    if workers.mesh is not None and workers.devices == 1:
-        if workers.processes.size > 1:
-            return f"XLA collectives between processes, {'NCCL' if on_gpu else 'gloo'}"
-        return "XLA collectives between devices of one process"
-    if in_shared_memory:
-        between = "shared memory, through the host" if on_gpu else "shared memory"
-    else:
-        between = "MPI, CUDA-aware" if on_gpu and is_cuda_aware() else through_mpi
-    return f"{between}; each process adds up its {workers.devices} devices" if workers.devices > 1 else between
-
-
 # ---------------------------------------------------------------- states of workers on their devices
 
 
@@ -148,15 +121,10 @@ def take(state: TrainState, workers: Workers) -> dict[int, TrainState]:
     return {worker: jax.tree.map(lambda x, i=i: x[i], host) for i, worker in enumerate(workers.mine)}
 
 
-def stack(trees: list[PyTree]) -> PyTree:
-    """Workers' trees as one, with a leading axis of workers."""
-    return jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *trees)
-
-
 def shard_rows(trees: Sequence[PyTree], mesh: jax.sharding.Mesh) -> PyTree:
     """Stack this process's trees, one a worker, as arrays over the mesh."""
     along = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(AXIS))
-    return jax.tree.map(partial(jax.make_array_from_process_local_data, along), stack(list(trees)))
+    return jax.tree.map(lambda *leaves: jax.make_array_from_process_local_data(along, np.stack(leaves)), *trees)
 
 
 def local_rows(x: Any, workers: Workers) -> np.ndarray:

@@ -6,6 +6,7 @@ is `rows[begin:end]`.
 
 import functools
 import itertools
+import math
 import zlib
 from typing import Any
 
@@ -13,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.comm.shared_sum import aligned
 from jaxmpi.core.errors import UsageError
 from jaxmpi.functions.shared_array import SharedArray
 
@@ -122,6 +122,14 @@ def take_rows(array: Any, rows: Rows) -> Any:
         return array[index]
     out = aligned((len(rows), *array.shape[1:]), array.dtype)
     return np.take(array, index, axis=0, out=out, mode="clip")  # checked before; "raise" would copy once more
+
+
+def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """A new array at a multiple of 64 bytes; JAX copies others."""
+    size_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size_bytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size_bytes].view(dtype).reshape(shape)
 
 
 _rows_from = jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=2)

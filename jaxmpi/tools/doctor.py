@@ -27,15 +27,19 @@ from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.host_engine import SOURCE
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes, processes, start_trouble
-from jaxmpi.comm.link_times import pings, trips
+from jaxmpi.comm.link_times import pings
 from jaxmpi.comm.mpi import is_cuda_aware, world
 from jaxmpi.comm.mpi_info import mpi_facts
+from jaxmpi.comm.polling import wait
 from jaxmpi.core.errors import UsageError
 from jaxmpi.recover.watchdog import watching
 from jaxmpi.runtime import failures, process, provenance
 
 LENGTHS = {1 << 10: 100, 1 << 20: 10}  # floats of an exchange: rounds
 PAIR_FLOATS = 1 << 17  # f64, to another rank and back
+TRIPS = 2  # round trips between two ranks whose link is timed
+TURNS = 16  # in which pairs of ranks meet; of more ranks not all pairs do
+LINK = 4  # tag
 SLOW = 4  # times slower than the median of pairs: reported
 STALL_S = 30.0  # for ranks that never come
 SHM_BYTES = 64 << 20  # Docker's default, and less than sums over a host need
@@ -121,6 +125,31 @@ def time_exchange(control: Processes, strategy: str, floats: int, rounds: int) -
     seconds = float(np.median(rows[:, :-1].max(axis=0)))
     carried = 2 * (control.size - 1) / control.size * 4 * floats
     return ExchangeTime(strategy, floats, seconds, carried / seconds / 1e9, bool(rows[:, -1].all()))
+
+
+def time_trips(control: Processes, floats: int) -> np.ndarray:
+    """f64[size, size]: quickest round trips of f64[floats], s; NaN if none.
+
+    In turn t ranks i and j with i + j = t modulo size exchange, so a rank has one partner a turn, and each pair meets
+    once in `size` turns. Turns are not kept in step.
+    """
+    trip_times = np.full(control.size, np.nan)
+    if not isinstance(control, MpiProcesses):
+        return trip_times[None]
+    for turn in range(min(control.size, TURNS)):
+        if (partner := (turn - control.rank) % control.size) != control.rank:
+            trip_times[partner] = _trip(control.world, control.rank < partner, partner, np.zeros(floats))
+    return control.allgather_array(trip_times)
+
+
+def _trip(world: Any, is_first: bool, partner: int, message: np.ndarray) -> float:
+    times = []
+    for _ in range(1 + TRIPS):
+        begin_s = time.perf_counter()
+        for begin in (world.Isend, world.Irecv) if is_first else (world.Irecv, world.Isend):
+            wait(begin(message, partner, tag=LINK).Test, float("inf"))
+        times.append(time.perf_counter() - begin_s)
+    return min(times[1:])  # the other may come late to the first
 
 
 class RankPairSpeed(NamedTuple):
@@ -285,7 +314,7 @@ def examine() -> None:
     trips_s = [trip_s for trip_s, _ in pings(control)]
     with watching(control, STALL_S if isinstance(control, MpiProcesses) else 0, "abort"):
         failures.set_phase("self-test: messages between pairs of ranks")
-        pairs = pair_speeds(trips(control, PAIR_FLOATS), [rank["host"] for rank in ranks])
+        pairs = pair_speeds(time_trips(control, PAIR_FLOATS), [rank["host"] for rank in ranks])
         results = time_exchanges(control)
     if control.rank == 0:
         print("\n".join(format_report(ranks, mpi, results, trips_s, pairs, trouble)), flush=True)

@@ -33,7 +33,8 @@ from jaxmpi.checkpoint.restore import Saved
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.fault_tolerant import outlive
 from jaxmpi.comm.job import processes
-from jaxmpi.comm.topology import Workers, gather_asynchronous, gather_fault_tolerant, gather_workers, transport
+from jaxmpi.comm.mpi import is_cuda_aware
+from jaxmpi.comm.topology import Workers, gather_asynchronous, gather_fault_tolerant, gather_workers
 from jaxmpi.config import experiment_file
 from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment
@@ -346,6 +347,33 @@ def write_facts(run: Run, root: Path | None, digest: str) -> None:
         facts |= {"peak_flops_per_s": peak.flops_per_s, "peak": peak.source}
     write_whole(run.folder / "config.json", (json.dumps(facts, indent=2) + "\n").encode())
     run.recorder.write("run", **facts)
+
+
+def transport(workers: Workers, *, exchanges: bool, in_shared_memory: bool) -> str:
+    """Name the way of what workers exchange.
+
+    Asynchronous workers send params to a center or to each other, from host memory, whatever the strategy.
+
+    Args:
+        in_shared_memory: its ranks of a host add in shared memory.
+    """
+    on_gpu = jax.default_backend() == "gpu"
+    through_mpi = "MPI, through the host" if on_gpu else "MPI, from host memory"
+    if workers.size == 1:
+        return "none: one worker"
+    if workers.asynchronous:
+        return through_mpi
+    if not exchanges:
+        return "none: the strategy exchanges nothing"
+    if workers.mesh is not None and workers.devices == 1:
+        if workers.processes.size > 1:
+            return f"XLA collectives between processes, {'NCCL' if on_gpu else 'gloo'}"
+        return "XLA collectives between devices of one process"
+    if in_shared_memory:
+        between = "shared memory, through the host" if on_gpu else "shared memory"
+    else:
+        between = "MPI, CUDA-aware" if on_gpu and is_cuda_aware() else through_mpi
+    return f"{between}; each process adds up its {workers.devices} devices" if workers.devices > 1 else between
 
 
 def say_start(run: Run, saved: Saved | AsyncStart | None) -> None:

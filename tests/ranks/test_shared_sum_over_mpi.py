@@ -14,6 +14,7 @@ import pytest
 from jaxmpi.comm import shared_sum
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import processes
+from jaxmpi.functions.groups import sum_now
 
 if not isinstance(processes(), MpiProcesses):
     pytest.skip("one rank has nobody to sum with", allow_module_level=True)
@@ -53,7 +54,7 @@ def test_sums_without_a_program_come_behind_programs_that_are_under_way():
     mine = [jnp.asarray(row[RANK]) for row in rows]
     for _ in range(5):
         late = program(mine)
-        for tree, expected in ((ENGINE.sum_now(mine[1:], SIZE), rows[1:]), (late, rows)):
+        for tree, expected in ((sum_now(ENGINE, mine[1:], SIZE), rows[1:]), (late, rows)):
             for row, total in zip(expected, tree, strict=True):
                 assert total.shape == row.shape[1:]
                 np.testing.assert_array_equal(np.asarray(total), in_rank_order(row, SIZE))
