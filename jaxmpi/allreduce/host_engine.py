@@ -32,6 +32,7 @@ from jaxmpi.comm.agreement import fingerprint
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.call_comparison import comparison_of
 from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.diagnosis import watch
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.polling import survives_losses
 from jaxmpi.comm.shared_sync import TIMEOUT_S
@@ -274,8 +275,7 @@ def _check_wait(number: int, key: int, index: int, waited_s: float) -> None:
     """End the job if a rank has waited too long."""
     engine = _engines[number]
     if waited_s > TIMEOUT_S or engine.control.is_asked():
-        waiting = engine.comm.processes if index == WHOLE else engine.control
-        raise late_error(engine.control, _name(key, index), waited_s, waiting)
+        raise late_error(engine.control, _name(key, index), waited_s)
 
 
 @CFUNCTYPE(None, c_int32, c_void_p, c_int64)
@@ -285,14 +285,10 @@ def _learn(number: int, text: int, length: int) -> None:
     _engines[number].learn(ctypes.string_at(text, length).decode())
 
 
-def late_error(control: MpiProcesses, description: str, waited_s: float, waiting: MpiProcesses) -> TrainingError:
-    """The error of what has waited too long, with the ranks that are late; all ranks that wait find them together.
-
-    Args:
-        waiting: whose calls say where late ranks wait.
-    """
+def late_error(control: MpiProcesses, description: str, waited_s: float) -> TrainingError:
+    """The error of what has waited too long, with the ranks that are late; all ranks that wait find them together."""
     late = control.in_job(control.late())
     return TrainingError(
         f"{description} has waited {waited_s:.0f} s for rank {late}; all ranks must exchange as often "
-        f"(JAXMPI_EXCHANGE_TIMEOUT_S sets the time){waiting.waits.where(late)}"
+        f"(JAXMPI_EXCHANGE_TIMEOUT_S sets the time){watch().where(late)}"
     )

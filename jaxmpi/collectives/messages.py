@@ -20,11 +20,11 @@ prints its calls, mpi4jax sends instead, without headers.
 import ctypes
 import functools
 import struct
-import sys
 import threading
 import time
 import zlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from ctypes import c_char_p, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,8 +104,7 @@ def _compile_error() -> str:
     from mpi4py import MPI
 
     if trouble := SOURCE.trouble():
-        line = f"messages are mpi4jax's own, unchecked, since {trouble}; all ranks need a C compiler for checked ones"
-        print(f"jaxmpi: {failures.describe_rank()}: {line}", file=sys.stderr, flush=True)
+        c_handlers.print_once(f"messages are mpi4jax's own, unchecked, since {trouble}; all ranks need a C compiler")
         return trouble
     handle, library = c_handlers.handle_type(), SOURCE.library()
     functions = [
@@ -195,13 +194,10 @@ class Opened(NamedTuple):
 _opened: dict[int, Opened] = {}
 
 
-class OpenNumbers(list[int]):
-    """Numbers of a communicator's calls; a program of one that is closed gets an error."""
-
-    def close(self) -> None:
-        for number in self:
-            SOURCE.library().jaxmpi_close_message(number)
-            del _opened[number]
+def _close_message(number: int) -> None:
+    """Forget a call of a communicator that is freed; a program that makes it gets an error."""
+    SOURCE.library().jaxmpi_close_message(number)
+    del _opened[number]
 
 
 def open_message(call: MpiCall, text: str, x: Any, place: Any = None) -> int:
@@ -241,7 +237,7 @@ def open_message(call: MpiCall, text: str, x: Any, place: Any = None) -> int:
     is_waited_for = outgoing is not None and (received is None or HEADER.size + sizes[0] > EAGER_BYTES)
     sources = set() if received is None else set(range(comm.size)) if call.source is None else {call.source}
     partners = (sources | ({call.dest} if is_waited_for else set())) - {comm.rank} or {comm.rank}
-    comm.cached("messages", OpenNumbers).append(number)
+    comm.cached("messages", ExitStack).callback(_close_message, number)
     _opened[number] = Opened(call, text, received, tuple(comm.processes.in_job(sorted(partners))))
     if waits.notes is None:
         waits.notes = functools.partial(_notes, comm)

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -79,13 +80,13 @@ class Handle:
         reason = "MPI has no MPI_THREAD_MULTIPLE" if not may_overlap else is_message and messages.unavailable_reason()
         if reason:
             raise UsageError(f"start: {text} cannot run beside a program: {reason}; call {call.operation} itself")
-        _register_handlers()
+        operation_thread()
         results = _as_sent(call, operation_of(call).results(call, *operands))
         queue = None if is_message else call.comm.cached("started operations", lambda: StartQueue(call.comm))
         message = messages.open_message(call, text, *operands) if is_message else -1
-        call.comm.cached("starts", StartNumbers).append(call.number)
-        # Without the handle, which has arrays of a trace.
+        # Without the handle, which has arrays of a trace. A program of a communicator that is freed ends the job.
         _started[call.number] = Started(dataclasses.replace(call, handle=None), results, text, queue, message)
+        call.comm.cached("starts", ExitStack).callback(_started.pop, call.number)
 
         def run(*arrays: jax.Array) -> list[jax.Array]:
             operands = [x if is_message else to_mpi_dtype(x) for x in arrays]  # a message's header names its dtype
@@ -258,7 +259,9 @@ class OperationThread:
 
 @functools.cache
 def operation_thread() -> OperationThread:
-    """This process's."""
+    """This process's, to which programs turn by START and WAIT."""
+    host_callbacks.register(START, _start, ends_job=True)
+    host_callbacks.register(WAIT, _wait, ends_job=True)
     return OperationThread()
 
 
@@ -299,7 +302,7 @@ class StartQueue:
     def _steps(self, mine: object, call: MpiCall, text: str, xs: list, ys: list) -> Iterator[None]:
         def late(waited_s: float) -> TrainingError | None:
             is_late = waited_s > TIMEOUT_S or control.is_asked()
-            return late_error(control, text, waited_s, control) if is_late else None
+            return late_error(control, text, waited_s) if is_late else None
 
         control = self.control
         while self._to_begin[0] is not mine:
@@ -325,22 +328,16 @@ def begin(call: MpiCall, mpi: Any, xs: list[np.ndarray], ys: list[np.ndarray]) -
     function = getattr(mpi, "Ireduce_scatter_block" if call.operation == "reduce_scatter" else f"I{call.operation}")
     if call.operation in ("bcast", "reduce") or (call.operation == "gather" and not is_root):
         y[...] = x
-    if call.operation == "reduce":
-        return [function(x, y if is_root else None, mpi_op(call.op), root)]
-    if call.op:
-        return [function(x, y, mpi_op(call.op))]
     if call.operation == "bcast":
         return [function(y, root)]
-    if call.operation == "gather":
-        return [function(x, y if is_root else None, root)]
-    if call.operation == "scatter":
-        return [function(x if is_root else None, y, root)]
     if call.counts:
         width, rank = math.prod(x.shape[1:]), mpi.rank
         counts = [rows[rank] * width for rows in call.counts]
         send_buffer = x if call.operation == "allgatherv" else [x, [n * width for n in call.counts[rank]]]
         return [function(send_buffer, [y, counts])]
-    return [function(x, y)]
+    if root is not None and not is_root:  # x alone counts there, or y alone
+        x, y = (None, y) if call.operation == "scatter" else (x, None)
+    return [function(x, y, *([mpi_op(call.op)] if call.op else []), *([] if root is None else [root]))]
 
 
 # ---------------------------------------------------------------- what programs call
@@ -359,24 +356,9 @@ class Started(NamedTuple):
 _started: dict[int, Started] = {}
 
 
-class StartNumbers(list[int]):
-    """Numbers of the starts on a communicator; a program of one that is closed ends the job."""
-
-    def close(self) -> None:
-        for number in self:
-            del _started[number]
-
-
 _numbers = itertools.count()
 # By number, that nobody has waited for yet: one at most, since JAX orders starts and waits of all programs.
 _unclaimed: dict[int, Operation] = {}
-
-
-@functools.cache
-def _register_handlers() -> None:
-    host_callbacks.register(START, _start, ends_job=True)
-    host_callbacks.register(WAIT, _wait, ends_job=True)
-    operation_thread()
 
 
 def _start(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> None:

@@ -90,13 +90,12 @@ def add_rows(rows: jax.Array) -> jax.Array:
     return lax.scan(lambda total, row: (total + row, None), rows[0], rows[1:], unroll=8)[0]
 
 
-ONE_HOST = "strategy shm sums in the memory of one host; got workers on {hosts} hosts: use hier-ring or asa"
-
-
 def check_one_host(hosts: Sequence[int]) -> None:
     """Refuse what only the workers of one host can do."""
     if (count := len(set(hosts))) > 1:
-        raise UsageError(ONE_HOST.format(hosts=count))
+        raise UsageError(
+            f"strategy shm sums in the memory of one host; got workers on {count} hosts: use hier-ring or asa"
+        )
 
 
 def ring_order(hosts: Sequence[int]) -> tuple[int, ...]:

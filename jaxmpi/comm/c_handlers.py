@@ -107,11 +107,12 @@ class CSource:
 def say_once(comm: Any, troubles: Sequence[str], consequence: str) -> None:
     """Print what programs do without C, on the first rank that has no C; `troubles` of all ranks."""
     if comm.rank == next((rank for rank, trouble in enumerate(troubles) if trouble), None):
-        _print_once(f"{consequence}, since {troubles[comm.rank]}")
+        print_once(f"{consequence}, since {troubles[comm.rank]}")
 
 
 @functools.cache
-def _print_once(line: str) -> None:
+def print_once(line: str) -> None:
+    """Print a line of this rank."""
     print(f"jaxmpi: {failures.describe_rank()}: {line}", file=sys.stderr, flush=True)
 
 

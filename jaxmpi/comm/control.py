@@ -228,10 +228,8 @@ class MpiProcesses(SoloProcesses):
         if self.local_rank == 0:
             result = make()
             for rank in range(1, self.local_size):
-                with lost_ranks_left_out():
-                    self._requests.append(
-                        self._local.Isend(message, rank, tag=LEADER)
-                    )  # so short that it leaves at once
+                with lost_ranks_left_out():  # a message so short that it leaves at once
+                    self._requests.append(self._local.Isend(message, rank, tag=LEADER))
             return result
         with lost_ranks_left_out():
             if not wait(self._local.Irecv(message, 0, tag=LEADER).Test, timeout_s):
@@ -253,9 +251,7 @@ class MpiProcesses(SoloProcesses):
 
     def allreduce_sum(self, values: np.ndarray) -> np.ndarray:
         """Sum f64[n] over ranks."""
-        mine, total = np.ascontiguousarray(values, np.float64), np.empty_like(values, np.float64)
-        self._exchange(lambda: self.world.Iallreduce(mine, total), "a sum over ranks")
-        return total
+        return self.allgather_array(values).sum(axis=0)
 
     def iallreduce_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
         """Begin the maximum of i64[n] over ranks; the function returned waits for it."""
@@ -332,7 +328,7 @@ class MpiProcesses(SoloProcesses):
             late = self.late()
         if not (failures.kill_ranks(late) and wait(request.Test, 4 * LATE_S)):
             absent = self.in_job(late)
-            where = self.waits.where(absent)
+            where = watch().where(absent)
             raise TrainingError(f"{description}: rank {absent} did not answer in time; all ranks must call it{where}")
 
     def late(self) -> list[int]:

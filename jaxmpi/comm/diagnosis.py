@@ -122,10 +122,6 @@ class WaitRegistry:
         finally:
             self._waits.discard(wait)
 
-    def where(self, numbers: Sequence[int]) -> str:
-        """Say where ranks are, by job number; empty if not yet asked."""
-        return watch().where(numbers)
-
     def all_waits(self) -> list[Wait]:
         """All waits of this process, programs' as of the last look."""
         return [*self._waits, *self._program_waits.values()]
@@ -203,7 +199,7 @@ class WaitMonitor:
         return f"{'compiles' if compiles else 'is'} at {at}" if at else "runs no line of a script"
 
     def where(self, numbers: Sequence[int]) -> str:
-        """Say where ranks are; empty if not yet asked."""
+        """Say where ranks are, by their numbers in the job; empty if not yet asked."""
         named = [rank for rank in numbers[:NAMED] if rank in self._places]
         return "".join(f"; rank {rank}{self.hosts.get(rank, '')} {self._places[rank]}" for rank in named)
 

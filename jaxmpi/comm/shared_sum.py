@@ -193,7 +193,9 @@ class SharedSum:
             copy_in(vectors, chunk, slot)
         else:
             self.board.meet(self.rank - 1, SUMMED, k + 1)
-            add_to(slot, chunk, vectors)
+            for number, part, place in chunk.pieces:
+                if (vector := vectors[number]) is not None:
+                    np.add(slot[place], vector[part], slot[place])
         if self.rank == self.size - 1 and not self.each_divides and divisor != 1:
             divide, number = division(float(divisor))
             divide(slot[: chunk.floats], number, slot[: chunk.floats])
@@ -291,13 +293,6 @@ def copy_in(vectors: Vectors, chunk: Chunk, slot: np.ndarray) -> None:
     for number, part, place in chunk.pieces:
         if (vector := vectors[number]) is not None:
             np.copyto(slot[place], vector[part])
-
-
-def add_to(slot: np.ndarray, chunk: Chunk, vectors: Vectors) -> None:
-    """Add a chunk of the vectors to the slot."""
-    for number, part, place in chunk.pieces:
-        if (vector := vectors[number]) is not None:
-            np.add(slot[place], vector[part], slot[place])
 
 
 def copy_out(slot: np.ndarray, chunk: Chunk, totals: Vectors, divisor: np.float32 | None) -> None:
