@@ -28,7 +28,7 @@ from jaxmpi.allreduce.algorithms.table import parse
 from jaxmpi.allreduce.schedules import LINE_BYTES, MEMORIES, STEPS, WINDOW, Group
 from jaxmpi.allreduce.wires import WIRE_CONSTANTS
 from jaxmpi.comm import c_handlers
-from jaxmpi.comm.agreement import fingerprint
+from jaxmpi.comm.agreement import fingerprint, fresh_number
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.call_comparison import comparison_of
 from jaxmpi.comm.control import MpiProcesses
@@ -71,7 +71,6 @@ SOURCE = c_handlers.CSource(
 sums_p, beside_p = SOURCE.primitive(), SOURCE.primitive("jaxmpi_beside")
 _engines = dict[int, "HostEngine"]()  # by number, of communicators that were not freed
 _labels = dict[int, list[str]]()  # of the vectors of plans beside programs, by key
-_last = [-1]  # number of an engine; the next one's is the same on all its ranks
 
 
 def unavailable_reason(comm: MpiComm) -> str:
@@ -97,7 +96,7 @@ class HostEngine:
         self.tags = min(comm.processes.tags, np.iinfo(np.int32).max)
         self._schedule = functools.cache(self._make_schedule)
         self._plans = dict[int, Any]()  # by key: the arrays that C reads whenever a program calls it
-        self.number = _last[0] = 1 + max(comm.processes.allgather_object(_last[0]))
+        self.number = fresh_number("host engine", comm.processes.allgather_object)
         _engines[self.number] = self
 
     def _make_schedule(self, strategy: str, half: str, n: int) -> tuple[np.ndarray, np.ndarray, int]:

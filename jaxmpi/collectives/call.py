@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,17 +88,8 @@ def shape_of(x: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(x.shape if shape is None else tuple(shape), x.dtype)
 
 
+# Whether ranks leave source lines out of the comparison of a call.
 MAY_DIFFER: ContextVar[bool] = ContextVar("MAY_DIFFER", default=False)
-
-
-@contextmanager
-def lines_may_differ() -> Iterator[None]:
-    """Leave a call's source lines out of the comparison between ranks."""
-    token = MAY_DIFFER.set(True)
-    try:
-        yield
-    finally:
-        MAY_DIFFER.reset(token)
 
 
 def is_logged() -> bool:

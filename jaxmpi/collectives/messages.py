@@ -20,7 +20,6 @@ prints its calls, mpi4jax sends instead, without headers.
 import ctypes
 import functools
 import struct
-import threading
 import time
 import zlib
 from collections.abc import Sequence
@@ -89,13 +88,7 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
 
 def unavailable_reason() -> str:
     """Why messages are mpi4jax's own; empty if they have headers."""
-    if is_logged():
-        return "mpi4jax prints its calls"
-    with _loading:
-        return _compile_error()
-
-
-_loading = threading.Lock()  # several threads may lower programs
+    return "mpi4jax prints its calls" if is_logged() else _compile_error()
 
 
 @functools.cache
@@ -117,7 +110,6 @@ def _compile_error() -> str:
     library.jaxmpi_begin.argtypes = c_int32, c_void_p, c_void_p
     library.jaxmpi_advance.argtypes = (c_void_p,)
     library.jaxmpi_set_up((c_void_p * len(functions))(*functions), MPI._handleof(MPI.BYTE))
-    host_callbacks.register(MESSAGE, _exchange, ends_job=True)
     return ""
 
 
@@ -304,6 +296,9 @@ def _exchange(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], cal
     request = MessageRequest(call, *(next(iter(arrays), None) for arrays in (operands, results)))
     if not wait(request.Test, TIMEOUT_S):
         raise lost_message(call)
+
+
+host_callbacks.register(MESSAGE, _exchange, ends_job=True)
 
 
 def lost_message(number: int) -> TrainingError:

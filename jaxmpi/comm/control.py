@@ -15,6 +15,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -47,7 +48,8 @@ AGREE_TIMEOUT_S = seconds_from("JAXMPI_AGREE_TIMEOUT_S", 300)
 MAX_BYTES = 1 << 30  # bytes of one MPI message; counts are C ints
 REFUSAL_BYTES = 2048  # bytes of the error by which a rank refuses a call, at most
 BARRIER = fingerprint("a barrier", None)
-HERE, LEADER = 1, 2  # tags: I am here, and wait; this host's first rank is ready
+PINGS = 20  # round trips between two clocks
+HERE, LEADER, CLOCK = 1, 2, 3  # tags: I am here, and wait; this host's first rank is ready; a rank's clock
 
 
 class MpiProcesses(SoloProcesses):
@@ -297,6 +299,27 @@ class MpiProcesses(SoloProcesses):
             for start in range(0, raw.size, MAX_BYTES):
                 self.world.Bcast(raw[start : start + MAX_BYTES], root)
         return arrays
+
+    def pings(self) -> list[tuple[float, float]]:
+        link_times, clock = super().pings(), np.zeros(1)
+        self.barrier()
+        for rank in range(1, self.size):
+            if self.rank == 0:
+                times = []
+                for _ in range(PINGS):
+                    begin_s = time.perf_counter()
+                    self.world.Send(clock, rank, tag=CLOCK)
+                    self.world.Recv(clock, rank, tag=CLOCK)
+                    end_s = time.perf_counter()
+                    times.append((end_s - begin_s, float(clock[0]) - (begin_s + end_s) / 2))
+                link_times[rank] = min(times)
+            elif self.rank == rank:
+                wait(self.world.Irecv(clock, 0, tag=CLOCK).Test, float("inf"))  # its turn may be long in coming
+                for ping in range(PINGS):
+                    if ping:
+                        self.world.Recv(clock, 0, tag=CLOCK)
+                    self.world.Send(np.array([time.perf_counter()]), 0, tag=CLOCK)
+        return link_times
 
     def mailbox(self) -> Mailbox:
         """Over a communicator of its own; all ranks come here together."""

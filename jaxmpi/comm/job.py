@@ -8,7 +8,6 @@ import atexit
 import functools
 import os
 import re
-import subprocess
 import sys
 import warnings
 from typing import Any
@@ -23,8 +22,6 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, as_given, has_ranks_own
 from jaxmpi.core.random_keys import packed, unpacked
 from jaxmpi.runtime import failures, job_folder, process
-
-START_S = 60.0  # for MPI to start in one process
 
 Processes = SoloProcesses | MpiProcesses
 
@@ -85,17 +82,6 @@ def start_mpi() -> None:
             f"{library_of(mpi4py.MPI.Get_library_version())}; build both for the MPI whose mpicc is on PATH: "
             f"{building_for_mpicc()}"
         ) from error
-
-
-def start_trouble() -> str:
-    """Return why a child process cannot start MPI; empty if it can."""
-    child = [sys.executable, "-c", f"from {__name__} import start_mpi; start_mpi()"]
-    try:
-        ended = subprocess.run(child, capture_output=True, text=True, errors="replace", timeout=START_S)
-    except subprocess.TimeoutExpired:
-        return f"MPI has not started within {START_S:.0f} s"
-    last = (ended.stderr.splitlines() or [f"exit code {ended.returncode}"])[-1]
-    return last.removeprefix(f"{UsageError.__module__}.{UsageError.__name__}: ") if ended.returncode else ""
 
 
 def _check_alone() -> None:

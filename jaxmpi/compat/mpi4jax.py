@@ -16,7 +16,7 @@ import jax
 
 from jaxmpi.collectives import api
 from jaxmpi.collectives.arguments import arrays_of, joint_operation
-from jaxmpi.collectives.call import NOBODY, lines_may_differ
+from jaxmpi.collectives.call import MAY_DIFFER, NOBODY
 from jaxmpi.collectives.table import ARITHMETIC
 from jaxmpi.comm.call_comparison import OPS
 from jaxmpi.comm.mpi_calls import mpi_calls
@@ -54,8 +54,11 @@ def _as_mpi4jax(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if "token" in kwargs:
             raise RuntimeError("got a token; mpi4jax takes none since 0.8.0, and returns none: leave it out")
-        with lines_may_differ():
+        token = MAY_DIFFER.set(True)
+        try:
             return function(*args, **kwargs)
+        finally:
+            MAY_DIFFER.reset(token)
 
     return call
 

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 
 from jaxmpi.comm.job import Processes
-from jaxmpi.comm.link_times import pings
 from jaxmpi.core.files import write_whole
 from jaxmpi.runtime.progress import TRACKS, Span
 
@@ -45,9 +44,8 @@ class Tracer:
         self._spans += noted
         if step < self.last and not is_end:
             return ""
-        offsets = [
-            offset for _, offset in pings(self.processes)
-        ]  # now, not at the start: clocks of hosts drift by microseconds a second
+        # Now, not at the start: clocks of hosts drift by microseconds a second.
+        offsets = [offset for _, offset in self.processes.pings()]
         every = self.processes.allgather_object(select_steps(self._spans, (self.first, self.last)))
         last = min(self.last, step)
         self._spans, self.last = [], 0
@@ -68,7 +66,7 @@ class UncoordinatedTrace:
         Communicates: if there are steps to trace, ranks compare their clocks, here and not again.
         """
         (self.first, self.last), self.path = steps, path
-        self.offsets = [offset for _, offset in pings(processes)] if self.last else []
+        self.offsets = [offset for _, offset in processes.pings()] if self.last else []
         self.hosts = processes.allgather_object(socket.gethostname()) if self.last else []
         self._spans: list[Span] = []
         self._is_open = bool(self.last)

@@ -85,10 +85,8 @@ def marks_folder(setting: Mapping[str, str]) -> Path:
 
 def mark(name: str) -> None:
     """Leave a mark, if this job has a folder on this host."""
-    folder = Path(os.environ.get(SEGMENTS, ""))
-    if folder.name.startswith(OWN):
-        with suppress(OSError):  # on another host, gone, or full: then there is none
-            (folder / WORDS / name).touch()
+    with suppress(OSError):  # on another host, gone, or full: then there is none
+        (marks_folder(os.environ) / name).touch()
 
 
 def is_marked(name: str) -> bool:

@@ -14,6 +14,7 @@ import collections
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,8 +27,7 @@ import numpy as np
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.host_engine import SOURCE
 from jaxmpi.comm.control import MpiProcesses
-from jaxmpi.comm.job import Processes, processes, start_trouble
-from jaxmpi.comm.link_times import pings
+from jaxmpi.comm.job import Processes, processes
 from jaxmpi.comm.mpi import is_cuda_aware, world
 from jaxmpi.comm.mpi_info import mpi_facts
 from jaxmpi.comm.polling import wait
@@ -41,6 +41,7 @@ TRIPS = 2  # round trips between two ranks whose link is timed
 TURNS = 16  # in which pairs of ranks meet; of more ranks not all pairs do
 LINK = 4  # tag
 SLOW = 4  # times slower than the median of pairs: reported
+START_S = 60.0  # for MPI to start in one process
 STALL_S = 30.0  # for ranks that never come
 SHM_BYTES = 64 << 20  # Docker's default, and less than sums over a host need
 SHOWN = 64  # ranks listed one by one
@@ -302,6 +303,17 @@ def format_cores(cores: Sequence[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs) or "unknown"
 
 
+def start_trouble() -> str:
+    """Return why a child process cannot start MPI; empty if it can."""
+    child = [sys.executable, "-c", "from jaxmpi.comm.job import start_mpi; start_mpi()"]
+    try:
+        ended = subprocess.run(child, capture_output=True, text=True, errors="replace", timeout=START_S)
+    except subprocess.TimeoutExpired:
+        return f"MPI has not started within {START_S:.0f} s"
+    last = (ended.stderr.splitlines() or [f"exit code {ended.returncode}"])[-1]
+    return last.removeprefix(f"{UsageError.__module__}.{UsageError.__name__}: ") if ended.returncode else ""
+
+
 def examine() -> None:
     """Examine this job; all ranks call it, rank 0 prints."""
     failures.set_phase("facts")
@@ -311,7 +323,7 @@ def examine() -> None:
         mpi["device pointers"] = "handed to MPI" if is_cuda_aware() else "copied through the host"
     trouble = start_trouble() if control.size == 1 else ""
     ranks = control.allgather_object(collect_facts() | {"c trouble": SOURCE.trouble() if control.size > 1 else ""})
-    trips_s = [trip_s for trip_s, _ in pings(control)]
+    trips_s = [trip_s for trip_s, _ in control.pings()]
     with watching(control, STALL_S if isinstance(control, MpiProcesses) else 0, "abort"):
         failures.set_phase("self-test: messages between pairs of ranks")
         pairs = pair_speeds(time_trips(control, PAIR_FLOATS), [rank["host"] for rank in ranks])
