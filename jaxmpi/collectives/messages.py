@@ -100,10 +100,8 @@ def _compile_error() -> str:
         c_handlers.print_once(f"messages are mpi4jax's own, unchecked, since {trouble}; all ranks need a C compiler")
         return trouble
     handle, library = c_handlers.handle_type(), SOURCE.library()
-    functions = [
-        *c_handlers.addresses(FUNCTIONS),
-        *(ctypes.cast(callback, c_void_p).value for callback in _callbacks()),
-    ]
+    callbacks = (ctypes.cast(callback, c_void_p).value for callback in (_unexpected, _failed))
+    functions = [*c_handlers.addresses(FUNCTIONS), *callbacks]
     library.jaxmpi_set_up.argtypes = c_void_p, handle
     library.jaxmpi_open_message.argtypes = c_void_p, handle, handle, c_void_p, c_char_p, c_char_p
     library.jaxmpi_begin.restype = c_void_p
@@ -251,25 +249,25 @@ def describe_message(message: Any) -> str:
     return f"{text}{size}, sent at {at or 'no line of a script'}"
 
 
-@functools.cache
-def _callbacks() -> tuple[Any, Any]:
-    """Functions by which C ends the job."""
+@Unexpected
+def _unexpected(number: int, header: int) -> None:
+    """End the job: a message is not the one that a call expects."""
+    call, text, received, _ = _opened[number]
+    message = ctypes.string_at(header, HEADER.size)
+    mine, sender = call.comm.processes.in_job([call.comm.rank, HEADER.unpack_from(message)[1]])
+    error = UsageError(
+        f"{text}: rank {mine} expects {type_of(received)}, but got a message of rank {sender}: "
+        f"{describe_message(message)}; give both the same shape and dtype, or tell the messages apart by tags"
+    )
+    failures.fail(error, None)
+
+
+@c_handlers.Failed
+def _failed(number: int, code: int) -> None:
+    """End the job with MPI's error."""
     from mpi4py import MPI
 
-    def unexpected(number: int, header: int) -> None:
-        call, text, received, _ = _opened[number]
-        message = ctypes.string_at(header, HEADER.size)
-        mine, sender = call.comm.processes.in_job([call.comm.rank, HEADER.unpack_from(message)[1]])
-        error = UsageError(
-            f"{text}: rank {mine} expects {type_of(received)}, but got a message of rank {sender}: "
-            f"{describe_message(message)}; give both the same shape and dtype, or tell the messages apart by tags"
-        )
-        failures.fail(error, None)
-
-    def failed(number: int, code: int) -> None:
-        failures.fail(TrainingError(f"{_opened[number].what}: {MPI.Get_error_string(code)}"), None)
-
-    return Unexpected(unexpected), c_handlers.Failed(failed)
+    failures.fail(TrainingError(f"{_opened[number].what}: {MPI.Get_error_string(code)}"), None)
 
 
 # ---------------------------------------------------------------- through Python
