@@ -41,12 +41,16 @@ def _scopes() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     return ctypes.CDLL(None), ctypes.CDLL(MPI.__file__)
 
 
+def find_function(name: str) -> Any:
+    """A function of this process's MPI; None if it has none of this name."""
+    return next((scope[name] for scope in _scopes() if hasattr(scope, name)), None)
+
+
 def addresses(names: Sequence[str]) -> list[int]:
     """Addresses of MPI's functions, by their names without `MPI_`."""
     pointers = []
     for name in (f"MPI_{name}" for name in names):
-        function = next((scope[name] for scope in _scopes() if hasattr(scope, name)), None)
-        if function is None:
+        if (function := find_function(name)) is None:
             raise OSError(f"{name} is in no library that is loaded")
         pointers.append(ctypes.cast(function, c_void_p).value)
     return pointers

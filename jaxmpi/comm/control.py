@@ -34,7 +34,7 @@ from jaxmpi.comm.agreement import (
 from jaxmpi.comm.diagnosis import CONTROL, WaitRegistry, watch
 from jaxmpi.comm.mpi_info import check_launcher, thread_level
 from jaxmpi.comm.polling import lost_ranks_left_out, survives_losses, wait
-from jaxmpi.comm.solo import Mailbox, SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.json_tree import differences
@@ -321,10 +321,6 @@ class MpiProcesses(SoloProcesses):
                     self.world.Send(np.array([time.perf_counter()]), 0, tag=CLOCK)
         return link_times
 
-    def mailbox(self) -> Mailbox:
-        """Over a communicator of its own; all ranks come here together."""
-        return MpiMailbox(self.clone())
-
     def _let_exchanges_end(self) -> None:
         """Wait for XLA's exchanges if MPI allows one thread at a time.
 
@@ -410,27 +406,6 @@ class MpiProcesses(SoloProcesses):
         # The rank that ends the job speaks first, then revokes, then is gone.
         has_spoken = wait(lambda: any(comm.Is_revoked() for comm in self.comms), ECHO_S)
         return "" if has_spoken else "ends, since a rank that it needs is gone"
-
-
-class MpiMailbox(Mailbox):
-    """Pickled messages over its own communicator, between ranks of one job only."""
-
-    MOST = 4  # messages under way to a rank: one that is stopped takes none
-
-    def __init__(self, comm: Any) -> None:
-        self.comm = comm
-        self._requests: dict[int, list[Any]] = collections.defaultdict(list)
-
-    def send(self, to: int, message: dict[str, Any]) -> None:
-        self._requests[to] = [request for request in self._requests[to] if not request.Test()]
-        if len(self._requests[to]) < self.MOST:
-            self._requests[to].append(self.comm.isend(message, to))
-
-    def received(self) -> list[dict[str, Any]]:
-        messages = []
-        while (message := self.comm.improbe()) is not None:
-            messages.append(message.recv())
-        return messages
 
 
 def abort(code: int) -> NoReturn:

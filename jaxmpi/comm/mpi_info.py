@@ -1,9 +1,8 @@
 """Facts about the MPI library at hand: version, threads, CUDA; and whether it fits the launcher."""
 
-import ctypes
-from pathlib import Path
 from typing import Any
 
+from jaxmpi.comm.c_handlers import find_function
 from jaxmpi.core.env import building_for_mpicc
 from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime.process import Launch, launched_workers
@@ -36,12 +35,8 @@ def mpi_facts() -> dict[str, str]:
 
 def _cuda_support() -> str:
     """CUDA support of Open MPI, in words; "unknown" for other MPIs."""
-    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libmpi.so" in line}
-    for path in paths:
-        query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
-        if query is not None:
-            return "built with CUDA" if query() else "built without CUDA"
-    return "unknown"
+    query = find_function("MPIX_Query_cuda_support")
+    return "unknown" if query is None else "built with CUDA" if query() else "built without CUDA"
 
 
 def thread_level(mpi: Any) -> int:

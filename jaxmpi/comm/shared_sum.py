@@ -128,7 +128,8 @@ class SharedSum:
         try:
             sum_count = len(operands) - through
             for source, to in zip(operands[sum_count:], results[sum_count:], strict=True):
-                host_callbacks.copy_unless_shared(source, to)
+                if source.ctypes.data != to.ctypes.data:  # XLA may have given them one buffer
+                    np.copyto(to, source)
             vectors, totals = [flat(x) for x in operands[:sum_count]], [flat(x) for x in results[:sum_count]]
             if half:  # slices, one a rank, on the side of which this rank has its own alone with None for the others
                 whole, mine = (vectors, totals) if half == "scatter" else (totals, vectors)

@@ -14,17 +14,6 @@ from jaxmpi.core.pytrees import PyTree, check_arrays
 from jaxmpi.runtime.process import my_rank
 
 
-class Mailbox:
-    """Small messages between threads of ranks, which never wait; here with nobody to write to."""
-
-    def send(self, to: int, message: dict[str, Any]) -> None:
-        """Send, unless earlier messages to this rank have not been taken yet."""
-
-    def received(self) -> list[dict[str, Any]]:
-        """Messages since the last call."""
-        return []
-
-
 class SoloProcesses:
     """The control plane of a single process, and what `MpiProcesses` has in common with it."""
 
@@ -99,6 +88,3 @@ class SoloProcesses:
         off by half of that trip at most. All ranks call it together.
         """
         return [(0.0, 0.0)] * self.size
-
-    def mailbox(self) -> Mailbox:
-        return Mailbox()

@@ -6,6 +6,7 @@ for `stall_timeout_s`, or one has been silent for as long: one that waits while 
 keep step, is not.
 """
 
+import collections
 import faulthandler
 import socket
 import sys
@@ -20,7 +21,6 @@ from typing import Any, TextIO
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.polling import is_mpi_error, survives_losses
-from jaxmpi.comm.solo import Mailbox
 from jaxmpi.config.schema import ON_STALL
 from jaxmpi.runtime import failures, progress
 
@@ -31,6 +31,38 @@ ANSWER_S = 2.5  # for stacks to come: they are asked for within a beat
 SHOWN = 16  # ranks named one by one
 STACKS = 6  # ranks whose stacks are shown; late ones first
 STALLED = 1  # exit code: to start again may help
+
+
+class Mailbox:
+    """Small messages between threads of ranks, which never wait; here with nobody to write to."""
+
+    def send(self, to: int, message: dict[str, Any]) -> None:
+        """Send, unless earlier messages to this rank have not been taken yet."""
+
+    def received(self) -> list[dict[str, Any]]:
+        """Messages since the last call."""
+        return []
+
+
+class MpiMailbox(Mailbox):
+    """Pickled messages over its own communicator, between ranks of one job only."""
+
+    MOST = 4  # messages under way to a rank: one that is stopped takes none
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+        self._requests: dict[int, list[Any]] = collections.defaultdict(list)
+
+    def send(self, to: int, message: dict[str, Any]) -> None:
+        self._requests[to] = [request for request in self._requests[to] if not request.Test()]
+        if len(self._requests[to]) < self.MOST:
+            self._requests[to].append(self.comm.isend(message, to))
+
+    def received(self) -> list[dict[str, Any]]:
+        messages = []
+        while (message := self.comm.improbe()) is not None:
+            messages.append(message.recv())
+        return messages
 
 
 @dataclass
@@ -233,16 +265,9 @@ def watching(
     elif survives_losses() and not is_fault_tolerant:
         yield "watchdog off: this job goes on without ranks that die"
     else:
-        watchdog, ended = (
-            Watchdog(
-                post=processes.mailbox(),
-                rank=processes.rank,
-                size=processes.size,
-                stall_timeout_s=stall_timeout_s,
-                on_stall=on_stall,
-            ),
-            threading.Event(),
-        )
+        post = MpiMailbox(processes.clone()) if isinstance(processes, MpiProcesses) else Mailbox()
+        watchdog = Watchdog(post, processes.rank, processes.size, stall_timeout_s, on_stall)
+        ended = threading.Event()
         watchdog.judges = choose_judges(processes.hosts if isinstance(processes, MpiProcesses) else [0])
         thread = threading.Thread(target=_run, args=(watchdog, ended), name="jaxmpi watchdog", daemon=True)
         thread.start()

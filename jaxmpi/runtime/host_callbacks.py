@@ -75,12 +75,6 @@ def sees_copies() -> bool:
     return jax.default_backend() != "cpu"
 
 
-def copy_unless_shared(source: np.ndarray, to: np.ndarray) -> None:
-    """Copy `source` into `to`, unless `in_place` gave them one buffer."""
-    if source.ctypes.data != to.ctypes.data:
-        np.copyto(to, source)
-
-
 # ---------------------------------------------------------------- calls in a program
 
 

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from jaxmpi.comm.solo import Mailbox, SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.recover import watchdog
-from jaxmpi.recover.watchdog import Watchdog, watching
+from jaxmpi.recover.watchdog import Mailbox, Watchdog, watching
 from jaxmpi.runtime import failures, progress
 from jobs import marked, start
 from launching import mpirun_line, run, wait_until
