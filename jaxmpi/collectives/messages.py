@@ -33,7 +33,7 @@ import numpy as np
 
 from jaxmpi.collectives.call import NOBODY, MpiCall, from_mpi_dtype, is_logged, to_mpi_dtype, type_of
 from jaxmpi.comm import c_handlers
-from jaxmpi.comm.diagnosis import Note, message_lost, watch
+from jaxmpi.comm.diagnosis import PARTNER, CallId, Wait, message_lost, watch
 from jaxmpi.comm.mpi import MpiComm, open_comms
 from jaxmpi.comm.mpi_calls import mpi_calls
 from jaxmpi.comm.polling import PROBES, survives_losses, wait
@@ -229,8 +229,7 @@ def open_message(call: MpiCall, text: str, x: Any, place: Any = None) -> int:
     partners = (sources | ({call.dest} if is_waited_for else set())) - {comm.rank} or {comm.rank}
     comm.cached("messages", ExitStack).callback(_close_message, number)
     _opened[number] = Opened(call, text, received, tuple(comm.processes.in_job(sorted(partners))))
-    if waits.notes is None:
-        waits.notes = functools.partial(_notes, comm)
+    waits.messages = functools.partial(_waits, comm)
     return number
 
 
@@ -308,12 +307,16 @@ def lost_message(number: int) -> TrainingError:
 # ---------------------------------------------------------------- who waits, and what is left at the end
 
 
-def _notes(comm: MpiComm) -> list[Note]:
-    """A communicator's calls that wait in MPI now."""
+def _waits(comm: MpiComm) -> dict[int, Wait]:
+    """A communicator's calls that wait in MPI now, by note."""
     note_ids = (c_int64 * NOTES)()
     SOURCE.library().jaxmpi_message_notes(note_ids)
     opened = [(note, _opened[note & 0xFFFFFFFF]) for note in note_ids if note]
-    return [Note(note, message.what, message.partners) for note, message in opened if message.call.comm is comm]
+    return {
+        note: Wait(way=PARTNER, call=CallId(0, 0), what=message.what, partners=message.partners, is_in_program=True)
+        for note, message in opened
+        if message.call.comm is comm
+    }
 
 
 def _check_no_message_left() -> None:

@@ -126,7 +126,6 @@ class CallComparison:
         comm.processes.waits.comparison = self
         self.name_errors_of(comm.mpi)
         _comparisons.append(self)
-        _wait_at_exit()
 
     def _open(self, has_slots: bool) -> None:
         """Tell C of MPI and of this communicator, and register what programs call in Python's place."""
@@ -324,14 +323,3 @@ def _error_handler() -> Any:
                 comparison.name_error(code)
 
     return MPI.Comm.Create_errhandler(name_error)
-
-
-@functools.cache
-def _wait_at_exit() -> None:
-    """Wait at exit for programs that exchange; the monitor limits the time."""
-
-    def wait() -> None:
-        with suppress(Exception):  # errors of a program: mpi4jax's hook raises them again
-            jax.effects_barrier()
-
-    failures.call_before_finalize(wait)

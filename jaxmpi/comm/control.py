@@ -10,6 +10,7 @@ so it happens inside functions.
 """
 
 import collections
+import contextlib
 import copy
 import json
 import os
@@ -76,6 +77,8 @@ class MpiProcesses(SoloProcesses):
         MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: failures.run_hooks()), True)
         failures.call_before_finalize(watch().stop)  # runs when all ranks have come to their end, or time is up
         failures.install_hooks(failures.JobControl(self.rank, self.size, self._abort, self._wait_at_exit, self._echoes))
+        if not survives_losses():
+            failures.call_before_finalize(_let_programs_end)
         divide_mask(self._local.allgather(core_mask()), self.local_rank)
         # One host is one name and one memory, as MPI sees it: clones of a machine have one name.
         facts = self.allgather_object([socket.gethostname(), self._local.allgather(self.rank)[0], my_gpu()])
@@ -406,6 +409,12 @@ class MpiProcesses(SoloProcesses):
         # The rank that ends the job speaks first, then revokes, then is gone.
         has_spoken = wait(lambda: any(comm.Is_revoked() for comm in self.comms), ECHO_S)
         return "" if has_spoken else "ends, since a rank that it needs is gone"
+
+
+def _let_programs_end() -> None:
+    """Wait at exit for programs that exchange; the monitor limits the time."""
+    with contextlib.suppress(Exception):  # errors of a program: mpi4jax's hook raises them again
+        jax.effects_barrier()
 
 
 def abort(code: int) -> NoReturn:

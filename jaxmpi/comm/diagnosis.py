@@ -39,22 +39,14 @@ class CallId(NamedTuple):
     count: int  # how many of its way this process has begun
 
 
-class Note(NamedTuple):
-    """A message that a program waits for in MPI."""
-
-    key: int  # of this call of the program, and no other
-    what: str
-    partners: tuple[int, ...]  # numbers in the job of the ranks that it waits for
-
-
 @dataclass(eq=False, kw_only=True, slots=True)
 class Wait:
     """A wait of this rank for others, as long as it lasts."""
 
     way: int
-    call: CallId
+    call: CallId  # zeros for a message, of which no call is known to be the other half
     what: str
-    partners: tuple[int, ...]
+    partners: tuple[int, ...]  # numbers in the job of the ranks that it waits for
     limit_s: float = TIMEOUT_S
     is_in_program: bool = False  # then the monitor keeps the limit, since MPI has none
     thread: int | None = None  # the Python thread that waits
@@ -96,7 +88,8 @@ class WaitRegistry:
         self.numbers, self.may_watch = tuple(numbers), may_watch
         self.others = tuple(number for number in self.numbers if number != self.numbers[comm.rank])
         self.comparison: Any = None  # the communicator's `CallComparison`, once it is made
-        self.notes: Callable[[], list[Note]] | None = None  # messages that programs wait for now
+        # Messages that programs wait for now, by a key of this call of the program, and no other.
+        self.messages: Callable[[], dict[int, Wait]] = dict
         self._counts: Counter[int] = Counter()  # calls begun, by way
         self._waits: set[Wait] = set()  # of Python threads
         self._program_waits: dict[Any, Wait] = {}  # by an exchange's `CallId` or a message's key
@@ -132,8 +125,7 @@ class WaitRegistry:
         if call := self.comparison.current() if self.comparison else None:
             text = self.comparison.text(call.number)
             waits[call] = Wait(way=COMPARED, call=call, what=text, partners=self.others, is_in_program=True)
-        for key, text, partners in self.notes() if self.notes else []:
-            waits[key] = Wait(way=PARTNER, call=CallId(0, 0), what=text, partners=partners, is_in_program=True)
+        waits |= self.messages()
         self._program_waits = {key: self._program_waits.get(key, wait) for key, wait in waits.items()}
 
 
@@ -274,7 +266,7 @@ class WaitMonitor:
             theirs = [call.number if call and call.count == wait.call.count else 0 for call in latest_calls]
             if set(theirs) - {0, wait.call.number}:
                 raise registry.comparison.refusal(wait.call.number, theirs)
-        # Of a message all partners count as absent: no call of theirs is known to be its other half.
+        # Of a message all partners count as absent.
         absent = [rank for rank in wait.partners if wait.way == PARTNER or calls[rank] != wait.call]
         whom, where = f"for rank {', '.join(map(str, absent))}", self.where(absent)
         if absent and self._ended.issuperset(absent):

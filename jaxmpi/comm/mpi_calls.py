@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi.runtime import failures, host_callbacks, process
+from jaxmpi.runtime import host_callbacks, process
 
 CALL = "jaxmpi: a function of mpi4py"
 _objects: dict[int, Any] = {}  # communicators, operations and statuses by number, which programs hold
@@ -31,7 +31,6 @@ def mpi_calls() -> Any:
             slow = "outside programs, on GPUs and without a C compiler they call MPI through Python, which takes longer"
             print(f"jaxmpi: mpi4jax cannot be imported ({error}): {slow}", file=sys.stderr, flush=True)
     host_callbacks.register(CALL, _run_by_number, ends_job=True)
-    failures.call_before_finalize(jax.effects_barrier)
     return sys.modules[__name__]
 
 
