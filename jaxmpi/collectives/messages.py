@@ -194,8 +194,6 @@ def open_message(call: MpiCall, text: str, x: Any, place: Any = None) -> int:
     """Tell C of a call; return its number.
 
     Args:
-        call: the message.
-        text: describes it.
         x: shape and dtype of the array that it sends, or of the only one that it receives.
         place: of the one that a sendrecv receives.
     """

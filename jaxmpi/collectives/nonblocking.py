@@ -137,7 +137,6 @@ def wait(handle: Handle, after: PyTree = ()) -> PyTree:
     """The results of a started operation, once they have come.
 
     Args:
-        handle: of `start`.
         after: arrays that are to be computed before this waits. XLA knows no other order: without them it may wait
             first, and compute then.
 

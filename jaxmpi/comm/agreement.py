@@ -31,7 +31,6 @@ def on_all_ranks(ranks: Any, act: Callable[[], T]) -> list[T]:
     Without this agreement the others would send their next message to a rank that has left.
 
     Args:
-        ranks: a control plane.
         act: returns a JSON value and sends no messages.
 
     Raises:
@@ -106,9 +105,6 @@ def refuse_together(ranks: Any) -> Iterator[None]:
     """Have the other ranks of a call raise what this rank raises in the block before it has compared the call.
 
     They compare it next. Without an answer from this rank they would wait until the time limit.
-
-    Args:
-        ranks: a control plane.
     """
     before = ranks.message_count
     try:
@@ -146,11 +142,7 @@ def without_messages(caller: str, why: str, instead: str) -> Iterator[None]:
 
 
 def check_may_send(operation: str) -> None:
-    """Raise `UsageError` if this thread may not communicate now.
-
-    Args:
-        operation: that is about to send, for the error.
-    """
+    """Raise `UsageError` if this thread may not communicate now, as `operation` is about to."""
     if refusal := getattr(_thread, "refusal", None):
         caller, why, instead = refusal
         raise UsageError(f"{caller}: got {operation} {why}; expected no messages: {instead}")

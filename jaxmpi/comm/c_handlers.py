@@ -33,17 +33,12 @@ def handle_type() -> Any:
     return c_int32 if MPI._sizeof(MPI.Comm) == ctypes.sizeof(c_int32) else c_void_p
 
 
-@functools.cache
-def _scopes() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """Places of MPI's functions, in the linker's order."""
-    from mpi4py import MPI
-
-    return ctypes.CDLL(None), ctypes.CDLL(MPI.__file__)
-
-
 def find_function(name: str) -> Any:
     """A function of this process's MPI; None if it has none of this name."""
-    return next((scope[name] for scope in _scopes() if hasattr(scope, name)), None)
+    from mpi4py import MPI
+
+    scopes = ctypes.CDLL(None), ctypes.CDLL(MPI.__file__)  # in the linker's order
+    return next((scope[name] for scope in scopes if hasattr(scope, name)), None)
 
 
 def addresses(names: Sequence[str]) -> list[int]:
@@ -63,10 +58,8 @@ class CSource:
         """Nothing is compiled yet.
 
         Args:
-            path: of the source.
             headers: that it includes, besides that of all.
             others: names of more handlers in it.
-            constants: defined in it.
         """
         self._path, self._target, self._constants = path, f"jaxmpi_{path.stem}", constants
         self._headers, self._targets = [HEADER, *headers], [self._target, *others]

@@ -175,7 +175,6 @@ class CallComparison:
         """Return True, on all ranks alike, if `call` can do an operation, and MPI would not do it sooner.
 
         Args:
-            kind: the operation.
             row_bytes: of an array of one rank for one rank, or for all.
         """
         if not self._slot_bytes or kind not in OPERATIONS:

@@ -129,7 +129,6 @@ class MpiProcesses(SoloProcesses):
         """A copy among the ranks of an mpi4py communicator, numbered as there; all of them call it together.
 
         Args:
-            world: the communicator.
             is_ours: nobody else uses it, so that it need not be cloned.
 
         Raises:

@@ -77,7 +77,6 @@ class WaitRegistry:
     """Waits between a communicator's ranks, as this rank knows them; all ranks make it together.
 
     Args:
-        comm: of mpi4py.
         numbers: of its ranks in the job.
         may_watch: MPI may be called concurrently with a program that exchanges; else waits are noted and nobody looks.
     """
@@ -102,7 +101,6 @@ class WaitRegistry:
 
         Args:
             kind: CONTROL or BESIDE.
-            description: of the wait, for messages.
             limit_s: after which the caller gives up.
         """
         self._counts[kind] += 1

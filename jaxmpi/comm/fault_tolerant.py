@@ -148,13 +148,12 @@ def can_shrink(control: MpiProcesses) -> bool:
 
 
 def shrink(control: MpiProcesses, why: str) -> list[int]:
-    """Renumber the ranks left; return the launcher's numbers of those gone.
+    """Renumber the ranks left in `control`; return the launcher's numbers of those gone.
 
     All that live come here together, once a vote has failed, with no message under way. Copies made before, for other
     threads, are of no more use.
 
     Args:
-        control: of all ranks, which is changed.
         why: the error after which this is done; empty on ranks that have seen none.
 
     Raises:

@@ -37,12 +37,7 @@ class SharedParams:
     """Float32 params that a host's ranks share, each writing its shard."""
 
     def __init__(self, host: HostProcesses, sharding: ElementSharding | TensorSharding, index: int) -> None:
-        """Nothing is mapped yet.
-
-        Args:
-            sharding: of params over the ranks of this host.
-            index: of this rank's shard.
-        """
+        """Take the sharding of params over the ranks of this host, and the index of this rank's shard; map nothing."""
         self._host, self._sharding, self._index = host, sharding, index
         self._views: PyTree = None  # which stay here, to be written
         self._arrays: list[jax.Array] = []  # that are read now

@@ -58,7 +58,6 @@ class SharedSum:
         """Map the shared memory; the host's ranks must call it together.
 
         Args:
-            host: the ranks that sum.
             name: of the Python function that programs call; the same on all ranks, and new.
             timeout_s: how long a rank waits in a sum for a rank that does not move.
             effect: what orders sums among other calls in programs, as of `host_callbacks.call`.
@@ -236,7 +235,6 @@ def call_sum(
 
     Args:
         name: of the `SharedSum` in each process that runs the program.
-        size: ranks of this host.
         through: arrays of any type that come out as they went in, if XLA can in the same buffers; what is computed of
             these results is computed behind the call.
         effect: of the `SharedSum`; by default calls are in order among such calls of all programs, not among mpi4jax's.

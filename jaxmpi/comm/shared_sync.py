@@ -44,11 +44,7 @@ class SharedCounters:
     """Counters of a host's ranks, and how to wait for them."""
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int, timeout_s: float, what: str = "a sum") -> None:
-        """Take a new table of zeros, and mark this rank as present.
-
-        Args:
-            what: all of them do together, for messages.
-        """
+        """Take a new table of zeros, and mark this rank as present; messages say what ranks do together."""
         self.rank, self.size, self.timeout_s, self.what = rank, size, timeout_s, what
         self.words = memoryview(memory)[: table_bytes(size)].cast("q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -45,11 +45,7 @@ class Workers(NamedTuple):
 
 
 def gather_workers(devices: int, comm: str = "mpi") -> Workers:
-    """All workers of the job, one a process or a local device.
-
-    Args:
-        devices: of each process.
-        comm: mpi or xla.
+    """All workers of the job, one a process or a local device, of which each process has so many.
 
     Raises:
         UsageError: fewer devices than asked for, or what `global_mesh` raises.

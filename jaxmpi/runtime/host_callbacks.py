@@ -121,7 +121,6 @@ def call(
     Args:
         name: what it is registered under in the process that runs the program.
         operands: arrays, row-major for the function.
-        results: shapes and dtypes.
         in_place: pairs (operand, result) that may share a buffer; XLA copies an operand that is used elsewhere.
         effect: calls with one effect run in order; give another library's to be ordered among its calls. KEPT: a call
             runs as soon as its operands are there, concurrently with others. None: so it does, and may be left out if
