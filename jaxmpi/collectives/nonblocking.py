@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,10 +82,13 @@ class Handle:
             raise UsageError(f"start: {text} cannot run beside a program: {reason}; call {call.operation} itself")
         operation_thread()
         results = _as_sent(call, operation_of(call).results(call, *operands))
-        queue = None if is_message else call.comm.cached("started operations", lambda: StartQueue(call.comm))
-        message = messages.open_message(call, text, *operands) if is_message else -1
-        # Without the handle, which has arrays of a trace. A program of a communicator that is freed ends the job.
-        _started[call.number] = Started(dataclasses.replace(call, handle=None), results, text, queue, message)
+        call = dataclasses.replace(call, handle=None)  # which has arrays of a trace
+        if is_message:
+            begin = functools.partial(_message_steps, call, messages.open_message(call, text, *operands))
+        else:
+            queue: StartQueue = call.comm.cached("started operations", lambda: StartQueue(call.comm))
+            begin = functools.partial(queue.start, call, text)
+        _started[call.number] = text, results, begin  # a program of a communicator that is freed ends the job
         call.comm.cached("starts", ExitStack).callback(_started.pop, call.number)
 
         def run(*arrays: jax.Array) -> list[jax.Array]:
@@ -342,17 +345,8 @@ def begin(call: MpiCall, mpi: Any, xs: list[np.ndarray], ys: list[np.ndarray]) -
 # ---------------------------------------------------------------- what programs call
 
 
-class Started(NamedTuple):
-    """A start in a program, which knows it by number."""
-
-    call: MpiCall
-    results: list[jax.ShapeDtypeStruct]
-    what: str
-    queue: StartQueue | None  # of a collective
-    message: int  # number of a message
-
-
-_started: dict[int, Started] = {}
+# Starts in programs, which know them by number: text, results, and what begins them: (x, y) -> steps.
+_started: dict[int, tuple[str, list[jax.ShapeDtypeStruct], Callable[[list, list], Iterator[None]]]] = {}
 
 
 _numbers = itertools.count()
@@ -364,23 +358,18 @@ def _start(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> 
     """Begin a started call; copies of the arrays are sent."""
     if (started := _started.get(call)) is None:
         raise UsageError("start: got a program of a communicator that was freed; compile it for another one")
-    xs, ys = [x.copy() for x in operands], [np.empty(shape.shape, shape.dtype) for shape in started.results]
-    if started.queue:
-        steps = started.queue.start(started.call, started.what, xs, ys)
-    else:
-        steps = _message_steps(started, xs, ys)
-    _unclaimed[call] = operation_thread().add(Operation(started.what, steps, next(iter(ys), np.empty(0))))
+    text, shapes, begin = started
+    xs, ys = [x.copy() for x in operands], [np.empty(shape.shape, shape.dtype) for shape in shapes]
+    _unclaimed[call] = operation_thread().add(Operation(text, begin(xs, ys), next(iter(ys), np.empty(0))))
 
 
-def _message_steps(started: Started, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[None]:
+def _message_steps(call: MpiCall, number: int, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[None]:
     """Begin a message at once: the program's next one to or from that rank comes behind it."""
-    if started.call.source == NOBODY and ys:
+    if call.source == NOBODY and ys:
         np.copyto(ys[0], xs[-1])
-        messages.fill_status(started.call.status, NOBODY, -1, 0)
-    request = messages.MessageRequest(started.message, next(iter(xs), None), next(iter(ys), None))
-    return _until_complete(
-        [request], lambda waited_s: messages.lost_message(started.message) if waited_s > TIMEOUT_S else None
-    )
+        messages.fill_status(call.status, NOBODY, -1, 0)
+    request = messages.MessageRequest(number, next(iter(xs), None), next(iter(ys), None))
+    return _until_complete([request], lambda waited_s: messages.lost_message(number) if waited_s > TIMEOUT_S else None)
 
 
 def _wait(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> None:
