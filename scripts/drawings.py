@@ -4,8 +4,9 @@
 
 A strategy's picture shows the messages of the schedules that C carries out, and what each rank's chunks hold after each
 round. A rule's timeline comes from running the rule with an exchange that only takes notes. The rooms come from the
-import contracts, time limits from the constants that hold them, the papers' figures from the tables of docs/papers.md.
-So a picture changes when its source does; tests/for_scripts/test_drawings.py compares the two.
+import contracts, what a killed rank does to the others from recorded jobs, time limits from the constants that hold
+them, the papers' figures from the tables of docs/papers.md. So a picture changes when its source does;
+tests/for_scripts/test_drawings.py compares the two.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from death_drawing import draw_death
 from exchange_drawings import LEFT, STRATEGIES, column, draw_heads, draw_shm, draw_strategy, draw_zero
 from paper_drawings import PAPERS, draw_paper
 from svg import WIDTH, Picture, Point
@@ -191,54 +193,6 @@ def draw_shuffle(workers: int = 4) -> Picture:
                     picture.arrow(begins[record], (x + 9, y - 2), colour, "record")
                 begins[record] = x + 9, y + 20
     picture.text((LEFT, top + 192), "moved by MPI_Alltoallv while epoch 0 is read; a colour: who had the record")
-    return picture
-
-
-def time_limits() -> dict[str, float]:
-    """Seconds until something notices a rank that hangs or a host that vanishes, by what the others then do."""
-    from jaxmpi.comm import control, diagnosis, shared_sync
-    from jaxmpi.config import Experiment
-    from jaxmpi.launch import supervisor
-
-    first, gap, probes = (int(supervisor.KEEPALIVE[name]) for name in ("time", "intvl", "probes"))
-    limits = {
-        "the launcher has not ended the job: it is killed": supervisor.ENDS_S,
-        "a rank is waited for: a line names it": diagnosis.SAID_AFTER_S,
-        "a host does not answer TCP: the job ends": first + gap * probes,
-        "a vote or comparison lacks a rank: the job ends": control.AGREE_TIMEOUT_S + control.LATE_S,
-        "no rank gets on: the watchdog names the late one": Experiment.stall_timeout_s,
-        "a message of an exchange is missing: the job ends": shared_sync.TIMEOUT_S,
-    }
-    return dict(sorted(limits.items(), key=lambda limit: limit[1]))
-
-
-def draw_death() -> Picture:
-    """What the others do when rank 2 is killed, and after how long somebody notices what is not so plain."""
-    picture = Picture("A rank is killed: restart from the checkpoint, go on without it, or not notice; time limits")
-    saved, killed = 20, 23  # steps
-    cases = (  # what the others do; their next step, after how long; whether rank 2 is back
-        ("--restarts: all start again, from the checkpoint", saved + 1, 64, True),
-        (f"--on-rank-loss shrink: the others do step {killed} again", killed, 26, False),
-        ("asynchronous rules: nobody waits for rank 2", killed + 1, 0, False),
-    )
-    for y, (title, resume_step, pause, is_back) in zip(range(0, 400, 132), cases, strict=False):
-        picture.text((0, y + 14), title, "small head")
-        for rank in range(4):
-            top = y + 22 + 24 * rank
-            picture.text((0, top + 15), f"rank {rank}")
-            steps = [*range(saved, killed + 1), *(range(resume_step, resume_step + 5) if rank != 2 or is_back else ())]
-            for i, step in enumerate(steps):
-                x, is_killed = 52 + i * 44 + pause * (step != saved + i), step == killed and rank == 2 and i < 4
-                picture.box((x, top), (40, 20), "fill c4" if is_killed else "box", "killed" if is_killed else step)
-        picture.add(f'<line x1="94" y1="{y + 20}" x2="94" y2="{y + 116}" class="line"/>', y + 116)
-    picture.text((0, 400), f"a box is a step, the green line the checkpoint of step {saved}")
-    limits = time_limits()
-    picture.text((0, 432), "a rank that dies is noticed at once; seconds until (by default):", "small head")
-    for y, (words, seconds) in zip(range(440, 1000, 26), limits.items(), strict=False):
-        length = 190 * np.log10(seconds) / np.log10(max(limits.values()))
-        picture.box((0, y), (length, 20), "fill c4", opacity=0.45)
-        picture.text((6, y + 15), f"{seconds:g} s", "small head")
-        picture.text((200, y + 15), words)
     return picture
 
 
