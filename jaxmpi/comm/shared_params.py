@@ -42,7 +42,6 @@ class SharedParams:
         self._views: PyTree = None  # which stay here, to be written
         self._arrays: list[jax.Array] = []  # that are read now
         self._readers: list[weakref.ref[np.ndarray]] = []  # a view under each, which dies when nothing reads it
-        self._rounds = 0
 
     def fill(self, params: PyTree) -> PyTree:
         """The host's first rank's params, as arrays in shared memory.
@@ -120,10 +119,9 @@ class SharedParams:
             )
 
     def _wait_for_all(self) -> None:
-        self._rounds += 1
-        self._board.call = self._rounds
-        self._board.post(ARRIVED, self._rounds)
-        self._board.wait_for_all(ARRIVED, self._rounds)
+        self._board.call += 1
+        self._board.post(ARRIVED, self._board.call)
+        self._board.wait_for_all(ARRIVED, self._board.call)
 
     def _new_arrays(self) -> PyTree:
         """Arrays over what is there once all ranks have written."""
