@@ -38,29 +38,14 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 UNFIT = "exchange.overlap: got {setting}, but {reason}; use off or auto"
 
 
-def resolve_in_memory(setting: str, unfit: str) -> tuple[bool, str]:
-    """Choose whether shared-memory sums run beside the backward pass, with the reason.
-
-    Args:
-        setting: auto, on or off; auto is on, since gradients then do not exist together.
-        unfit: why they cannot; empty if they can.
-
-    Raises:
-        UsageError: on, if it cannot be; or an unknown value.
-    """
-    check(not (setting == "on" and unfit), UNFIT.format(setting=setting, reason=unfit))
-    reason = "as set" if setting == "off" else unfit
-    on = "as asked" if setting == "on" else "gradients do not exist together so"
-    return not reason, f"overlap off: {reason}" if reason else f"overlap on: {on}"
-
-
-def resolve(setting: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool, str]:
+def resolve(setting: str, strategy: str, comm: Comm, unfit: str = "", *, in_memory: bool = False) -> tuple[bool, str]:
     """Choose whether the exchange runs beside the backward pass, with the reason.
 
     Args:
         setting: auto, on or off. auto is on if ranks are on several hosts: inside one, an exchange is work for
             memory and cores, of which the backward pass leaves none.
         unfit: why the step cannot hide an exchange; empty if it can.
+        in_memory: sums are in shared memory; auto is then on, since gradients do not exist together.
 
     Raises:
         UsageError: on, if it cannot be; or an unknown value.
@@ -68,12 +53,12 @@ def resolve(setting: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[b
     if setting == "off":
         return False, "overlap off: as set"
     is_on_one_host = isinstance(comm, MpiComm) and comm.size > 1 and len(set(comm.hosts)) == 1
-    if setting == "auto" and not unfit and is_on_one_host:
+    if setting == "auto" and not unfit and is_on_one_host and not in_memory:
         return False, "overlap off: all ranks are on one host"  # the reason that no option changes
-    reason = unfit or unavailable_reason(strategy, comm)
+    reason = unfit or (None if in_memory else unavailable_reason(strategy, comm))
     check(not (setting == "on" and comm.size > 1 and reason), UNFIT.format(setting=setting, reason=reason))
-    on = "as asked" if setting == "on" else f"ranks are on {len(set(comm.hosts))} hosts"
-    return not reason, f"overlap off: {reason}" if reason else f"overlap on: {on}"
+    auto = "gradients do not exist together so" if in_memory else f"ranks are on {len(set(comm.hosts))} hosts"
+    return not reason, f"overlap off: {reason}" if reason else f"overlap on: {'as asked' if setting == 'on' else auto}"
 
 
 # ---------------------------------------------------------------- in a program

@@ -49,9 +49,7 @@ from jaxmpi.trainer.loop import Coordinator, Position, RunProgress, run_steps
 from jaxmpi.trainer.run import (
     SUMS,
     Run,
-    conclude,
-    eval_state,
-    figures_of,
+    evaluate,
     rate_factor,
     score,
 )
@@ -283,11 +281,9 @@ class AsyncLeader(AsyncCoordinator):
 
     def evaluate(self, step: int, state: TrainState) -> None:
         """Evaluate the center, in gossip worker 0's params until the end; the other workers go on."""
-        run = self.run
-        subject = eval_state(run, state._replace(params=on_device(self.shared(state))))
+        state = state._replace(params=on_device(self.shared(state)))
         # Without reports server 0 would take this worker for late.
-        self.result, self.evaluated = figures_of(run, subject, step, after_batch=self.worker.report), step
-        conclude(run, subject, step, self.result)
+        (self.result, _), self.evaluated = evaluate(self.run, state, step, after_batch=self.worker.report), step
 
     def shared(self, state: TrainState) -> PyTree:
         """The params that stand for all workers'."""

@@ -70,17 +70,44 @@ def build_functions(plan: Plan) -> Functions:
     form, order, flops = choose_form(plan), Order(), StepFlops()
     # One rank of a host compiles for all.
     jit = partial(steps.over_devices, mesh=workers.mesh) if workers.mesh else workers.comm.jit
-    exchanges = exchange_for(plan, order, form)
-    forward = forward_of(plan)
+    exchanges, forward = exchange_for(plan, order, form), forward_of(plan)
     with_figures = experiment.train_metrics and not workers.asynchronous
     gradients = steps.local_gradients(forward, plan.micro_batch, with_figures=with_figures)
-    if experiment.on_nonfinite == "skip":
+    skips, shrinks = experiment.on_nonfinite == "skip", experiment.on_rank_loss == "shrink"
+    if skips:
         gradients = steps.poison_nonfinite(gradients)
     gradients = order.record(gradients, flops.count)
+    is_synchronised = experiment.batch_statistics == "synchronised"
     if form.is_split:
-        rule, train_step, compile_step, programs = split_step(plan, form, gradients, exchanges, order, jit)
+        pieces = jit
+        if skips or shrinks:
+            # The state before a step may still be the outcome, so nothing is donated.
+            pieces = lambda function, donate_argnums=(), **options: jit(function, **options)  # noqa: E731
+        rule = build_rule(plan, exchanges._replace(jit=pieces))
+        if form.is_early:
+            assert isinstance(workers.comm, RankComm)
+            assert exchanges.zero
+            gradients = exchanges.zero.scatter_early(gradients, workers.comm.shared_sum.name)
+        # Synchronised batch statistics put a communicator into the gradients, so each rank compiles its own.
+        program = jax.jit(gradients) if is_synchronised else jit(gradients)
+        arguments = lambda state, batch: (state.params, state.model_state, batch, state.key, state.step)  # noqa: E731
+        guard = jit(steps.revert_if_nonfinite) if skips else None
+        shared = order.share(program, workers.processes)
+        train_step = partial(steps.train_step, gradients=shared, rule=rule, guard=guard)
+        jits = "gradients with their sum, and update" if form.is_early else "gradients, exchange and update"
+        devices = f", of {workers.devices} devices of each process" if workers.devices > 1 else ""
+        words = f"split form: {jits} are jits of their own{devices}"
     else:
-        rule, train_step, compile_step, programs = fused_step(plan, form, gradients, exchanges, jit)
+        rule = build_rule(plan, exchanges)
+        if workers.comm.size == 1:  # there is no exchange that should start early
+            gradients = steps.after_all_gradients(gradients)
+        guard = steps.revert_if_nonfinite if skips else None
+        step = partial(steps.train_step, gradients=gradients, rule=rule, guard=guard)
+        # A program that holds a communicator is compiled by each rank for itself.
+        jit_step = jit if workers.mesh or (form.overlaps and not is_synchronised) else jax.jit
+        program = train_step = jit_step(step, donate_argnums=() if shrinks else (0,))
+        arguments = lambda state, batch: (state, batch)  # noqa: E731
+        words = "fused form: one jit" + (f" over {workers.size} devices" if workers.mesh else "")
     eval_params = rule.eval_params or (lambda params, rule_state: params)
     mean = over_devices("asa:32", "mean", plan) or partial(exchange, strategy="asa32", comm=workers.comm)
     mean_state = partial(mean_of_floats, mean=mean)
@@ -94,65 +121,16 @@ def build_functions(plan: Plan) -> Functions:
     return Functions(
         rule=rule,
         train_step=train_step,
-        compile_step=compile_step,
+        compile_step=lambda state, batch: compiled_for(program, arguments(state, batch)),
         is_fused=not form.is_split,
         eval_step=jit(partial(steps.eval_step, forward, with_outputs=bool(experiment.whole_set))),
         mean_state=mean_state,
         eval_params=eval_params,
         fingerprints=fingerprints_by(jit, workers),
         predict=steps.jit_predict(forward),  # not shared by ranks: one of them may call it alone
-        form=f"{programs}; {form.why}",
+        form=f"{words}; {form.why}",
         flops=flops,
     )
-
-
-def fused_step(
-    plan: Plan, form: "StepForm", gradients: Callable, exchanges: base.Exchange, jit: Callable
-) -> tuple[Rule, Callable, Callable, str]:
-    """The whole step as one jit, whose exchange may run during the backward pass."""
-    experiment, workers = plan.experiment, plan.workers
-    rule = build_rule(plan, exchanges)
-    if workers.comm.size == 1:  # there is no exchange that should start early
-        gradients = steps.after_all_gradients(gradients)
-    guard = steps.revert_if_nonfinite if experiment.on_nonfinite == "skip" else None
-    step = partial(steps.train_step, gradients=gradients, rule=rule, guard=guard)
-    if workers.mesh is None and not (form.overlaps and experiment.batch_statistics != "synchronised"):
-        jit = jax.jit  # it holds a communicator, so each rank compiles its own
-    jitted = jit(step, donate_argnums=() if experiment.on_rank_loss == "shrink" else (0,))
-    words = f"fused form: one jit over {workers.size} devices" if workers.mesh else "fused form: one jit"
-    return rule, jitted, lambda state, batch: compiled_for(jitted, (state, batch)), words
-
-
-def split_step(
-    plan: Plan, form: "StepForm", gradients: Callable, exchanges: base.Exchange, order: Order, jit: Callable
-) -> tuple[Rule, Callable, Callable, str]:
-    """Gradients, exchange and update as jits of their own; only the exchange communicates."""
-    experiment, workers = plan.experiment, plan.workers
-    skips = experiment.on_nonfinite == "skip"
-    pieces = jit
-    if skips or experiment.on_rank_loss == "shrink":
-        # The state before a step may still be the outcome, so nothing is donated.
-        pieces = lambda function, donate_argnums=(), **options: jit(function, **options)  # noqa: E731
-    rule = build_rule(plan, exchanges._replace(jit=pieces))
-    if form.is_early:
-        assert isinstance(workers.comm, RankComm)
-        assert exchanges.zero
-        gradients = exchanges.zero.scatter_early(gradients, workers.comm.shared_sum.name)
-    # Synchronised batch statistics put a communicator into the gradients, so each rank compiles its own.
-    jitted = jax.jit(gradients) if experiment.batch_statistics == "synchronised" else jit(gradients)
-    step = partial(
-        steps.train_step,
-        gradients=order.share(jitted, workers.processes),
-        rule=rule,
-        guard=jit(steps.revert_if_nonfinite) if skips else None,
-    )
-
-    def compile_step(state: TrainState, batch: Batch) -> jax.stages.Compiled:
-        return compiled_for(jitted, (state.params, state.model_state, batch, state.key, state.step))
-
-    jits = "gradients with their sum, and update" if form.is_early else "gradients, exchange and update"
-    devices = f", of {workers.devices} devices of each process" if workers.devices > 1 else ""
-    return rule, step, compile_step, f"split form: {jits} are jits of their own{devices}"
 
 
 def forward_of(plan: Plan) -> steps.Forward:
@@ -179,15 +157,14 @@ class StepForm(NamedTuple):
 
 def choose_form(plan: Plan) -> StepForm:
     """The form that suits these workers."""
-    word, obstacle = plan.experiment.exchange.overlap, overlap_obstacle(plan)
-    if shares_params(plan):
-        saved = size_bytes(plan.param_shapes) * (plan.workers.size - 1) // plan.workers.size
-        if word == "auto" and not obstacle and saved < SAVED_BYTES:
-            obstacle = f"{saved / 1e6:.3g} MB of gradients less are less than a bucket of {SAVED_BYTES / 1e6:.3g}"
-        is_early, why = overlap.resolve_in_memory(word, obstacle)
-        return StepForm(is_split=True, is_early=is_early, why=why)
-    overlaps, why = overlap.resolve(word, plan.strategy, plan.workers.comm, obstacle)
-    return StepForm(is_split=is_split(plan) and not overlaps, overlaps=overlaps, why=why)
+    word, obstacle, in_memory = plan.experiment.exchange.overlap, overlap_obstacle(plan), shares_params(plan)
+    saved = size_bytes(plan.param_shapes) * (plan.workers.size - 1) // plan.workers.size
+    if in_memory and word == "auto" and not obstacle and saved < SAVED_BYTES:
+        obstacle = f"{saved / 1e6:.3g} MB of gradients less are less than a bucket of {SAVED_BYTES / 1e6:.3g}"
+    hides, why = overlap.resolve(word, plan.strategy, plan.workers.comm, obstacle, in_memory=in_memory)
+    if in_memory:
+        return StepForm(is_split=True, is_early=hides, why=why)
+    return StepForm(is_split=is_split(plan) and not hides, overlaps=hides, why=why)
 
 
 def is_split(plan: Plan) -> bool:
@@ -411,11 +388,6 @@ def measures_noise(plan: Plan) -> bool:
     """Return True if the noise scale is measured: several workers have equal shares of a batch."""
     workers = plan.workers.size
     return plan.experiment.rule.noise_scale and workers > 1 and plan.clock.effective_batch % workers == 0
-
-
-def rule_of_shapes(plan: Plan) -> Rule:
-    """The rule for its shapes and refusals alone."""
-    return build_rule(plan, exchange_for(plan, Order()))
 
 
 def rule_state_shapes(rule: Rule, params: PyTree) -> PyTree:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxmpi.allreduce.autotune import is_auto
+from jaxmpi.allreduce.buckets import Order
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import Workers
@@ -28,7 +29,7 @@ from jaxmpi.rules.base import Rule
 from jaxmpi.runtime import process
 from jaxmpi.runtime.process import give_back_at_once, keep_freed_memory
 from jaxmpi.trainer import step as steps
-from jaxmpi.trainer.build import forward_of, rule_of_shapes, rule_state_shapes, shares_params
+from jaxmpi.trainer.build import build_rule, exchange_for, forward_of, rule_state_shapes, shares_params
 from jaxmpi.trainer.plan import Plan, make_plan
 
 KEEP_FACTOR = 2  # freed memory is kept if this many times what is needed is free: its holes took up to 0.9 of it
@@ -225,7 +226,8 @@ def main(options: argparse.Namespace) -> None:
 
 def forecast(plan: Plan, batch: PyTree) -> WorkerMemory:
     """The memory of one worker, whose gradients are compiled for a batch of these shapes."""
-    rule, gradients = rule_of_shapes(plan), steps.local_gradients(forward_of(plan), plan.micro_batch)
+    rule = build_rule(plan, exchange_for(plan, Order()))  # for its shapes and refusals alone
+    gradients = steps.local_gradients(forward_of(plan), plan.micro_batch)
     memory = estimate_memory(plan, rule, is_fused=plan.workers.size == 1)
     if rule.sharding and rule.sharding.zero.early:
         gradients = rule.sharding.zero.scatter_early(gradients, NO_SUM)

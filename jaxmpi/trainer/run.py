@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -280,48 +280,33 @@ def unit_of(experiment: Experiment, feed: DeviceFeed) -> Unit:
 CALLS = "what a callback calls"
 
 
-class EvalState(NamedTuple):
-    """A model that is evaluated, on this process's devices."""
+def evaluate(
+    run: Run, state: TrainState, step: int, after_batch: Callable[[], object] = lambda: None
+) -> tuple[dict[str, float], str]:
+    """Figures of every validation example once, over all workers; and why a callback ends the run, or empty.
 
-    params: PyTree
-    model_state: PyTree
-
-
-def evaluate(run: Run, state: TrainState, step: int) -> tuple[dict[str, float], str]:
-    """Figures of every validation example once, over all workers; and why a callback ends the run, or empty."""
-    subject = eval_state(run, state)
-    with progress.phase("evaluating"):
-        figures = figures_of(run, subject, step)
-    return figures, conclude(run, subject, step, figures)
-
-
-def eval_state(run: Run, state: TrainState) -> EvalState:
-    """Params as the rule evaluates them, and model state as `batch_statistics` says."""
-    functions = run.functions
-    return EvalState(functions.eval_params(state.params, state.rule_state), functions.mean_state(state.model_state))
-
-
-def figures_of(
-    run: Run, subject: EvalState, step: int, after_batch: Callable[[], object] = lambda: None
-) -> dict[str, Any]:
-    """Figures of all validation sets; arrays that `whole_set` returns, such as a confusion matrix, are samples.
+    Params are as the rule evaluates them, and model state as `batch_statistics` says. Arrays that `whole_set` returns,
+    such as a confusion matrix, are samples.
 
     Args:
         after_batch: called after each batch of this process.
     """
+    functions = run.functions
+    subject = functions.eval_params(state.params, state.rule_state), functions.mean_state(state.model_state)
 
     def evaluate_batch(batch: Batch) -> tuple[FigureSums, Any]:
         failures.set_phase(f"evaluation after step {step}", failures.LONG)  # for the watchdog: it makes progress
         fault_injection.inject_at("eval", step)
-        result = run.functions.eval_step(*subject, batch)
+        result = functions.eval_step(*subject, batch)
         after_batch()
         return result
 
     plan, whole_set = run.plan, run.experiment.whole_set
-    figures, tables = evaluate_sets(plan.validation, plan.eval_batches, evaluate_batch, run.workers, whole_set)
+    with progress.phase("evaluating"):
+        figures, tables = evaluate_sets(plan.validation, plan.eval_batches, evaluate_batch, run.workers, whole_set)
     for name, text in tables.items():
         run.recorder.sample(step, name.removeprefix("eval_"), text)
-    return figures
+    return figures, conclude(run, subject, step, figures)
 
 
 def evaluate_sets(
@@ -394,7 +379,7 @@ def quotient(sums: np.ndarray, counts: np.ndarray) -> float:
     return float(np.mean(np.atleast_1d(sums)[counted] / np.atleast_1d(counts)[counted]))
 
 
-def conclude(run: Run, subject: EvalState, step: int, figures: dict[str, Any]) -> str:
+def conclude(run: Run, subject: tuple[PyTree, PyTree], step: int, figures: dict[str, Any]) -> str:
     """Record the figures, and call the user's callbacks; why one of any rank's ends the run, or empty."""
     if figures["eval_count"] and run.experiment.monitor not in figures:
         raise UsageError(f"monitor: got {run.experiment.monitor}; the figures are {', '.join(figures)}")

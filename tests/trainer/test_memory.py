@@ -8,6 +8,7 @@ from pathlib import Path
 import optax.contrib
 import pytest
 
+from jaxmpi.allreduce.buckets import Order
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import Workers
@@ -172,7 +173,7 @@ def planned(size: int, **change: object) -> tuple[Plan, WorkerMemory]:
     plan = make_plan(
         dataclasses.replace(DIGITS, **{"optim": Optim("adam"), "effective_batch": 32 * size} | change), workers(size)
     )
-    return plan, estimate_memory(plan, build.rule_of_shapes(plan), is_fused=False)
+    return plan, estimate_memory(plan, build.build_rule(plan, build.exchange_for(plan, Order())), is_fused=False)
 
 
 @pytest.mark.usefixtures("standard_promotion")
