@@ -112,47 +112,24 @@ def sharded(
         UsageError: as `exchange`; a strategy without halves; params that are not float32; no `by`, or one that the
             trial disproves; a schedule-free optimizer.
     """
-    optimizer = _ShardedOptimizer(tx, by, strategy, op, comm, bucket_bytes, clip_norm, gather_wire, cost)
-    return optax.GradientTransformation(optimizer.init, optimizer.update)
+    has_masters = gather_wire != "32"
 
-
-@dataclass(frozen=True, eq=False)
-class _ShardedOptimizer:
-    """The two functions of `sharded`, with its arguments."""
-
-    tx: optax.GradientTransformation
-    by: str
-    strategy: str
-    op: Op
-    comm: Comm | None
-    bucket_bytes: int | None
-    clip_norm: float
-    gather_wire: str
-    cost: Callable[[Sequence[int]], float]
-
-    @functools.cached_property
-    def _zeros(self) -> dict[Any, Zero]:
-        return {}  # by structure and shapes of a tree, and workers
-
-    def zero_of(self, tree: PyTree) -> Zero:
-        leaves, structure = jax.tree.flatten(tree)
-        key = structure, tuple(leaf.shape for leaf in leaves), workers_of(self.comm)
-        if key not in self._zeros:
-            self._zeros[key] = self._make_zero(*key)
-        return self._zeros[key]
-
-    def _make_zero(self, structure: Any, shapes: tuple, workers: Comm) -> Zero:
-        name, size_bytes, wire = self.strategy, self.bucket_bytes, self.gather_wire
+    @functools.cache
+    def make(structure: Any, shapes: tuple, workers: Comm) -> Zero:
+        name = strategy
         if is_auto(name):
             sizes = [math.prod(shape) for shape in shapes]
-            name = resolve_auto(workers, name, size_bytes, sizes, with_halves(workers.hosts, wire))
+            name = resolve_auto(workers, name, bucket_bytes, sizes, with_halves(workers.hosts, gather_wire))
         like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
-        sharding = assign_tensors(like, workers.size, self.cost) if self.by == "tensor" else None
-        zero = make_zero(name, self.op, workers, size_bytes, sharding, self.clip_norm, gather_wire=wire)
-        return zero._replace(sharding=zero.sharding.with_state_of(self.tx))
+        sharding = assign_tensors(like, workers.size, cost) if by == "tensor" else None
+        zero = make_zero(name, op, workers, bucket_bytes, sharding, clip_norm, gather_wire=gather_wire)
+        return zero._replace(sharding=zero.sharding.with_state_of(tx))
 
-    def init(self, params: PyTree) -> PyTree:
-        tx = self.tx
+    def zero_of(tree: PyTree) -> Zero:
+        leaves, structure = jax.tree.flatten(tree)
+        return make(structure, tuple(leaf.shape for leaf in leaves), workers_of(comm))
+
+    def init(params: PyTree) -> PyTree:
         params = split_complex(params)
         check_floats(params)
         if schedule_free_states(jax.eval_shape(tx.init, params)):
@@ -162,10 +139,10 @@ class _ShardedOptimizer:
                 "rates"
             )
         with without_messages("jaxmpi.sharded(tx)", "in tx", "it exchanges by itself, so give it the optimizer alone"):
-            check_sharding(tx, params, self.by, workers_of(self.comm).size)
-        zero = self.zero_of(params)
+            check_sharding(tx, params, by, workers_of(comm).size)
+        zero = zero_of(params)
         state, init_whole = zero.sharding.init(tx, params, zero.shard_index()), tx.init
-        if self.gather_wire != "32":  # with one worker too, so that the state fits any number of them
+        if has_masters:  # with one worker too, so that the state fits any number of them
             masters = zero.sharding.shard(params, zero.shard_index())
             if zero.size == 1:  # they would be the params themselves, which a step may donate
                 masters = jax.tree.map(jnp.copy, masters)
@@ -174,37 +151,37 @@ class _ShardedOptimizer:
         leaves = tuple((name, tuple(x.shape), str(x.dtype)) for name, x in shapes_by_name)
         return ShardedState(state, zero.shard_indices, numbers_of(zero.comm), zero.sharding, leaves)
 
-    def update(self, updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        with refuse_together(control_of(workers_of(self.comm))):
+    def step(
+        sharding: ElementSharding | TensorSharding, index: Any, mean: PyTree, state: PyTree, params: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """This worker's updates to send, and its state."""
+        if not has_masters:
+            return sharding.step(tx.update, index, mean, state, sharding.shard(params, index))
+        master_updates, tx_state = sharding.step(tx.update, index, mean, *state)
+        masters = jax.tree.map(jnp.add, state.masters, master_updates)
+        return sharding.changes(params, masters, index), MasteredState(tx_state, masters)
+
+    compiled_step = jax.jit(step, static_argnums=0)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        with refuse_together(control_of(workers_of(comm))):
             if params is None:
                 raise UsageError("sharded: got no params; expected update(grads, state, params)")
             updates, params = split_complex(updates), split_complex(params)
             check_floats(updates)
             for leaf in jax.tree.leaves(params):
                 check_unmasked("sharded: params", leaf)
-            zero = self.zero_of(updates)
-            check_state(state, zero, has_masters=self.gather_wire != "32")
+            zero = zero_of(updates)
+            check_state(state, zero, has_masters=has_masters)
         mean, _ = zero.scatter(updates)
-        step = self._step
-        if isinstance(zero.sharding, TensorSharding) and not is_traced(jax.tree.leaves((updates, params, state))):
-            step = self._compiled_step  # JAX would compile its branches, one for each worker, anew at every call
-        updates_to_send, shard = step(zero.sharding, zero.shard_index(), mean, state.shard, params)
-        wire = self.gather_wire if zero.size > 1 else "32"
+        # Outside jit JAX would compile the branches of whole tensors, one for each worker, anew at every call.
+        is_outside = not is_traced(jax.tree.leaves((updates, params, state)))
+        run = compiled_step if is_outside and isinstance(zero.sharding, TensorSharding) else step
+        updates_to_send, shard = run(zero.sharding, zero.shard_index(), mean, state.shard, params)
+        wire = gather_wire if zero.size > 1 else "32"
         return join_complex(zero.gather(updates_to_send, updates, wire)), replace(state, shard=shard)
 
-    def _step(
-        self, sharding: ElementSharding | TensorSharding, index: Any, mean: PyTree, state: PyTree, params: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        """This worker's updates to send, and its state."""
-        if not isinstance(state, MasteredState):
-            return sharding.step(self.tx.update, index, mean, state, sharding.shard(params, index))
-        master_updates, tx_state = sharding.step(self.tx.update, index, mean, *state)
-        masters = jax.tree.map(jnp.add, state.masters, master_updates)
-        return sharding.changes(params, masters, index), MasteredState(tx_state, masters)
-
-    @functools.cached_property
-    def _compiled_step(self) -> Callable[..., tuple[PyTree, PyTree]]:
-        return jax.jit(self._step, static_argnums=0)
+    return optax.GradientTransformation(init, update)
 
 
 def check_floats(params: PyTree) -> None:

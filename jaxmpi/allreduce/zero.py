@@ -12,6 +12,10 @@ device. P processes of K devices are w = P K workers. Every device packs its gra
 device adds them up in order; the strategy's first half leaves K rows of the sum with each process, one for each device.
 So a process sends what it sends without sharding. Rows lie as `hier-<strategy>` gives them to workers, so over wire 32
 these are its bits with one process a device, and those of `over_local_devices`.
+
+Tried and dropped: chunks of vectors as arguments of the optimizer's program, in place of shards. XLA rounds moments
+otherwise if it reads them out of a longer vector. So workers' bits were no more those of an unsharded update. Exchange
+and optimizer in one program, which every rank compiles: as fast, and 75 s for the first update of GoogLeNet.
 """
 
 import functools
@@ -29,7 +33,7 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.spec import Halves, is_one
 from jaxmpi.allreduce.algorithms.table import with_halves
 from jaxmpi.allreduce.api import Choice, Op, agree_while_tracing, block_transforms, check_op, is_traced, make_once
-from jaxmpi.allreduce.buckets import INSIDE, Jit, Order, Programs, assign_buckets, no_jit
+from jaxmpi.allreduce.buckets import INSIDE, Jit, Order, Programs, assign_buckets, in_buckets, no_jit
 from jaxmpi.allreduce.building_blocks import spread
 from jaxmpi.allreduce.call_order import jit_in_turn, joint_call
 from jaxmpi.allreduce.comm_thread import RANK, all_reduce_on_comm_thread
@@ -39,7 +43,6 @@ from jaxmpi.allreduce.early_scatter import scattering
 from jaxmpi.allreduce.host_engine import CHUNK, is_far
 from jaxmpi.allreduce.local_devices import UNFUSED, Devices, Layout, layout_of
 from jaxmpi.allreduce.wires import WIRES
-from jaxmpi.allreduce.zero_vectors import ElementVectors, TensorVectors
 from jaxmpi.comm.agreement import Fingerprint, HostProcesses
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.shared_params import SharedParams
@@ -47,7 +50,16 @@ from jaxmpi.comm.shared_sum import call_sum
 from jaxmpi.config.exchange_config import check_bucket_bytes
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.core.pytrees import PyTree, clipped
-from jaxmpi.core.sharding import ElementSharding, TensorShard, TensorSharding
+from jaxmpi.core.sharding import (
+    ElementSharding,
+    TensorShard,
+    TensorSharding,
+    cut,
+    join,
+    shard_rows,
+    shard_shape,
+    unshard,
+)
 from jaxmpi.runtime import host_callbacks
 
 # Buckets of shards in programs of their own: inside a host a message costs less than packing tensors.
@@ -123,7 +135,7 @@ class Zero(NamedTuple):
         Communicates: the strategy's first half once a bucket, with shm once in all; with `clip_norm` or `gives_square`
         w floats as well. Only these if `early`.
         """
-        if self.early and not self._needs_square:
+        if self.early and not (self.clip_norm or self.gives_square):
             return grads, jnp.zeros(())
         shard, square = self._run(NORM if self.early else SCATTER, grads, grads)
         return as_tree(shard, grads), square
@@ -164,10 +176,6 @@ class Zero(NamedTuple):
 
         return scattering(gradients, self.choice.bucket_bytes, scatter)
 
-    @property
-    def _needs_square(self) -> bool:
-        return bool(self.clip_norm or self.gives_square)
-
     def _run(self, half: str, given: PyTree, like: PyTree) -> Any:
         """Run a half on lists of leaves: a user's tree need not be sent with a program to other ranks of a host."""
         leaves = jax.tree.leaves(given)
@@ -207,8 +215,14 @@ class Zero(NamedTuple):
             return self._vectors(like).gather(lambda chunks: self._all_gather(chunks, wire), programs)
         if self.size == 1:
             return programs.exchange(self._clipping(no_jit, lambda square: square))
-        total = programs.exchange(lambda square: self._by_worker(square).sum())  # in one order on all workers
-        clip = self._clipping(programs.before, total)
+
+        def total(square: jax.Array) -> jax.Array:  # added in one order on all workers
+            if not self.overlaps:
+                return self.comm.allgather(square).sum()
+            [by_index] = self._all_gather([square.reshape(1)], "32")
+            return by_index.reshape(-1)[jnp.asarray(self.shard_indices)].sum()
+
+        clip = self._clipping(programs.before, programs.exchange(total))
         if half == NORM:
             return clip
         scatter = self._vectors(like).scatter(self._reduce_scatter, programs)
@@ -216,7 +230,7 @@ class Zero(NamedTuple):
 
     def _clipping(self, jit: Jit, total: Callable[[jax.Array], jax.Array]) -> Callable[[Any], tuple[Any, jax.Array]]:
         """A function that clips a shard by the norm over all workers, and gives that norm before, squared."""
-        if not self._needs_square:
+        if not (self.clip_norm or self.gives_square):
             return lambda shard: (shard, jnp.zeros(()))
         square_of_shard = jit(lambda shard: sum((jnp.square(x).sum() for x in jax.tree.leaves(shard)), jnp.zeros(())))
         scale = jit(lambda shard, square: clipped(shard, jnp.sqrt(square), self.clip_norm))
@@ -227,7 +241,7 @@ class Zero(NamedTuple):
 
         return run
 
-    def _vectors(self, like: Sequence[jax.ShapeDtypeStruct]) -> ElementVectors | TensorVectors:
+    def _vectors(self, like: Sequence[jax.ShapeDtypeStruct]) -> "ElementVectors | TensorVectors":
         block = math.lcm(parse(self.choice.strategy).wire.block, WIRES[self.gather_wire].block)
         if isinstance(self.sharding, TensorSharding):
             return TensorVectors(self.sharding)
@@ -265,13 +279,6 @@ class Zero(NamedTuple):
             return all_reduce_on_comm_thread(flats, strategy, self.comm, half, portable=True)
         return try_host_all_reduce(flats, strategy, self.comm, half)
 
-    def _by_worker(self, x: jax.Array) -> jax.Array:
-        """f32[] -> f32[w]."""
-        if not self.overlaps:
-            return self.comm.allgather(x)
-        [by_index] = self._all_gather([x.reshape(1)], "32")
-        return by_index.reshape(-1)[jnp.asarray(self.shard_indices)]
-
 
 def outside_jit(zero: Zero, half: str, structure: Any, shapes: tuple, like: tuple) -> tuple[Fingerprint, Callable]:
     """What ranks compare before a half outside jit, and its programs, for leaves of these shapes."""
@@ -287,6 +294,61 @@ def outside_jit(zero: Zero, half: str, structure: Any, shapes: tuple, like: tupl
 def as_tree(leaves: Any, like: PyTree) -> Any:
     """A tree like another one, of its leaves; a `TensorShard` as it is."""
     return leaves if isinstance(leaves, TensorShard) else jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+# ---------------------------------------------------------------- sharded trees as vectors of w chunks f32[m]
+
+Vectors = list[jax.Array]
+Send = Callable[[Vectors], Vectors]  # f32[w m] -> f32[m] each, or the other way as f32[w, m]
+
+
+class ElementVectors(NamedTuple):
+    """A vector for each bucket: row c of [w, m] has shard c of each tensor."""
+
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    workers: int
+    buckets: list[list[int]]  # empty tensors are in none
+    block: int = 1  # floats that share a scale on the wire
+
+    def scatter(self, send: Send, programs: Programs = INSIDE) -> Callable[[Vectors], Any]:
+        """Leaves -> this worker's shards."""
+
+        def pack(group: Vectors) -> jax.Array:
+            return join([shard_rows(x, self.workers) for x in group], self.block).reshape(-1)
+
+        def unpack(chunk: jax.Array, bucket: Sequence[int]) -> Vectors:
+            shapes = [shard_shape(self.leaves[i].shape, self.workers) for i in bucket]
+            parts = cut(chunk, [*map(math.prod, shapes)], self.block)
+            return [x.reshape(shape) for x, shape in zip(parts, shapes, strict=True)]
+
+        return in_buckets(self.buckets, pack, send, unpack, programs)
+
+    def gather(self, send: Send, programs: Programs = INSIDE) -> Callable[[Any], Vectors]:
+        """This worker's shards -> leaves."""
+
+        def pack(group: Vectors) -> jax.Array:
+            return join([x.reshape(-1) for x in group], self.block)
+
+        def unpack(rows: jax.Array, bucket: Sequence[int]) -> Vectors:
+            sizes = [math.prod(shard_shape(self.leaves[i].shape, self.workers)) for i in bucket]
+            return [unshard(x, self.leaves[i]) for x, i in zip(cut(rows, sizes, self.block), bucket, strict=True)]
+
+        return in_buckets(self.buckets, pack, send, unpack, programs)
+
+
+class TensorVectors(NamedTuple):
+    """One vector of whole tensors, in whose rows are the workers' shards: so only the ends of shards are padded."""
+
+    sharding: TensorSharding
+
+    def scatter(self, send: Send, programs: Programs = INSIDE) -> Callable[[Vectors], Any]:
+        """Leaves -> this worker's shard."""
+        pack = lambda leaves: [self.sharding.shard_rows(leaves).reshape(-1)]  # noqa: E731
+        return programs.compose(pack, send, lambda chunks: TensorShard({"float32": chunks[0]}))
+
+    def gather(self, send: Send, programs: Programs = INSIDE) -> Callable[[Any], Vectors]:
+        """This worker's shard -> leaves."""
+        return programs.compose(lambda shard: [shard.flat], send, lambda rows: self.sharding.unshard(rows[0]))
 
 
 # ---------------------------------------------------------------- several devices a process
@@ -307,11 +369,14 @@ def over_devices(zero: Zero, half: str, like: tuple[jax.ShapeDtypeStruct, ...]) 
     assert zero.mesh
     processes, devices, vectors = zero.comm.size, Devices(zero.mesh), zero._vectors(like)
     between = Zero(zero.choice._replace(op="sum", bucket_bytes=UNFUSED), ElementSharding(processes))
-    programs = devices.programs
     divisor = zero.size if zero.choice.op == "mean" else 1
 
     def layout(x: jax.Array) -> Layout:
         return layout_of(x.size, zero.devices, processes, zero.choice.strategy)
+
+    def programs(receive: Callable[[jax.Array], jax.Array]) -> Programs:  # it is in the program that unpacks
+        after = devices.programs.after
+        return devices.programs._replace(after=lambda unpack: after(lambda vectors: unpack([*map(receive, vectors)])))
 
     def gather_chunks(chunks: Sequence[jax.Array], wire: str) -> list[jax.Array]:
         """This process's chunks, flat -> f32[w m] each, flat on every device, as they were sent."""
@@ -320,8 +385,8 @@ def over_devices(zero: Zero, half: str, like: tuple[jax.ShapeDtypeStruct, ...]) 
         return devices.on_all(between.gather(chunks, shapes, wire))
 
     if half.startswith(GATHER):
-        rows = lambda x: layout(x).restore(x).reshape(zero.size, -1)  # noqa: E731
-        return vectors.gather(lambda chunks: gather_chunks(chunks, half.removeprefix(GATHER)), programs, rows)
+        rows = programs(lambda x: layout(x).restore(x).reshape(zero.size, -1))
+        return vectors.gather(lambda chunks: gather_chunks(chunks, half.removeprefix(GATHER)), rows)
     add = zero.comm.jit(lambda by_device: [layout(x[0]).interleave(functools.reduce(jnp.add, x)) for x in by_device])
 
     def scatter_sums(flats: list[jax.Array]) -> list[jax.Array]:
@@ -333,7 +398,7 @@ def over_devices(zero: Zero, half: str, like: tuple[jax.ShapeDtypeStruct, ...]) 
         return by_worker.reshape(-1).sum()[None]
 
     total = devices.jit_each(sum_by_worker, first=False, last=False)
-    scatter = vectors.scatter(scatter_sums, programs, lambda x: x / divisor)
+    scatter = vectors.scatter(scatter_sums, programs(lambda x: x / divisor))
     clip = zero._clipping(devices.jit_each, lambda squares: total(gather_chunks([squares], "32")[0]))
     return lambda grads: clip(scatter(grads))
 
