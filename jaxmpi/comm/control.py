@@ -212,7 +212,7 @@ class MpiProcesses(SoloProcesses):
 
     def host_barrier(self) -> None:
         """Wait for all ranks of this host, of which one may compile meanwhile: up to 6 AGREE_TIMEOUT_S."""
-        limit_s = failures.LONG * AGREE_TIMEOUT_S
+        limit_s = failures.LONG_FACTOR * AGREE_TIMEOUT_S
         if self.local_size == self.size:
             return self._exchange(self._local.Ibarrier, "a barrier of this host", limit_s)
         self._let_exchanges_end()

@@ -59,7 +59,7 @@ class ShrinkCoordinator:
         self.vote()
         self.committed = CommittedState(step=step, state=state, sums=sums.copy(), is_settled=is_settled)
 
-    def settle(self, sums: np.ndarray) -> None:
+    def note_settled(self, sums: np.ndarray) -> None:
         """All that was due after the step is done here."""
         assert self.committed is not None
         self.committed = self.committed._replace(sums=sums.copy(), is_settled=True)

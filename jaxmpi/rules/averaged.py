@@ -6,20 +6,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, cast_like, in_32_bits
 from jaxmpi.optim import optimizers
 from jaxmpi.rules.base import Rule
 
 AVERAGE = "average"  # field of the state, which `jaxmpi.load` looks for
-OWN_PARAMS = (
-    "optim.ema: got {decay} with rule {rule}, whose workers have params of their own or meet a center; expected "
-    "gradients, subgd or awagd"
-)
-OWN_AVERAGE = (
-    "a schedule-free optimizer with rule {rule}: its average would be each worker's own; use rule gradients, or "
-    "another optimizer"
-)
 
 
 def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) -> Rule:
@@ -41,7 +33,11 @@ def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) 
         UsageError: a rule whose workers have params of their own, or that evaluates others already.
     """
     is_alone = rule.params_are_replicated and rule.eval_params is None and rule.asynchronous is None
-    check(is_alone, OWN_PARAMS.format(decay=decay, rule=name))
+    if not is_alone:
+        raise UsageError(
+            f"optim.ema: got {decay} with rule {name}, whose workers have params of their own or meet a center; "
+            "expected gradients, subgd or awagd"
+        )
 
     sharding = rule.sharding
 
@@ -98,5 +94,9 @@ def schedule_free(rule: Rule, jit: Callable[..., Callable], name: str, *, exchan
         UsageError: a rule under which workers have z of their own, or that evaluates other params already.
     """
     is_alone = rule.params_are_replicated and rule.eval_params is None and rule.asynchronous is None
-    check(is_alone and (rule.state_is_replicated or exchanges_gradients), OWN_AVERAGE.format(rule=name))
+    if not (is_alone and (rule.state_is_replicated or exchanges_gradients)):
+        raise UsageError(
+            f"a schedule-free optimizer with rule {name}: its average would be each worker's own; use rule gradients, "
+            "or another optimizer"
+        )
     return rule._replace(eval_params=jit(optimizers.eval_params))

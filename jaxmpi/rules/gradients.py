@@ -36,7 +36,7 @@ def gradients(tx: optax.GradientTransformation, exchange: Exchange, noise: bool 
         return sharded(tx, exchange.zero, exchange.jit)
     step = jit_optimizer_step(tx, exchange.jit)
     if exchange.gradients:
-        return with_state(tx, exchange.gradients, step)
+        return compressed(tx, exchange.gradients, step)
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         return step(exchange.mean(grads), state, params)
@@ -103,7 +103,7 @@ def sharded(tx: optax.GradientTransformation, zero: Zero, jit: Callable[..., Cal
     )
 
 
-def with_state(tx: optax.GradientTransformation, mean: optax.GradientTransformation, step: Callable) -> Rule:
+def compressed(tx: optax.GradientTransformation, mean: optax.GradientTransformation, step: Callable) -> Rule:
     """The same with a compressor, which keeps a residual."""
 
     def init(params: PyTree) -> PyTree:

@@ -35,7 +35,9 @@ class RuleSpec:
     is_asynchronous: bool = False  # workers do not wait for each other
     settings: tuple[str, ...] | None = None  # fields of its config that it uses; None: all that its own class adds
     takes_compressors: bool = False  # it exchanges means of gradients, of which a compressor may keep something back
-    sends_params: bool = False  # which a wire of 8 bits would round by more than a step changes them
+    sends_params: bool = (
+        False  # params are what the wire left of them: one of 8 bits, which would lose steps, is refused
+    )
     check: Callable[[RuleConfig, int], None] = lambda config, workers: None  # raises UsageError
 
     def uses(self, setting: str) -> bool:

@@ -115,8 +115,8 @@ class PhaseStatus(NamedTuple):
     patience: float = 1.0  # how many times longer than others the phase may last
 
 
-LONG = 6.0  # patience with what compiles or writes
-_at = PhaseStatus("start", time.monotonic(), 0, LONG)
+LONG_FACTOR = 6.0  # patience with what compiles or writes
+_at = PhaseStatus("start", time.monotonic(), 0, LONG_FACTOR)
 
 
 def set_phase(phase: str, patience: float = 1.0) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Generator
 from operator import or_
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxmpi.checkpoint.manager import Retention, UncoordinatedCheckpoint, warn, written
@@ -26,14 +25,13 @@ from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import to_device
 from jaxmpi.config.durations import step_range
 from jaxmpi.core.errors import TrainingError
-from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.step_timing import StepTimer, summary_asynchronous
 from jaxmpi.observe.trace import UncoordinatedTrace
 from jaxmpi.optim import optimizers
 from jaxmpi.recover import decisions
-from jaxmpi.rules.asynchronous.progress import LEAVE, AllWorkers, Counters, Order, Status
+from jaxmpi.rules.asynchronous.progress import AllWorkers, Counters, Order, Status, Stop
 from jaxmpi.rules.asynchronous.worker import (
     AsyncStart,
     AsyncWorker,
@@ -113,9 +111,8 @@ class AsyncCoordinator(Coordinator):
         self.timer = StepTimer(worker.workers, to_device(run.workers))
         keep = Retention(run.experiment.keep_checkpoints, run.experiment.keep_best)
         self.parts = UncoordinatedCheckpoint(run.folder / "checkpoints", worker.workers, keep)
-        self.report_every = run.plan.timetable.log_every
-        if not worker.rule.is_gossip:
-            self.report_every = min(self.report_every, worker.tau)
+        log_every = run.plan.timetable.log_every
+        self.report_every = min(log_every, worker.tau or log_every)
         self.is_left = False  # the run is to be resumed later
         self._waited = 0, 0.0  # the feed's running totals at the last report
         self._pending: list[tuple[int, Metrics | None]] = []  # since the last report
@@ -128,7 +125,7 @@ class AsyncCoordinator(Coordinator):
         limit_s = start_limit_s(run.experiment.stall_timeout_s)
         with phase("tracing and compiling the step"):
             self.step = self.control.leader_first(lambda: run.functions.compile_step(state, self.first), limit_s)
-        failures.set_phase("start", failures.LONG)
+        failures.set_phase("start", failures.LONG_FACTOR)
         with phase("waiting for all workers to be ready"):
             self.worker.report()  # which is answered when all that are alive have reported
         self.worker.new = Counters()  # the wait is no part of a step
@@ -149,16 +146,15 @@ class AsyncCoordinator(Coordinator):
         worker, run = self.worker, self.run
         self._pending.append((step, metrics))
         worker.clock += 1
-        if worker.rule.is_gossip:
-            state = worker.gossip_step(state)
-        exchanges = not worker.rule.is_gossip and worker.clock % worker.tau == 0
+        state = worker.meet_others(state)
+        exchanges = worker.tau and worker.clock % worker.tau == 0
         if not exchanges and worker.clock % self.report_every:
             return state, RunProgress(step)
         self._count(step)
         leave = bool(run.notice.is_given)
         state, status = worker.exchange(state, leave=leave) if exchanges else (state, worker.report(leave=leave))
         worker.write_if_ordered(self.parts, run.home, state, status)
-        self.is_left = status.stop == LEAVE
+        self.is_left = status.stop == Stop.LEAVE
         if status.stop:
             self.trace.add(drain(), worker.number, step, is_end=True)
         else:
@@ -175,7 +171,7 @@ class AsyncCoordinator(Coordinator):
         feed, before, sums = self.run.plan.feed, self._waited, np.zeros(SUMS)
         for pending in self._pending:
             sums = sums + self.run.vote_and_sum(*pending)
-            self.run.settle()
+            self.run.count_vote()
         self.timer.pause()
         window = self.timer.window()
         self.trace.add(window.spans, self.worker.number, step)
@@ -193,7 +189,7 @@ class AsyncCoordinator(Coordinator):
         )
         self._pending.clear()
 
-    def settle(self, step: int, due: DueEvents) -> None:
+    def after_actions(self, step: int, due: DueEvents) -> None:
         """Restart the timer, since record and checkpoints are no training; exchanges have been counted."""
         self.timer.restart()
 
@@ -275,20 +271,15 @@ class AsyncLeader(AsyncCoordinator):
         """Complete a checkpoint's parts with the shared params and JSON values."""
         step = pending.order.step
         with written(step, self.run.home):
-            self.parts.end(step, {"center": self.shared(state)}, pending.extra, pending.score)
+            self.parts.end(step, {"center": self.worker.shared_params(state)}, pending.extra, pending.score)
         self.checkpoint = None
         note_saved(self.run, step)
 
     def evaluate(self, step: int, state: TrainState) -> None:
         """Evaluate the center, in gossip worker 0's params until the end; the other workers go on."""
-        state = state._replace(params=on_device(self.shared(state)))
+        state = state._replace(params=on_device(self.worker.shared_params(state)))
         # Without reports server 0 would take this worker for late.
         (self.result, _), self.evaluated = evaluate(self.run, state, step, after_batch=self.worker.report), step
-
-    def shared(self, state: TrainState) -> PyTree:
-        """The params that stand for all workers'."""
-        is_own = self.worker.rule.is_gossip and not self.worker.is_done
-        return jax.tree.map(np.asarray, state.params) if is_own else self.worker.center()
 
     def log(self, step: int, state: TrainState) -> None:
         """Write lines about all workers' steps; the learning rate is worker 0's."""

@@ -39,10 +39,10 @@ from jaxmpi.trainer.plan import Plan, make_plan
 from jaxmpi.trainer.run import Run, evaluate, open_recorder, rate_factor, score
 from jaxmpi.trainer.state import (
     States,
+    begin_checkpoint,
     note_saved,
     place_states,
     restore_feed_and_callbacks,
-    save,
     starting_states,
 )
 from jaxmpi.trainer.step import Metrics
@@ -112,7 +112,7 @@ class LockStep(Coordinator):
         """Wait for the device, and for the vote on the last step."""
         jax.block_until_ready(state)
         self.timer.pause()
-        self.run.settle()
+        self.run.count_vote()
 
     def compare(self, step: int, state: TrainState) -> None:
         self.run.compare(state, step)
@@ -136,7 +136,7 @@ class LockStep(Coordinator):
         run = self.run
         is_last = is_last or step >= run.plan.clock.total_steps
         figure = score(run.experiment, self.result) if self._evaluated == step else None
-        save(run, state, step, figure, is_last=is_last)
+        begin_checkpoint(run, state, step, figure, is_last=is_last)
         if run.shrinking:
             run.shrinking.is_unsaved = False
 
@@ -145,14 +145,14 @@ class LockStep(Coordinator):
         self.run.notice.say_saved(self.run.recorder.say, step, self.run.folder)
         raise decisions.Preempted
 
-    def settle(self, step: int, due: DueEvents) -> None:
+    def after_actions(self, step: int, due: DueEvents) -> None:
         """Restart the clock: evaluations, checkpoints and compiling are no training."""
         if due.evaluate or due.save:
             self.run.recorder.start_window(self.run.plan.examples(step))
         if due.evaluate or due.save or step == self.start + 1:
             self.timer.restart()
         if self.run.shrinking:
-            self.run.shrinking.settle(self.sums)
+            self.run.shrinking.note_settled(self.sums)
 
     def finish(self, state: TrainState) -> dict[str, float]:
         self._wait_for_saver()
@@ -240,7 +240,7 @@ def continue_after_shrink(run: Run, ends: contextlib.ExitStack) -> tuple[LockSte
     assert shrinking is not None
     assert shrinking.committed is not None
     step, state, sums, is_settled = shrinking.committed
-    failures.set_phase(f"going on without others after step {step}", failures.LONG)
+    failures.set_phase(f"going on without others after step {step}", failures.LONG_FACTOR)
     control = shrinking.control
     rows = control.allgather_object([is_settled, shrinking.is_unsaved])
     is_late, is_unsaved = not all(settled for settled, _ in rows), any(unsaved for _, unsaved in rows)

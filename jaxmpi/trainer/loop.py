@@ -79,7 +79,7 @@ class Coordinator:
     def leave(self, step: int, state: TrainState) -> None:
         """End the run once its checkpoint is on disk."""
 
-    def settle(self, step: int, due: DueEvents) -> None:
+    def after_actions(self, step: int, due: DueEvents) -> None:
         """Called last, when everything due has been done."""
 
     def finish(self, state: TrainState) -> dict[str, float]:
@@ -101,7 +101,7 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
             if step == first:
                 at.close()
                 at.enter_context(phase("compiling and making the first step"))
-            failures.set_phase(f"step {step}", failures.LONG if step == first else 1.0)
+            failures.set_phase(f"step {step}", failures.LONG_FACTOR if step == first else 1.0)
             compiled_before = len(compilations())
             state, batch = before_step(callbacks, step, state, batch, coordinator.is_asynchronous)
             state, metrics = coordinator.update(step, state, batch)
@@ -147,4 +147,4 @@ def do_due(coordinator: Coordinator, step: int, due: DueEvents, state: TrainStat
         coordinator.save(step, state, is_last=due.leave or coordinator.is_stopped)
     if due.leave:
         coordinator.leave(step, state)
-    coordinator.settle(step, due)
+    coordinator.after_actions(step, due)

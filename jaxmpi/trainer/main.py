@@ -124,7 +124,7 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
             raised if a checkpoint cannot be written.
         decisions.Preempted: a signal asked to leave, and the run has been saved.
     """
-    failures.set_phase("start", failures.LONG)
+    failures.set_phase("start", failures.LONG_FACTOR)
     if experiment.quiet or processes().rank != 0:
         progress.stop_progress()
     else:

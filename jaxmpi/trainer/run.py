@@ -113,7 +113,7 @@ class Run:
 
     # ------------------------------------------------------------ votes on steps
 
-    def settle(self) -> None:
+    def count_vote(self) -> None:
         """Count the open vote, and do what is agreed."""
         self._react(self.votes.count())
 
@@ -295,7 +295,7 @@ def evaluate(
     subject = functions.eval_params(state.params, state.rule_state), functions.mean_state(state.model_state)
 
     def evaluate_batch(batch: Batch) -> tuple[FigureSums, Any]:
-        failures.set_phase(f"evaluation after step {step}", failures.LONG)  # for the watchdog: it makes progress
+        failures.set_phase(f"evaluation after step {step}", failures.LONG_FACTOR)  # for the watchdog: it makes progress
         fault_injection.inject_at("eval", step)
         result = functions.eval_step(*subject, batch)
         after_batch()
@@ -410,7 +410,7 @@ def conclude(run: Run, subject: tuple[PyTree, PyTree], step: int, figures: dict[
         if moment.rank and callback.first_rank_only:
             continue
         name = type(callback).__name__
-        failures.set_phase(f"callback {name} after step {step}", failures.LONG)
+        failures.set_phase(f"callback {name} after step {step}", failures.LONG_FACTOR)
         call_each([callback], "after_evaluation", moment, is_asynchronous=bool(run.workers.asynchronous))
         if not callback.first_rank_only:
             control.assert_same(CALLS, {"next": f"the end of {name}.after_evaluation"})

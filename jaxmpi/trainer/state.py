@@ -180,9 +180,9 @@ def say_changes(plan: Plan, recorder: Recorder, extra: dict[str, Any], start: in
 # ---------------------------------------------------------------- saved
 
 
-def save(run: Run, state: TrainState, step: int, score: float | None, *, is_last: bool) -> None:
+def begin_checkpoint(run: Run, state: TrainState, step: int, score: float | None, *, is_last: bool) -> None:
     """Begin a checkpoint, which is written while steps continue; all ranks call it."""
-    failures.set_phase(f"checkpoint of step {step}", failures.LONG)
+    failures.set_phase(f"checkpoint of step {step}", failures.LONG_FACTOR)
     if fate := run.saver.fate():  # once the checkpoint before is written
         raise AgreedError(f"run directory {str(run.folder)!r} {fate}: nothing is saved at step {step}")
     note_saved(run)

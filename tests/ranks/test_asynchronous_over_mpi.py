@@ -12,7 +12,7 @@ from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import processes
 from jaxmpi.rules.asynchronous.center import CenterClient, CenterLayout, CenterServer
 from jaxmpi.rules.asynchronous.gossip import GossipThread
-from jaxmpi.rules.asynchronous.progress import OVER, GlobalProgress, Report
+from jaxmpi.rules.asynchronous.progress import Closing, GlobalProgress, Report
 from jaxmpi.rules.asynchronous.rules import RandomGossip
 from tolerances import U
 
@@ -58,7 +58,7 @@ def test_center_and_workers_keep_their_sum(servers, wire):
             while sum(report.is_done for report in report_of_all(client).values()) < workers - 1:
                 time.sleep(0.005)
             seen = client.read() if wire == "32" else seen
-        while not status(client, Report(ROUNDS, is_done=True, closing=OVER * (RANK == 0))).closing:
+        while not status(client, Report(ROUNDS, is_done=True, closing=Closing.NO if RANK else Closing.OVER)).closing:
             time.sleep(0.005)
         if RANK == 0:
             client.end(is_left=False)

@@ -27,17 +27,7 @@ from jaxmpi.optim.optimizers import is_linear, optimizer
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.asynchronous import transport
 from jaxmpi.rules.asynchronous.center import CenterClient, CenterExchange, CenterLayout, CenterServer
-from jaxmpi.rules.asynchronous.progress import (
-    ABANDONED,
-    ENOUGH,
-    LEAVE,
-    MOST_STALENESS,
-    OVER,
-    Counters,
-    GlobalProgress,
-    Order,
-    Report,
-)
+from jaxmpi.rules.asynchronous.progress import MOST_STALENESS, Closing, Counters, GlobalProgress, Order, Report, Stop
 from jaxmpi.rules.asynchronous.rules import RandomGossip
 from jaxmpi.rules.asynchronous.transport import HEADER_BYTES, carry_out
 from jaxmpi.rules.asynchronous.worker import start_from_checkpoint
@@ -171,7 +161,7 @@ def test_no_schedule_deadlocks_and_sums_are_conserved(name, options, seed, dies)
         total = world.center() + (sum(world.w.values()) if name == "easgd" else 0)
         np.testing.assert_array_equal(total, start + world.learnt)
         assert world.progress.counters.examples == 10 * case.workers * case.rounds
-        assert world.progress.status(0).stop == ENOUGH
+        assert world.progress.stop == Stop.ENOUGH
         assert sum(world.progress.staleness) == case.workers * (case.rounds - 1)
 
 
@@ -319,7 +309,7 @@ STORIES = {  # how many of the workers have come, the bound; events, a report or
     ),
     "the run is over when all that are alive have been told": (
         *(3, 3, 0),
-        [(says(0, 1, is_done=True, closing=OVER), [0]), (says(1, 1, is_done=True), [1]), (2, [])],
+        [(says(0, 1, is_done=True, closing=Closing.OVER), [0]), (says(1, 1, is_done=True), [1]), (2, [])],
     ),
     "the others are told that worker 0 has died": (*(2, 2, 0), [(0, []), (says(1, 1), [1])]),
 }
@@ -336,7 +326,11 @@ def test_who_is_answered_when(story):
         answers = [*progress.answers()]
         assert [worker for worker, _ in answers] == expected
         closings |= {status.closing for _, status in answers}
-    closing = OVER if "is over" in story else ABANDONED if "worker 0 has died" in story else 0
+    closing = Closing.NO
+    if "is over" in story:
+        closing = Closing.OVER
+    elif "worker 0 has died" in story:
+        closing = Closing.ABANDONED
     assert closings == {closing}
     assert progress.is_over() == bool(closing)
 
@@ -349,11 +343,11 @@ def test_staleness_counts_exchanges_of_others():
     assert counts == {0: MOST_STALENESS + 5, 1: 1, 2: 1, MOST_STALENESS: 1}
 
 
-@pytest.mark.parametrize("reasons", [(ENOUGH, LEAVE), (LEAVE, ENOUGH)])
+@pytest.mark.parametrize("reasons", [(Stop.ENOUGH, Stop.LEAVE), (Stop.LEAVE, Stop.ENOUGH)])
 def test_all_workers_stop_for_the_same_reason(reasons):
     """Else some would leave with the exit code of a run that is over, and others with that of one to be resumed."""
     progress = ready(2, target=10)
-    reports = {ENOUGH: Report(1, Counters(examples=10)), LEAVE: Report(1, leave=True)}
+    reports = {Stop.ENOUGH: Report(1, Counters(examples=10)), Stop.LEAVE: Report(1, leave=True)}
     stops = []
     for worker, reason in enumerate(reasons):
         progress.report(worker, reports[reason])

@@ -19,7 +19,7 @@ from jaxmpi.allreduce.wires import BLOCK, WIRES, host_wire
 from jaxmpi.core import scheduling
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.rules.asynchronous import transport
-from jaxmpi.rules.asynchronous.progress import LEAVE, OVER, GlobalProgress, Report, Status
+from jaxmpi.rules.asynchronous.progress import GlobalProgress, Report, Status
 from jaxmpi.rules.asynchronous.transport import (
     ANSWER,
     HEADER_BYTES,
@@ -170,7 +170,7 @@ class CenterServer:
             self.progress.report(worker, pickle.loads(body.data))
             self._answer_reports()
         elif kind == END:
-            self._is_closed, self.is_left = True, number == LEAVE
+            self._is_closed, self.is_left = True, bool(number)
             self._answers[worker].append(NOTHING)
         else:
             self._answers[worker].append(self._serve_segment(worker, kind, number, body))
@@ -305,7 +305,7 @@ class CenterClient:
 
     def end(self, is_left: bool) -> None:
         """Let servers go; with `is_left` the run is to be resumed."""
-        self._wait({rank: [Request(END, LEAVE if is_left else OVER)] for rank in self.servers})
+        self._wait({rank: [Request(END, int(is_left))] for rank in self.servers})
 
     def _wait(
         self, requests: Mapping[int, Iterable[Request]], lacks_only_report: Callable[[], bool] = lambda: False
@@ -316,7 +316,7 @@ class CenterClient:
                 for progressed in carry_out(self.mpi, requests):
                     backoff.after(progressed)
                     # Where only the report's answer is missing, the slowest worker is waited for.
-                    limit_s = transport.TIMEOUT_S * (failures.LONG if lacks_only_report() else 1.0)
+                    limit_s = transport.TIMEOUT_S * (failures.LONG_FACTOR if lacks_only_report() else 1.0)
                     if time.monotonic() - backoff.moved_s > limit_s:
                         raise TrainingError(
                             f"the center has not answered for {limit_s:g} s; its rank is stuck, or with rule.staleness "

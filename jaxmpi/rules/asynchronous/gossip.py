@@ -68,7 +68,7 @@ class GossipThread:
         for messages in self._outgoing.values():
             messages.append(ENDED)
         self._is_ending = True
-        limit_s = transport.TIMEOUT_S * failures.LONG
+        limit_s = transport.TIMEOUT_S * failures.LONG_FACTOR
         deadline = time.monotonic() + limit_s
         while self._thread.is_alive():
             self._thread.join(0.1)

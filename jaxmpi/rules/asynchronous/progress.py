@@ -4,14 +4,29 @@ Workers meet nowhere. So each reports to server 0 what it has done, and the answ
 worker 0 orders: a checkpoint, or the end.
 """
 
+import enum
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 MOST_STALENESS = 16  # staleness beyond which exchanges are counted together
-ENOUGH, LEAVE = 1, 2  # reasons to stop
-OVER, ABANDONED = 1, 2  # ways to close; ABANDONED: worker 0 is gone
+
+
+class Stop(enum.IntEnum):
+    """Why workers stop."""
+
+    NO = 0
+    ENOUGH = 1  # they have made the run's examples
+    LEAVE = 2  # to be resumed later
+
+
+class Closing(enum.IntEnum):
+    """How a run closes."""
+
+    NO = 0
+    OVER = 1
+    ABANDONED = 2  # worker 0 is gone
 
 
 class Counters(NamedTuple):
@@ -57,7 +72,7 @@ class Report(NamedTuple):
     leave: bool = False  # the run is to stop before its end
     # from worker 0
     save: Order = Order()
-    closing: int = 0
+    closing: Closing = Closing.NO
 
 
 class AllWorkers(NamedTuple):
@@ -72,8 +87,8 @@ class AllWorkers(NamedTuple):
 class Status(NamedTuple):
     """Server 0's answer to a report."""
 
-    stop: int  # 0, ENOUGH or LEAVE
-    closing: int  # 0, OVER or ABANDONED
+    stop: Stop
+    closing: Closing
     save: Order
     examples: float  # of all workers
     workers: AllWorkers | None  # to worker 0 alone
@@ -95,7 +110,7 @@ class GlobalProgress:
         self.absent = set(range(workers))  # workers that have not reported yet
         self.by_worker = np.zeros((workers, len(Counters._fields)))
         self.staleness = [0] * (MOST_STALENESS + 1)
-        self.stop = self.closing = 0
+        self.stop, self.closing = Stop.NO, Closing.NO
         self.leaving = False  # set by reports, and by a signal to this rank
         self._exchanges, self._last = 0, dict[int, int]()
         self._unanswered: set[int] = set()
@@ -128,7 +143,7 @@ class GlobalProgress:
         self.absent.discard(worker)
         self._unanswered.discard(worker)
         if worker == 0:
-            self.closing = ABANDONED
+            self.closing = Closing.ABANDONED
 
     def answers(self) -> Iterator[tuple[int, Status]]:
         """Answers that are due.
@@ -137,6 +152,9 @@ class GlobalProgress:
         """
         if self.absent and not self.closing:
             return
+        if not self.stop:  # the first reason holds, so that all leave with the same exit code
+            is_enough = self.counters.examples >= self.target
+            self.stop = Stop.ENOUGH if is_enough else Stop.LEAVE if self.leaving else Stop.NO
         training = [report.clock for report in self.reports.values() if not report.is_done]
         slowest = min(training, default=float("inf"))
         for worker in sorted(self._unanswered):
@@ -151,8 +169,6 @@ class GlobalProgress:
     def status(self, worker: int) -> Status:
         """The answer to a worker's report."""
         counters, first = self.counters, self.reports.get(0, Report())
-        # The first reason holds, so that all leave with the same exit code.
-        self.stop = self.stop or (ENOUGH if counters.examples >= self.target else LEAVE if self.leaving else 0)
         workers = None
         if worker == 0:
             workers = AllWorkers(dict(self.reports), counters, self.by_worker.copy(), list(self.staleness))

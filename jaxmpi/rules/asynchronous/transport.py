@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmpi.allreduce.schedules import MESSAGE_BYTES as MESSAGE_BYTES
 from jaxmpi.comm.polling import is_loss
 from jaxmpi.core.env import seconds_from
 
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
-MESSAGE_BYTES = 63 << 10  # Open MPI sends up to 64 KiB, header included, without asking the receiver first
 HEADER_BYTES = 16
 WINDOW = 8  # requests to one rank that may be unanswered
 REQUEST, ANSWER = range(2)  # tags

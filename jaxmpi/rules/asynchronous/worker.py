@@ -35,7 +35,7 @@ from jaxmpi.core.train_state import TrainState
 from jaxmpi.optim import optimizers
 from jaxmpi.rules.asynchronous.center import CenterClient, CenterExchange, CenterLayout, CenterServer
 from jaxmpi.rules.asynchronous.gossip import GossipThread
-from jaxmpi.rules.asynchronous.progress import ABANDONED, OVER, Counters, GlobalProgress, Order, Report, Status
+from jaxmpi.rules.asynchronous.progress import Closing, Counters, GlobalProgress, Order, Report, Status
 from jaxmpi.rules.base import Asynchronous
 from jaxmpi.runtime import failures, progress
 
@@ -163,37 +163,26 @@ class AsyncWorker:
         rule: Asynchronous,
         start: AsyncStart,
         client: CenterClient,
-        *,
-        tau: int = 1,
-        wire: str = "32",
-        gossip_thread: GossipThread | None = None,
+        tau: int,
     ) -> None:
         """Take up what the run starts with.
 
         Args:
-            tau: steps between exchanges with the center.
-            wire: of pushes to other workers.
-            gossip_thread: if workers meet each other.
+            tau: steps between exchanges with the center; 0: it has none.
         """
         self.number, self.workers, self.rule, self.tau, self.client = number, workers, rule, tau, client
-        self.flat, self.wire = ParamsVector.from_params(start.state.params), host_wire(wire)
+        self.flat = ParamsVector.from_params(start.state.params)
         self.base = start.center  # f32[n]: the center as this worker last knew it
         self.new = Counters()  # since the last report
         self.clock, self.saved, self.is_done = 0, 0, False
         self.save_order = Order()  # of worker 0, for its next report
-        self.gossip_thread, seed = gossip_thread, int(np.asarray(start.state.key)[0]) + start.step
-        self.gossip = rule.gossip(number, workers, seed, start.weight) if rule.gossip else None
-
-    @property
-    def weight(self) -> float:
-        """Alpha of gossip; all workers weigh alike without."""
-        return self.gossip.weight if self.gossip else 1 / self.workers
+        self.weight = 1 / workers  # in the mean of all
 
     def count(self, **new: float) -> None:
         """Add to the counters of the next report."""
         self.new = self.new.plus(Counters(**new))
 
-    def report(self, *, leave: bool = False, closing: int = 0) -> Status:
+    def report(self, *, leave: bool = False, closing: Closing = Closing.NO) -> Status:
         """Report without an exchange; return the answer."""
         exchange, status = self._ask(None, leave, closing)
         self.count(sync=exchange.report_wait_s)
@@ -213,67 +202,30 @@ class AsyncWorker:
         self.count(exchange=took_s - wait_s, sync=wait_s)
         return state, status
 
-    def _ask(self, vector: np.ndarray | None, leave: bool, closing: int = 0) -> tuple[CenterExchange, Status]:
+    def _ask(
+        self, vector: np.ndarray | None, leave: bool, closing: Closing = Closing.NO
+    ) -> tuple[CenterExchange, Status]:
         new, self.new = self.new, Counters()
         report = Report(self.clock, new, self.saved, self.is_done, leave, self.save_order, closing)
         with progress.span("wait", "the center"):
             exchange = self.client.exchange(vector, report)
         assert exchange.status
-        if exchange.status.closing == ABANDONED:
+        if exchange.status.closing == Closing.ABANDONED:
             raise TrainingError("rank 0, which keeps the record, is gone; go on from the last checkpoint with --resume")
         return exchange, exchange.status
 
-    def gossip_step(self, state: TrainState) -> TrainState:
-        """Merge what has arrived, then perhaps push."""
-        thread, gossip = self.gossip_thread, self.gossip
-        assert thread is not None
-        assert gossip is not None
-        begin, w = 0.0, None
-        while thread.arrived:
-            push = thread.arrived.popleft()
-            if w is None:
-                jax.block_until_ready(state.params)  # the step is no part of the exchange
-                begin, w = time.perf_counter(), self.flat.vector(state.params)
-            pushed = self.wire.decode(push.body, w.size)
-            self.count(exchanges=1, distance=float(np.linalg.norm(w - pushed)))
-            w = gossip.merge(w, pushed, push.share)
-        if w is not None:
-            state = state._replace(params=self._to_params(w, state))
-        target = None if self.is_done else gossip.draw(thread.closed_peers())
-        if target:
-            jax.block_until_ready(state.params)
-            begin = begin or time.perf_counter()
-            body = self.wire.encode(self.flat.vector(state.params) if w is None else w)
-            to, share = target
-            thread.push(to, share, body)
-            self.count(sent_bytes=body.size)
-        if target or w is not None:
-            end = time.perf_counter()
-            progress.record_span("wait", "gossip", begin, end)
-            self.count(exchange_s=end - begin)
+    def meet_others(self, state: TrainState) -> TrainState:
+        """What a worker does with others after a step: nothing, unless it gossips."""
         return state
 
     def end(self, state: TrainState) -> TrainState:
-        """Exchange once more if steps came after the last exchange.
-
-        In gossip: merge what is on its way, then lay alpha w and alpha down at the center.
-        """
-        if self.gossip_thread is None:
-            self.is_done = True
-            return self.exchange(state)[0] if self.clock % self.tau else state
-        # It reports meanwhile, or server 0 would take it for late: another may be evaluating before its own end.
-        self.gossip_thread.end(self.report)
+        """Exchange once more if steps came after the last exchange."""
         self.is_done = True
-        state = self.gossip_step(state)
-        weight = np.float32(self.weight)
-        with progress.span("wait", "the center"):
-            self.client.exchange(np.append(weight * self.flat.vector(state.params), weight))
-        return state
+        return self.exchange(state)[0] if self.clock % self.tau else state
 
-    def center(self) -> PyTree:
-        """The center's params; in gossip the weighted mean of workers' final params."""
-        center = self.client.read()
-        return self.flat.tree(center[:-1] / center[-1] if self.rule.is_gossip else center)
+    def shared_params(self, state: TrainState) -> PyTree:
+        """The params that stand for all workers': the center's."""
+        return self.flat.tree(self.client.read())
 
     def write_if_ordered(
         self, parts: UncoordinatedCheckpoint, home: HeldFolder, state: TrainState, status: Status
@@ -290,11 +242,72 @@ class AsyncWorker:
 
     def close(self, is_left: bool) -> None:
         """Worker 0: end the run, or leave it to be resumed."""
-        self.report(closing=OVER)
+        self.report(closing=Closing.OVER)
         self.client.end(is_left)
 
     def _to_params(self, w: np.ndarray, state: TrainState) -> PyTree:
         return self.rule.from_center(on_device(self.flat.tree(w)), state.rule_state)
+
+
+class GossipWorker(AsyncWorker):
+    """A worker that pushes to others and merges their pushes; the center is for the end alone."""
+
+    def __init__(self, *more: Any, gossip: Any, thread: GossipThread, wire: str) -> None:
+        """Take up what the run starts with.
+
+        Args:
+            more: as of `AsyncWorker`.
+            gossip: its part, by `Asynchronous.gossip`.
+            wire: of pushes.
+        """
+        super().__init__(*more, tau=0)
+        self.gossip, self.thread, self.wire, self.weight = gossip, thread, host_wire(wire), gossip.weight
+
+    def meet_others(self, state: TrainState) -> TrainState:
+        """Merge what has arrived, then perhaps push."""
+        thread, begin, w = self.thread, 0.0, None
+        while thread.arrived:
+            push = thread.arrived.popleft()
+            if w is None:
+                jax.block_until_ready(state.params)  # the step is no part of the exchange
+                begin, w = time.perf_counter(), self.flat.vector(state.params)
+            pushed = self.wire.decode(push.body, w.size)
+            self.count(exchanges=1, distance=float(np.linalg.norm(w - pushed)))
+            w = self.gossip.merge(w, pushed, push.share)
+        if w is not None:
+            state = state._replace(params=self._to_params(w, state))
+        target = None if self.is_done else self.gossip.draw(thread.closed_peers())
+        if target:
+            jax.block_until_ready(state.params)
+            begin = begin or time.perf_counter()
+            body = self.wire.encode(self.flat.vector(state.params) if w is None else w)
+            to, share = target
+            thread.push(to, share, body)
+            self.count(sent_bytes=body.size)
+        self.weight = self.gossip.weight
+        if target or w is not None:
+            end = time.perf_counter()
+            progress.record_span("wait", "gossip", begin, end)
+            self.count(exchange_s=end - begin)
+        return state
+
+    def end(self, state: TrainState) -> TrainState:
+        """Merge what is on its way, then lay alpha w and alpha down at the center."""
+        # It reports meanwhile, or server 0 would take it for late: another may be evaluating before its own end.
+        self.thread.end(self.report)
+        self.is_done = True
+        state = self.meet_others(state)
+        weight = np.float32(self.weight)
+        with progress.span("wait", "the center"):
+            self.client.exchange(np.append(weight * self.flat.vector(state.params), weight))
+        return state
+
+    def shared_params(self, state: TrainState) -> PyTree:
+        """This worker's own until the end; then the weighted mean of all workers' final params."""
+        if not self.is_done:
+            return jax.tree.map(np.asarray, state.params)
+        center = self.client.read()
+        return self.flat.tree(center[:-1] / center[-1])
 
 
 # ---------------------------------------------------------------- which rank trains and which keeps the center
@@ -343,15 +356,19 @@ def take_part(
     if rank < size:
         hosts = {server: monitor.hosts[server] for server in range(first, first + servers)}
         client = CenterClient(to_center, layout, hosts, 0 if rank else size)
-        body_bytes = host_wire(wire).size_bytes(n)
-        thread = GossipThread(between_workers, rank, size, body_bytes) if rule.is_gossip else None
-        worker = AsyncWorker(rank, size, rule, start, client, tau=config.tau, wire=wire, gossip_thread=thread)
+        if rule.gossip:
+            seed = int(np.asarray(start.state.key)[0]) + start.step
+            gossip = rule.gossip(rank, size, seed, start.weight)
+            thread = GossipThread(between_workers, rank, size, host_wire(wire).size_bytes(n))
+            worker = GossipWorker(rank, size, rule, start, client, gossip=gossip, thread=thread, wire=wire)
+        else:
+            worker = AsyncWorker(rank, size, rule, start, client, config.tau)
     return worker, serve
 
 
 def start_limit_s(stall_timeout_s: float) -> float:
     """Seconds in which a worker must compile and get its first batch."""
-    return failures.LONG * (stall_timeout_s or AGREE_TIMEOUT_S)
+    return failures.LONG_FACTOR * (stall_timeout_s or AGREE_TIMEOUT_S)
 
 
 @dataclass
@@ -376,7 +393,7 @@ class HeartbeatMonitor:
         progress.leaving |= self.must_leave()
         late: dict[int, float] = {}
         for worker, silent_s in server.silent_s(progress.expected_workers()).items():
-            limit_s = (self.stall_timeout_s or math.inf) * (failures.LONG if worker == 0 else 1.0)
+            limit_s = (self.stall_timeout_s or math.inf) * (failures.LONG_FACTOR if worker == 0 else 1.0)
             if silent_s > (start_limit_s(self.stall_timeout_s) if worker in progress.absent else limit_s):
                 late[worker] = silent_s
         is_news, self.named = bool(late.keys() - self.named), set(late)
