@@ -26,7 +26,7 @@ from jaxmpi.allreduce.buckets import INSIDE, Alignment, Order, Programs, assign_
 from jaxmpi.allreduce.building_blocks import allgather, halves, mean_of_halves
 from jaxmpi.allreduce.call_order import call_places, caller, compare_when_run, jit_in_turn, joint_call, number_of
 from jaxmpi.allreduce.compression import Collectives
-from jaxmpi.allreduce.derivative import NOT_MAPPED, differentiable
+from jaxmpi.allreduce.derivative import block_transforms, differentiable
 from jaxmpi.allreduce.dispatch import OnCommThread, sums
 from jaxmpi.comm.agreement import Fingerprint, check_may_send, fingerprint
 from jaxmpi.comm.axis import AxisComm
@@ -264,12 +264,10 @@ def make_once(comm: Comm, make: Callable[..., Any], *key: Any) -> Any:
     """`make(*key)`, made once. What is kept for MPI ranks goes when their communicator is freed."""
     if isinstance(comm, MpiComm):
         return comm.cached((make, *key), lambda: make(*key))
-    return _make_once_elsewhere(make, *key)
+    return _made_elsewhere(make, *key)
 
 
-@functools.cache
-def _make_once_elsewhere(make: Callable[..., Any], *key: Any) -> Any:
-    return make(*key)
+_made_elsewhere = functools.cache(lambda make, *key: make(*key))
 
 
 @contextmanager
@@ -296,7 +294,7 @@ def as_numbers(tree: PyTree, op: str, comm: Comm) -> list[Any]:
             workers, cannot hold (path). Arrays of integers are usually counters or PRNG keys, which should not be
             averaged.
     """
-    leaves = []
+    leaves, is_over_mpi = [], isinstance(comm, MpiComm) and comm.size > 1
     for name, leaf in _leaves_by_path(tree):
         if isinstance(leaf, np.ndarray) and leaf.dtype in FLOATS:  # programs take NumPy's arrays as fast as JAX's
             check_unmasked(name, leaf)
@@ -307,7 +305,7 @@ def as_numbers(tree: PyTree, op: str, comm: Comm) -> list[Any]:
             raise _not_taken(name, leaf, "floats: cast it, leave it out, or take jaxmpi.collectives.allreduce")
         is_bool = isinstance(leaf, (bool, np.bool_))
         array = to_jax(name, int(leaf) if is_bool else leaf, op, comm.size)
-        if over_mpi(comm):
+        if is_over_mpi:
             check_on_one_device(name, array)
         leaves.append(array.astype(jnp.int32) if is_bool else array)
     return leaves
@@ -330,42 +328,6 @@ def _leaves_by_path(tree: PyTree) -> Iterator[tuple[str, Any]]:
 
 def _not_taken(name: str, leaf: Any, expected: str) -> UsageError:
     return UsageError(f"{name} is {getattr(leaf, 'dtype', type(leaf).__name__)}; expected {expected}")
-
-
-def over_mpi(comm: Comm) -> bool:
-    """Return True if an exchange sends messages between processes."""
-    return isinstance(comm, MpiComm) and comm.size > 1
-
-
-def block_transforms(leaf: jax.Array, comm: Comm) -> jax.Array:
-    """The leaf, which refuses derivatives and, over MPI, `jax.vmap`."""
-    leaf = not_differentiable(leaf)
-    return not_mapped(leaf) if over_mpi(comm) else leaf
-
-
-@jax.custom_jvp
-def not_differentiable(x: jax.Array) -> jax.Array:
-    """The identity, for which no derivative is offered."""
-    return x
-
-
-@not_differentiable.defjvp
-def _refuse(primals: tuple, tangents: tuple) -> NamedTuple:
-    raise UsageError(
-        "an exchange by a compressor or beside a program cannot be differentiated; take jax.grad first, then exchange "
-        "the gradients, or differentiate jaxmpi.exchange"
-    )
-
-
-@jax.custom_batching.custom_vmap
-def not_mapped(x: jax.Array) -> jax.Array:
-    """The identity, which `jax.vmap` cannot map."""
-    return x
-
-
-@not_mapped.def_vmap
-def _refuse_to_map(*_: Any) -> NamedTuple:
-    raise UsageError(NOT_MAPPED)
 
 
 # ---------------------------------------------------------------- for Optax

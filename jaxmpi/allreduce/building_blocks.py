@@ -122,7 +122,7 @@ UNEVEN = (
 )
 
 
-def split_by_host(comm: Comm) -> tuple[Comm, Comm]:
+def split_by_host(comm: Comm) -> tuple[Comm, SubComm]:
     """Comms of each host's ranks, and of equal places on all hosts.
 
     With one host the first is `comm` itself.

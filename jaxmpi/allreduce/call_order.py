@@ -116,9 +116,7 @@ def joint_call(comm: Comm | Processes, call: str = "exchange", *, is_compared: b
     """Make a call that all ranks make together; inside another one of this thread True.
 
     What this rank raises before ranks have compared the call, the others raise as well. While another thread exchanges
-    with other ranks it is refused. To let the second thread wait would not do: which of two threads comes first may
-    differ between ranks, so one thread's numbers would meet another's. The refused thread sends nothing; the other goes
-    on.
+    with other ranks it is refused: it sends nothing, and the other goes on.
 
     Args:
         is_compared: ranks compare the call in the block, as they do all but messages.

@@ -80,7 +80,7 @@ def all_reduce_on_comm_thread(
             one behind it.
         number: by which ranks compare the exchange when its program runs, as of `call_order.compare_when_run`.
     """
-    engine, sums = exchange_handlers().engine, [(strategy, half, x.size) for x in vectors]
+    engine, sums = exchange_handlers(), [(strategy, half, x.size) for x in vectors]
     parts, limit = engine.parts(sums), engine.tags // 2  # a resumed exchange has the other half
     check(parts <= limit, f"got {parts} segments of gradients, expected {limit} or fewer; use overlap off")
     prefix = f"{half} of " if half else ""
@@ -112,39 +112,32 @@ def _call(words: tuple[int, ...], operands: list, results: list, effect: Any, te
 # ---------------------------------------------------------------- in the process
 
 
-class ExchangeHandlers:
-    """Exchanges over all ranks of the job, on the communication thread, which runs C."""
+@functools.cache
+def exchange_handlers() -> HostEngine:
+    """The engine of all ranks of the job, with the communication thread; all ranks make the first call together."""
+    comm = world()
+    assert isinstance(comm, MpiComm)
+    host_engine.unavailable_reason(comm)  # all ranks agree on it here, though one may trace for others
+    engine, library = HostEngine(comm), host_engine.library()
 
-    def __init__(self, comm: MpiComm) -> None:
-        """Start the thread; all ranks call this together."""
-        host_engine.unavailable_reason(comm)  # all ranks agree on it here, though one may trace for others
-        self.engine, self._library = HostEngine(comm), host_engine.library()
-        host_callbacks.register(RANK, self._rank, ends_job=True)
-        self.thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
-        self.thread.start()
-        failures.call_before_finalize(self.stop)
-
-    def _run(self) -> None:
+    def run() -> None:
         scheduling.flush_subnormals()
         scheduling.take_short_turns()
-        self._library.jaxmpi_beside_run(c_int32(self.engine.number))
+        library.jaxmpi_beside_run(c_int32(engine.number))
 
-    def _rank(self, operands: list, results: list) -> None:
-        """i32[]: the rank that runs a program; another may have traced it."""
-        results[0][...] = self.engine.control.rank
+    thread = threading.Thread(target=run, name=THREAD, daemon=True)
 
-    def stop(self) -> None:
-        """Wait for running programs and messages under way, then end the thread."""
+    def tell_rank(operands: list, results: list) -> None:  # i32[]: that runs a program; another may have traced it
+        results[0][...] = engine.control.rank
+
+    def stop() -> None:  # when running programs and messages under way have ended
         try:
             jax.effects_barrier()
         finally:  # a program that failed fails here once more
-            self._library.jaxmpi_beside_stop()
-            self.thread.join()
+            library.jaxmpi_beside_stop()
+            thread.join()
 
-
-@functools.cache
-def exchange_handlers() -> ExchangeHandlers:
-    """This process's; all ranks make the first call together."""
-    comm = world()
-    assert isinstance(comm, MpiComm)
-    return ExchangeHandlers(comm)
+    host_callbacks.register(RANK, tell_rank, ends_job=True)
+    thread.start()
+    failures.call_before_finalize(stop)
+    return engine

@@ -17,13 +17,9 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError
-
-NOT_MAPPED = (
-    "jax.vmap cannot map an exchange over MPI ranks, which is one message for all; exchange what is mapped, as in "
-    "exchange(jax.vmap(f)(xs)): a mean over workers is taken entry by entry, so it is the same"
-)
 
 
 def differentiable(choice: Any, leaves: list[jax.Array], run: Callable[[list], list]) -> list[jax.Array]:
@@ -114,10 +110,42 @@ def _transpose(cotangents: Sequence[Any], *leaves: Any, choice: Any, program: An
 
 
 def _refuse_to_map(*_: Any, **__: Any) -> tuple:
-    raise UsageError(NOT_MAPPED)
+    raise UsageError(
+        "jax.vmap cannot map an exchange over MPI ranks, which is one message for all; exchange what is mapped, as in "
+        "exchange(jax.vmap(f)(xs)): a mean over workers is taken entry by entry, so it is the same"
+    )
 
 
 mlir.register_lowering(_exchange_p, _lower, cacheable=False)
 ad.primitive_jvps[_exchange_p] = _jvp
 ad.primitive_transposes[_exchange_p] = _transpose
 batching.primitive_batchers[_exchange_p] = _refuse_to_map
+
+
+# ---------------------------------------------------------------- without a derivative
+
+
+def block_transforms(leaf: jax.Array, comm: Comm) -> jax.Array:
+    """The leaf, which refuses derivatives and, over MPI, `jax.vmap`."""
+    return _blocked_p.bind(leaf, allows_vmap=not isinstance(comm, MpiComm) or comm.size == 1)
+
+
+_blocked_p = jax.extend.core.Primitive("jaxmpi_without_transforms")
+_blocked_p.def_impl(lambda x, allows_vmap: x)
+_blocked_p.def_abstract_eval(lambda x, allows_vmap: x)
+
+
+def _refuse(*_: Any, **__: Any) -> tuple:
+    raise UsageError(
+        "an exchange by a compressor or beside a program cannot be differentiated; take jax.grad first, then exchange "
+        "the gradients, or differentiate jaxmpi.exchange"
+    )
+
+
+def _map(xs: Sequence[Any], axes: Sequence[Any], *, allows_vmap: bool) -> tuple:
+    return (_blocked_p.bind(*xs, allows_vmap=True), axes[0]) if allows_vmap else _refuse_to_map()
+
+
+mlir.register_lowering(_blocked_p, lambda ctx, x, allows_vmap: [x])
+ad.primitive_jvps[_blocked_p] = ad.primitive_transposes[_blocked_p] = _refuse
+batching.primitive_batchers[_blocked_p] = _map

@@ -62,7 +62,9 @@ def scattering(function: Callable[..., tuple], bucket_bytes: int | None, scatter
             dtype = getattr(var.aval, "dtype", None)
             return jnp.asarray(var.val, dtype) if isinstance(var, Literal) else values[var]
 
-        buckets = buckets_of_results(program, count, bucket_bytes)
+        computed, sizes = places(program), [atom.aval.size for atom in program.outvars[:count]]
+        buckets = assign_buckets(sizes, bucket_bytes, sorted(range(count), key=lambda i: (computed[i], -i)))
+        buckets.sort(key=lambda bucket: max(computed[i] for i in bucket))  # by when they are full
         shards: dict[int, jax.Array] = {}
         for part, bucket in zip(parts_of(program, count, buckets), [*buckets, []], strict=True):
             for equation in part.equations:
@@ -88,14 +90,6 @@ class Part(NamedTuple):
     equations: list[JaxprEqn]
     through: list[Any]  # variables that go through the call behind it
     fills: list[JaxprEqn]  # that make large constants which the next part uses first
-
-
-def buckets_of_results(program: Jaxpr, count: int, bucket_bytes: int | None) -> list[list[int]]:
-    """Buckets of the first `count` results, ordered by when they are full."""
-    computed, leaves = places(program), [atom.aval for atom in program.outvars[:count]]
-    ready = sorted(range(count), key=lambda i: (computed[i], -i))
-    buckets = assign_buckets([leaf.size for leaf in leaves], bucket_bytes, ready)
-    return sorted(buckets, key=lambda bucket: max(computed[i] for i in bucket))
 
 
 def parts_of(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> list[Part]:

@@ -50,11 +50,33 @@ def over_local_devices(choice: Choice, mesh: Mesh) -> Callable[[PyTree], PyTree]
     Raises:
         UsageError: as `jaxmpi.exchange`.
     """
+    devices = Devices(mesh)
 
     @functools.cache
     def exchange_of(structure: Any, like: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[list[jax.Array]], list]:
         check_leaves(jax.tree.unflatten(structure, like))
-        return exchange_of_leaves(choice, Devices(mesh), like)
+        buckets, count, alignment = choice.buckets(like), devices.mesh.size, choice.alignment
+        alignment = alignment._replace(pieces=count * alignment.pieces)
+        divisor = choice.comm.size * count if choice.op == "mean" else 1
+
+        def layout(n: int) -> Layout:
+            return layout_of(n, count, choice.comm.size, choice.strategy)
+
+        def unpack(total: jax.Array, bucket: Sequence[int]) -> list[jax.Array]:
+            shapes = [like[i] for i in bucket]
+            n = alignment.size([leaf.size for leaf in shapes])
+            return split(layout(n).restore(total)[:n] / divisor, shapes, alignment)
+
+        @choice.comm.jit
+        def add_each(by_device: list[list[jax.Array]]) -> list[jax.Array]:
+            sums = [functools.reduce(jnp.add, each) for each in by_device]
+            return [layout(x.size).interleave(x) for x in sums]
+
+        def totals(vectors: list[jax.Array]) -> list[jax.Array]:
+            sums = add_each(devices.on_first(vectors))
+            return devices.on_all(exchange(sums, choice.strategy, "sum", choice.comm, UNFUSED))
+
+        return in_buckets(buckets, functools.partial(fuse, alignment=alignment), totals, unpack, devices.programs)
 
     def call(tree: PyTree) -> PyTree:
         leaves, structure = jax.tree.flatten(tree)
@@ -82,7 +104,9 @@ class Devices(NamedTuple):
         """By place."""
         return list(self.mesh.devices.flat)
 
-    def jit_each(self, function: Callable, *, first: bool = True, last: bool = True) -> Callable:
+    def jit_each(
+        self, function: Callable, donate_argnums: tuple[int, ...] = (), *, first: bool = True, last: bool = True
+    ) -> Callable:
         """A program on each device.
 
         Args:
@@ -95,7 +119,8 @@ class Devices(NamedTuple):
             return jax.tree.map(lambda x: x[None], results) if last else results
 
         spec = self.sharding.spec
-        return jax.jit(jax.shard_map(on_one, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False))
+        mapped = jax.shard_map(on_one, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return jax.jit(mapped, donate_argnums=donate_argnums)
 
     @property
     def programs(self) -> Programs:
@@ -116,34 +141,6 @@ class Devices(NamedTuple):
             jax.make_array_from_single_device_arrays(shape, self.sharding, each)
             for shape, each in zip(shapes, copies, strict=True)
         ]
-
-
-def exchange_of_leaves(
-    choice: Choice, devices: Devices, like: Sequence[jax.ShapeDtypeStruct]
-) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """The exchange of leaves with these shapes behind an axis of devices."""
-    buckets, count, alignment = choice.buckets(like), devices.mesh.size, choice.alignment
-    alignment = alignment._replace(pieces=count * alignment.pieces)
-    divisor = choice.comm.size * count if choice.op == "mean" else 1
-
-    def layout(n: int) -> Layout:
-        return layout_of(n, count, choice.comm.size, choice.strategy)
-
-    def unpack(total: jax.Array, bucket: Sequence[int]) -> list[jax.Array]:
-        shapes = [like[i] for i in bucket]
-        n = alignment.size([leaf.size for leaf in shapes])
-        return split(layout(n).restore(total)[:n] / divisor, shapes, alignment)
-
-    @choice.comm.jit
-    def add_each(by_device: list[list[jax.Array]]) -> list[jax.Array]:
-        sums = [functools.reduce(jnp.add, each) for each in by_device]
-        return [layout(x.size).interleave(x) for x in sums]
-
-    def totals(vectors: list[jax.Array]) -> list[jax.Array]:
-        sums = add_each(devices.on_first(vectors))
-        return devices.on_all(exchange(sums, choice.strategy, "sum", choice.comm, UNFUSED))
-
-    return in_buckets(buckets, functools.partial(fuse, alignment=alignment), totals, unpack, devices.programs)
 
 
 class Layout(NamedTuple):

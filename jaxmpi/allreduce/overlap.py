@@ -15,7 +15,6 @@ from jaxmpi.allreduce.api import (
     TRACED,
     Choice,
     Op,
-    block_transforms,
     check_leaves,
     check_op,
     check_strategy,
@@ -26,6 +25,7 @@ from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.call_order import caller, joint_call, number_of
 from jaxmpi.allreduce.comm_thread import unavailable_reason
+from jaxmpi.allreduce.derivative import block_transforms
 from jaxmpi.allreduce.dispatch import OnCommThread
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of

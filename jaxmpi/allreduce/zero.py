@@ -32,12 +32,13 @@ from jax.sharding import Mesh
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.spec import Halves, is_one
 from jaxmpi.allreduce.algorithms.table import with_halves
-from jaxmpi.allreduce.api import Choice, Op, agree_while_tracing, block_transforms, check_op, is_traced, make_once
+from jaxmpi.allreduce.api import Choice, Op, agree_while_tracing, check_op, is_traced, make_once
 from jaxmpi.allreduce.buckets import INSIDE, Jit, Order, Programs, assign_buckets, in_buckets, no_jit
 from jaxmpi.allreduce.building_blocks import spread
 from jaxmpi.allreduce.call_order import jit_in_turn, joint_call
 from jaxmpi.allreduce.comm_thread import RANK, all_reduce_on_comm_thread
 from jaxmpi.allreduce.compression import is_compressor
+from jaxmpi.allreduce.derivative import block_transforms
 from jaxmpi.allreduce.dispatch import check_counts, try_host_all_reduce
 from jaxmpi.allreduce.early_scatter import scattering
 from jaxmpi.allreduce.host_engine import CHUNK, is_far
@@ -256,7 +257,11 @@ class Zero(NamedTuple):
         if (sums := self._on_host(strategy, "scatter", flats)) is not None:
             return [total.reshape(comm.size, -1)[self.shard_index()] / divisor for total in sums]
         check_counts(flats, strategy, comm)
-        return self.halves.scatter_all(flats, comm, parse(strategy).wire, divisor)
+        if self.halves.means and flats:
+            return self.halves.means(flats, comm, divisor)
+        # Divided as sums without halves are. XLA may divide by a constant as the product with its inverse, which rounds
+        # otherwise.
+        return [self.halves.scatter(x, comm, parse(strategy).wire) / divisor for x in flats]
 
     def _all_gather(self, chunks: list[jax.Array], wire: str) -> list[jax.Array]:
         """f32[m] -> f32[w, m] each: all workers' chunks, by index."""
@@ -268,7 +273,10 @@ class Zero(NamedTuple):
             rows_by_chunk = [self._on_host(strategy, CHUNK, [chunk]) for chunk in chunks]
             rows = None if None in rows_by_chunk else [row for chunk_rows in rows_by_chunk for row in chunk_rows or ()]
         if rows is None:
-            rows = self.halves.gather_all(chunks, comm, WIRES[wire])
+            if self.halves.wholes and chunks:
+                rows = self.halves.wholes(chunks, comm)
+            else:
+                rows = [self.halves.gather(chunk, comm, WIRES[wire]) for chunk in chunks]
         return [row.reshape(comm.size, -1) for row in rows]
 
     def _on_host(self, strategy: str, half: str, flats: list[jax.Array]) -> list[jax.Array] | None:

@@ -104,14 +104,17 @@ def cond(is_due: Any, branch: Callable[..., tuple], *operands: PyTree) -> tuple:
     return branch(*operands) if np.all(is_due) else operands  # devices of one process count alike
 
 
-def step_in_place(step: Callable[..., tuple], jit: Callable[..., Callable]) -> Callable[..., tuple]:
+def step_in_place(
+    step: Callable[..., tuple], jit: Callable[..., Callable], donates: tuple[int, ...] = (1, 2)
+) -> Callable[..., tuple]:
     """Jit a step that writes state and params where they lie.
 
     JAX gives each result, in order, the first donated array of its shape. So inside the program the results come in the
     order of the arguments. Else new params take the place of a moment, and XLA copies both.
 
     Args:
-        step: (grads, state, params) -> (params, state, ...), whose state and params are donated.
+        step: (grads, state, params) -> (params, or updates, and state, ...).
+        donates: its state, and params unless they are still needed.
     """
 
     @functools.wraps(step)
@@ -119,7 +122,7 @@ def step_in_place(step: Callable[..., tuple], jit: Callable[..., Callable]) -> C
         params, state, *extra = step(grads, state, params)
         return state, params, *extra
 
-    jitted = jit(state_first, donate_argnums=(1, 2))
+    jitted = jit(state_first, donate_argnums=donates)
 
     def step_of_arguments(grads: PyTree, state: PyTree, params: PyTree) -> tuple:
         state, params, *extra = jitted(grads, state, params)
@@ -149,15 +152,4 @@ def jit_optimizer_updates(
     tx: optax.GradientTransformation, jit: Callable[..., Callable]
 ) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
     """Jit an optimizer's updates: (grads, state, params) -> (updates, state), state donated."""
-
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        updates, state = tx.update(grads, state, params)
-        return state, updates  # in this order: see `step_in_place`
-
-    jitted = jit(update, donate_argnums=(1,))
-
-    def updated(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        state, updates = jitted(grads, state, params)
-        return updates, state
-
-    return updated
+    return step_in_place(tx.update, jit, donates=(1,))

@@ -25,7 +25,7 @@ from jaxmpi.allreduce.algorithms.table import algorithms_in_c, with_halves
 from jaxmpi.allreduce.api import BUCKET_BYTES, Choice, Op, exchange, exchange_gradients
 from jaxmpi.allreduce.autotune import choose, is_auto
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.local_devices import over_local_devices
+from jaxmpi.allreduce.local_devices import Devices, over_local_devices
 from jaxmpi.allreduce.sharded import check_floats
 from jaxmpi.allreduce.zero import make_zero
 from jaxmpi.checkpoint import run_directory
@@ -69,7 +69,7 @@ def build_functions(plan: Plan) -> Functions:
     experiment, workers = plan.experiment, plan.workers
     form, order, flops = choose_form(plan), Order(), StepFlops()
     # One rank of a host compiles for all.
-    jit = partial(steps.over_devices, mesh=workers.mesh) if workers.mesh else workers.comm.jit
+    jit = Devices(workers.mesh).jit_each if workers.mesh else workers.comm.jit
     exchanges, forward = exchange_for(plan, order, form), forward_of(plan)
     with_figures = experiment.train_metrics and not workers.asynchronous
     gradients = steps.local_gradients(forward, plan.micro_batch, with_figures=with_figures)

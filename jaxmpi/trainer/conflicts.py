@@ -72,18 +72,9 @@ def is_streamed(part: Any) -> bool:
     return part.source == "grain" and any(map(is_stream, (part.train, *sets)))
 
 
-def is_by_clock(duration: int | str) -> bool:
-    """Return True for a duration such as 2h."""
-    return isinstance(duration, str) and duration_seconds(duration) is not None
-
-
-def has_foreign_momentum(experiment: Experiment) -> bool:
-    """Return True for a rule with a momentum over an optimizer other than sgd."""
-    return lookup(registry.RULES, experiment.rule.name, "rule").uses("momentum") and experiment.optim.name != "sgd"
-
-
 END, OWN_RATE = "or --on-rank-loss end", "leave it out, or give optim.transform a function of the schedule"
 STREAM, NOT_IN_LOCK_STEP = "grain with an IterDataset", "leave EarlyStop and ReduceOnPlateau out"
+is_by_clock = lambda duration: isinstance(duration, str) and duration_seconds(duration) is not None  # noqa: E731
 is_streaming, is_not_gradients, is_several = ("grain", "mixture").__contains__, "gradients".__ne__, (1).__ne__
 TIMED_FIELDS = "train_for", "eval_every", "checkpoint_every", "log_every", "replica_check_every"
 REFUSALS = (
@@ -176,7 +167,7 @@ REFUSALS = (
         ("schedule.rate", "any", OWN_RATE, callable),
     ),
     *incompatible(
-        has_foreign_momentum,
+        lambda x: lookup(registry.RULES, x.rule.name, "rule").uses("momentum") and x.optim.name != "sgd",
         "rule {rule.name} and optimizer {optim.name}",
         ("rule.momentum", "any", "EAMSGD is rule easgd over optim.name sgd, others bring a momentum of their own"),
     ),

@@ -26,7 +26,6 @@ from jaxmpi.core.pytrees import size_bytes
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.core.train_state import Batch, TrainState, worker_key
 from jaxmpi.observe.flops import total_peak
-from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.step_timing import StepTimer
 from jaxmpi.recover import decisions
 from jaxmpi.recover.watchdog import watching
@@ -270,7 +269,13 @@ def continue_after_shrink(run: Run, ends: contextlib.ExitStack) -> tuple[LockSte
         worker = workers.mine[0]
         states = {worker: jax.tree.map(np.asarray, state._replace(key=worker_key(experiment.seed, worker)))}
     if control.rank == 0:
-        run.recorder = take_over_record(run, step - is_late, ends)
+        if shrinking.recorder is None:  # this rank is now rank 0, which has the record and the run directory
+            with run_directory.as_training_errors():
+                run.home.lock = ends.enter_context(held_folder.locked(run.folder)).lock
+                shrinking.recorder = open_recorder(plan, run.folder, run.recorder.elapsed_s(), hosts)
+            ends.push(shrinking.recorder)
+        run.recorder = shrinking.recorder
+        run.recorder.go_back(step - is_late)
     run.recorder.write("lost", after=step, ranks=shrinking.lost_ranks, workers=workers.size)
     run.recorder.say(
         f"{shrinking.describe_gone()}{back}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}"
@@ -280,19 +285,6 @@ def continue_after_shrink(run: Run, ends: contextlib.ExitStack) -> tuple[LockSte
     overdue = plan.timetable.between(step - 1, step) if is_late else DueEvents()
     overdue = overdue._replace(save=overdue.save or is_unsaved)
     return LockStep(run, sums), Position(step, place_states(run, states), overdue)
-
-
-def take_over_record(run: Run, step: int, ends: contextlib.ExitStack) -> Recorder:
-    """The recorder of the rank that is now rank 0, which has the record and the run directory; cut after `step`."""
-    shrinking = run.shrinking
-    assert shrinking is not None
-    if shrinking.recorder is None:
-        with run_directory.as_training_errors():
-            run.home.lock = ends.enter_context(held_folder.locked(run.folder)).lock
-            shrinking.recorder = open_recorder(run.plan, run.folder, run.recorder.elapsed_s(), run.hosts)
-        ends.push(shrinking.recorder)
-    shrinking.recorder.go_back(step)
-    return shrinking.recorder
 
 
 def watch(plan: Plan) -> contextlib.AbstractContextManager[str]:

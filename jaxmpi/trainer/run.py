@@ -337,24 +337,19 @@ def evaluate_sets(
                     sums[name] = sums.get(name, 0) + rows
                 if whole_set:
                     whole_set.add(batch, outputs)
-        found = gather_figures(sums, workers)
+        names = sorted(sums, key=lambda name: name != "loss")
+        flat = np.concatenate([sums[name].ravel() for name in names] or [np.zeros(0)])
+        totals = split_by_name(workers.processes.allreduce_sum(flat), {name: sums[name].shape for name in names})
+        count = int(totals.pop("count", np.zeros(2))[0])
+        figures["eval_count"] += count
+        found = {name: quotient(*total) for name, total in totals.items()} if count else {}
         if whole_set:
-            found |= whole_set.figures(found)
+            found |= whole_set.figures({*found, "count"})
             tables |= {prefix + name: text for name, text in whole_set.tables.items()}
         if feed.bytes_each and "loss" in found:
             found["bits_per_byte"] = found["loss"] / math.log(2) * feed.tokens_each / feed.bytes_each
-        figures["eval_count"] += found.pop("count")
         figures |= {prefix + name: value for name, value in found.items()}
     return figures, tables
-
-
-def gather_figures(sums: dict[str, np.ndarray], workers: Workers) -> dict[str, Any]:
-    """Figures over all workers' sums, `count` of examples first, then the loss; all ranks call it."""
-    names = sorted(sums, key=lambda name: name != "loss")
-    flat = np.concatenate([sums[name].ravel() for name in names] or [np.zeros(0)])
-    totals = split_by_name(workers.processes.allreduce_sum(flat), {name: sums[name].shape for name in names})
-    count = totals.pop("count", np.zeros(2))[0]
-    return {"count": int(count)} | ({name: quotient(*total) for name, total in totals.items()} if count else {})
 
 
 def rows_by_name(figures: FigureSums, workers: Workers) -> dict[str, np.ndarray]:

@@ -14,10 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-from jaxmpi.comm.topology import AXIS
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, cast_like, in_32_bits, path_name
 from jaxmpi.core.to_jax import to_jax
@@ -290,17 +287,3 @@ def jit_predict(forward: Forward) -> Callable[[PyTree, PyTree, Batch], Any]:
             raise UsageError(f"predict: got fields {', '.join(batch)}; expected {error}, too") from error
 
     return predict_checked
-
-
-# ---------------------------------------------------------------- several workers in one process
-
-
-def over_devices(function: Callable, donate_argnums: tuple[int, ...] = (), *, mesh: Mesh) -> Callable:
-    """`function` on each device of a mesh, with arguments and results [workers, ...]."""
-
-    def on_one_worker(*args: PyTree) -> PyTree:
-        alone = jax.tree.map(lambda x: x[0], args)
-        return jax.tree.map(lambda x: x[None], function(*alone))
-
-    mapped = jax.shard_map(on_one_worker, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
-    return jax.jit(mapped, donate_argnums=donate_argnums)

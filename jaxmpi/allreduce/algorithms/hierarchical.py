@@ -71,10 +71,10 @@ def chunks_by_host(comm: Comm, cross: Halves) -> tuple[int, ...]:
 
     Ranks of one place in their hosts share a part, of which `cross` gives each host a chunk.
     """
-    ranks = [[rank for rank in comm.order if comm.hosts[rank] == host] for host in sorted(set(comm.hosts))]
-    between = cross.chunks(split_by_host(comm)[1])
-    places = {rank: (place, host) for host, host_ranks in enumerate(ranks) for place, rank in enumerate(host_ranks)}
-    return tuple(places[rank][0] * len(ranks) + between[places[rank][1]] for rank in range(comm.size))
+    _, between = split_by_host(comm)
+    chunks = [place * between.size + chunk for place in range(len(between.groups)) for chunk in cross.chunks(between)]
+    ranks = [rank for group in between.groups for rank in group]
+    return tuple(chunk for _, chunk in sorted(zip(ranks, chunks, strict=True)))
 
 
 def hierarchical_parts(n: int, group: Group, wire: Wire, cross: Parts) -> Iterator[Part]:

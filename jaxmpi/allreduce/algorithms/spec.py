@@ -35,22 +35,6 @@ class Halves(NamedTuple):
     gather_part: SumSchedule | None = None  # makes all chunks what their workers have
     gathers: Collection[str] = ALL  # wires that the second half takes
 
-    def scatter_all(self, vectors: list[jax.Array], comm: Comm, wire: Wire, divisor: float) -> list[jax.Array]:
-        """f32[n] -> f32[n / w] each: this worker's summed chunk, over `divisor`.
-
-        Chunks are divided as sums without halves are. XLA may divide by a constant as the product with its inverse,
-        which rounds otherwise.
-        """
-        if self.means and vectors:
-            return self.means(vectors, comm, divisor)
-        return [self.scatter(x, comm, wire) / divisor for x in vectors]
-
-    def gather_all(self, chunks: list[jax.Array], comm: Comm, wire: Wire) -> list[jax.Array]:
-        """f32[n / w] -> f32[n] each: the chunks of all workers."""
-        if self.wholes and chunks:
-            return self.wholes(chunks, comm)
-        return [self.gather(chunk, comm, wire) for chunk in chunks]
-
 
 class StrategySpec(NamedTuple):
     """A strategy: `sum` and its wires; all else is optional."""
