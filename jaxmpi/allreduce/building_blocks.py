@@ -116,12 +116,6 @@ class SubComm(Comm):
         return self.comm.loop(turns, turn, carry)
 
 
-UNEVEN = (
-    "strategy hier-<cross>: got hosts with {counts} ranks; expected equally many on each. Start the same number of "
-    "ranks on every host, or use ring or tree"
-)
-
-
 def split_by_host(comm: Comm) -> tuple[Comm, SubComm]:
     """Comms of each host's ranks, and of equal places on all hosts.
 
@@ -133,7 +127,10 @@ def split_by_host(comm: Comm) -> tuple[Comm, SubComm]:
     hosts = [[rank for rank in comm.order if comm.hosts[rank] == host] for host in sorted(set(comm.hosts))]
     counts = [len(ranks) for ranks in hosts]
     if len(set(counts)) > 1:
-        raise UsageError(UNEVEN.format(counts=", ".join(map(str, counts))))
+        raise UsageError(
+            f"strategy hier-<cross>: got hosts with {', '.join(map(str, counts))} ranks; expected equally many on "
+            "each. Start the same number of ranks on every host, or use ring or tree"
+        )
     between = list(zip(*hosts, strict=True))
     inside = SubComm(comm, hosts, (0,) * counts[0]) if len(hosts) > 1 else comm
     return inside, SubComm(comm, between, tuple(range(len(hosts))))

@@ -35,8 +35,6 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 
 # ---------------------------------------------------------------- whether
 
-UNFIT = "exchange.overlap: got {setting}, but {reason}; use off or auto"
-
 
 def resolve(setting: str, strategy: str, comm: Comm, unfit: str = "", *, in_memory: bool = False) -> tuple[bool, str]:
     """Choose whether the exchange runs beside the backward pass, with the reason.
@@ -56,7 +54,8 @@ def resolve(setting: str, strategy: str, comm: Comm, unfit: str = "", *, in_memo
     if setting == "auto" and not unfit and is_on_one_host and not in_memory:
         return False, "overlap off: all ranks are on one host"  # the reason that no option changes
     reason = unfit or (None if in_memory else unavailable_reason(strategy, comm))
-    check(not (setting == "on" and comm.size > 1 and reason), UNFIT.format(setting=setting, reason=reason))
+    is_refused = setting == "on" and comm.size > 1 and reason
+    check(not is_refused, f"exchange.overlap: got {setting}, but {reason}; use off or auto")
     auto = "gradients do not exist together so" if in_memory else f"ranks are on {len(set(comm.hosts))} hosts"
     return not reason, f"overlap off: {reason}" if reason else f"overlap on: {'as asked' if setting == 'on' else auto}"
 

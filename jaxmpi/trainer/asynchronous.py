@@ -242,7 +242,11 @@ class AsyncLeader(AsyncCoordinator):
         assert status.workers is not None
         self.workers, step = status.workers, self.run.plan.step(status.examples)
         if (pending := self.checkpoint) and all(r.saved >= pending.order.number for r in self.workers.reports.values()):
-            self.complete(pending, state)
+            with written(pending.order.step, self.run.home):
+                center = {"center": self.worker.shared_params(state)}
+                self.parts.end(pending.order.step, center, pending.extra, pending.score)
+            self.checkpoint = None
+            note_saved(self.run, pending.order.step)
         if status.stop:
             return RunProgress(step, is_over=True)
         due, self.done = self.run.plan.timetable.between(self.done, step), step
@@ -266,14 +270,6 @@ class AsyncLeader(AsyncCoordinator):
         extra = run_facts(run, step) | {"tally": [*map(float, self.workers.counters)], "callbacks": states}
         figure = score(run.experiment, self.result) if self.evaluated == step else None
         self.checkpoint, self.worker.save_order = PendingCheckpoint(order, extra, figure), order
-
-    def complete(self, pending: PendingCheckpoint, state: TrainState) -> None:
-        """Complete a checkpoint's parts with the shared params and JSON values."""
-        step = pending.order.step
-        with written(step, self.run.home):
-            self.parts.end(step, {"center": self.worker.shared_params(state)}, pending.extra, pending.score)
-        self.checkpoint = None
-        note_saved(self.run, step)
 
     def evaluate(self, step: int, state: TrainState) -> None:
         """Evaluate the center, in gossip worker 0's params until the end; the other workers go on."""

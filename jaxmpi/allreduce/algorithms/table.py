@@ -35,16 +35,8 @@ STRATEGIES: dict[str, StrategySpec] = {
     "none": NONE,
 }
 PACKAGED_STRATEGIES = dict(STRATEGIES)  # before a user adds or replaces rows
-ALIASES = {
-    "asa32": "asa:32",
-    "asa16": "asa:16",
-    "asabf16": "asa:bf16",
-    "asa8": "asa:8",
-    "ring32": "ring:32",
-    "ring16": "ring:16",
-    "hier-ring32": "hier-ring:32",
-    "hier-ring16": "hier-ring:16",
-}
+WIRES_OF_ALIASES = {"asa": ("32", "16", "bf16", "8"), "ring": ("32", "16"), "hier-ring": ("32", "16")}
+ALIASES = {f"{name}{wire}": f"{name}:{wire}" for name, wires in WIRES_OF_ALIASES.items() for wire in wires}
 
 
 class Strategy(NamedTuple):
