@@ -35,8 +35,7 @@ def pack_main(argv: list[str]) -> None:
     add("--source", help=f"what SRC holds: {', '.join(SOURCES)} (default: imagefolder)")
     add("--name", default="", help="tfds: data set, such as imagenet2012")
     add("--columns", nargs=2, default=(), metavar=("IMAGE", "LABEL"), help="of tables: names of the two")
-    add("--train-split", default="train", help="its name in SRC (default: train)")
-    add("--validation-split", default="validation", help="its name in SRC; '' for none")
+    _add_splits(parser)
     add("--holdout", type=float, default=0.0, help="share of the training examples to pack as validation split")
     add("--resize", type=int, default=default.resize, help="px: shorter side; 0 keeps size and bytes")
     add("--quality", type=int, default=default.quality, help="JPEG 1 to 100 (default: 90); 0: PNG")
@@ -122,9 +121,13 @@ def _text_parser(name: str, description: str, example: str) -> argparse.Argument
     add("src", metavar="SRC", help="folder with train/ and validation/, or stdlib, which needs none")
     add("--source", default="text", help="what SRC holds: text, jsonl, parquet, huggingface (default: text)")
     add("--column", default="text", help="of tables and lines of JSON: name of the text (default: text)")
-    add("--train-split", default="train", help="its name in SRC (default: train)")
-    add("--validation-split", default="validation", help="its name in SRC; '' for none")
+    _add_splits(parser)
     return parser
+
+
+def _add_splits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--train-split", default="train", help="its name in SRC (default: train)")
+    parser.add_argument("--validation-split", default="validation", help="its name in SRC; '' for none")
 
 
 def _text(options: argparse.Namespace) -> Data:

@@ -5,7 +5,6 @@ import hashlib
 import importlib
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +13,7 @@ import numpy as np
 from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError
+from jaxmpi.core.files import open_plain
 from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.data.decode import corrupt_if_it_fails, decoded
 
@@ -157,43 +157,6 @@ class TableSource:
         return tuple(values) if self.is_pair else dict(zip(self.columns, values, strict=True))
 
 
-class View:
-    """Examples of other sources by numbers of its own; `parts` are the sources."""
-
-    def __init__(self, name: str, parts: Sequence[Source]) -> None:
-        self.name, self.parts = name, tuple(parts)
-        self.classes = max(part.classes for part in parts)
-        names = {tuple(getattr(part, "names", ())) for part in parts}
-        self.names = names.pop() if len(names) == 1 else ()  # of the classes
-        self.is_counted = all(getattr(part, "is_counted", False) for part in parts)
-        self.in_process = any(getattr(part, "in_process", False) for part in parts)
-        self.notes = tuple(note for part in parts for note in getattr(part, "notes", ()))
-
-    def place(self, number: int) -> tuple[Any, int]:
-        """The source of an example, and its number there."""
-        raise NotImplementedError
-
-    def __getitem__(self, number: int) -> Any:
-        source, index = self.place(number)
-        return source[index]
-
-    @property
-    def encoded(self) -> Callable[[int], tuple[Any, Any]] | None:
-        """(bytes, label) by number if all sources have it, else None."""
-        return self._encoded if all(getattr(part, "encoded", None) for part in self.parts) else None
-
-    def _encoded(self, number: int) -> tuple[Any, Any]:
-        source, index = self.place(number)
-        return source.encoded(index)
-
-    def where(self, number: int) -> str:
-        return where(*self.place(number))
-
-    def paths(self) -> Iterator[str]:
-        """The files of all sources."""
-        return (path for part in self.parts for path in getattr(part, "paths", tuple)())
-
-
 def open_table(config: Data, split: str, open_split: Callable[[str], Any]) -> Any:
     """The table of a split; classes that it does not name are counted up to the largest label of it and of training."""
     source = open_split(split)
@@ -309,9 +272,4 @@ def file_state(path: str) -> tuple[int, int, int, int]:
 def check_plain_files(paths: Iterable[str], expected: str) -> None:
     """Raise `UsageError` for a pipe, a device or a folder: libraries would wait for what it never gives."""
     for path in paths:
-        try:
-            is_plain = stat.S_ISREG(os.stat(path).st_mode)
-        except OSError as error:
-            raise UsageError(f"{path}: {error.strerror}; expected {expected}") from error
-        if not is_plain:
-            raise UsageError(f"{path}: got no plain file; expected {expected}")
+        os.close(open_plain(path, expected, follow=True))

@@ -10,13 +10,12 @@ from jaxmpi.data.sources.arrow import huggingface, parquet
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.batch_files import batchfiles
 from jaxmpi.data.sources.grain_datasets import grain
-from jaxmpi.data.sources.holdout import hold_out
 from jaxmpi.data.sources.image_folder import imagefolder
-from jaxmpi.data.sources.mixture import as_data, mixture
 from jaxmpi.data.sources.numpy_files import numpy_files
 from jaxmpi.data.sources.packed import packed
 from jaxmpi.data.sources.text import stdlib, text
 from jaxmpi.data.sources.tfds import tfds
+from jaxmpi.data.sources.views import as_data, hold_out, mixture
 from jaxmpi.data.sources.web_dataset import webdataset
 
 SPLITS = ("train", "validation")
