@@ -130,7 +130,7 @@ def by_jaxmpi(blob: bytes, rng: np.random.Generator) -> np.ndarray:
 def our_augment() -> Any:
     """Augmentation of jaxmpi's loaders."""
     from jaxmpi.config.data import Data
-    from jaxmpi.data.augment import Augment
+    from jaxmpi.data.example import Augment
 
     return Augment(Data(crop=PX, crop_area=AREA, mirror=True), train=True, seed=0)
 

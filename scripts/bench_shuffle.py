@@ -19,8 +19,7 @@ import numpy as np
 from jaxmpi.allreduce.measuring import slowest
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
-from jaxmpi.data.group_order import place_owners, plan_moves, record_owners
-from jaxmpi.data.shuffle import MemoryShuffle, alltoallv_buffer, keep_in_memory
+from jaxmpi.data.shuffle import MemoryShuffle, alltoallv_buffer, keep_in_memory, place_owners, plan_moves, record_owners
 
 RECORD_BYTES = 110_000  # the mean of ImageNet's
 

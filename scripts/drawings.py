@@ -169,7 +169,7 @@ def draw_step() -> Picture:
 
 def owners_by_epoch(examples: int = 24, workers: int = 4) -> tuple[np.ndarray, np.ndarray]:
     """i[n]: the worker that reads each record in epoch 0 and in epoch 1, all workers being a group."""
-    from jaxmpi.data.group_order import GroupSampler, place_owners, record_owners
+    from jaxmpi.data.shuffle import GroupSampler, place_owners, record_owners
 
     sampler = GroupSampler(examples, 8, seed=0, parts=workers)
     owners = place_owners(examples, 8, workers)

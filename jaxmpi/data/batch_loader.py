@@ -16,9 +16,8 @@ import numpy as np
 
 from jaxmpi.config.data import Data, to_loader_config
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data.augment import Augment, load_mean_image
 from jaxmpi.data.decode import CorruptExample
-from jaxmpi.data.example import Example, ExampleReader
+from jaxmpi.data.example import Augment, Example, ExampleReader, load_mean_image
 from jaxmpi.data.loader_pool import LoaderPool, make_pool
 from jaxmpi.data.loader_worker import NO_SLOT, Ring
 from jaxmpi.data.sampler import Sampler, Share

@@ -17,7 +17,7 @@ from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.packing import PackingOptions, Progress, find_damage, pack, splits_in
 from jaxmpi.data.sources.packed import PackedSource
 from jaxmpi.data.sources.registry import SOURCES, open_source
-from jaxmpi.data.sources.token_file import SUFFIX
+from jaxmpi.data.sources.text import SUFFIX
 from jaxmpi.data.tokens import list_documents, write_tokens, write_words
 
 SHOWN = 20  # damaged records that are named

@@ -31,9 +31,8 @@ from jaxmpi.core import train_state
 from jaxmpi.core.errors import AgreedError, UsageError
 from jaxmpi.core.pytrees import signature
 from jaxmpi.data import mpi_loaders as mpi_loaders  # a kind of loaders
-from jaxmpi.data.augment import Augment, load_mean_image
 from jaxmpi.data.batch_loader import Loader
-from jaxmpi.data.example import ExampleReader, nested
+from jaxmpi.data.example import Augment, ExampleReader, load_mean_image, nested
 from jaxmpi.data.loader_pool import LoaderPool, make_pool
 from jaxmpi.data.sampler import UNBOUNDED, FileSampler, Sampler, StreamSampler
 from jaxmpi.data.shuffle import MemoryShuffle, keep_in_memory

@@ -18,11 +18,10 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.train_state import Batch
 from jaxmpi.data.feed import DeviceFeed
-from jaxmpi.data.group_order import GroupSampler, permute_within_parts
 from jaxmpi.data.loader_pool import make_pool
 from jaxmpi.data.memory_source import NoRoom
 from jaxmpi.data.sampler import Share
-from jaxmpi.data.shuffle import Shuffle, keep_in_memory
+from jaxmpi.data.shuffle import GroupSampler, Shuffle, keep_in_memory, permute_within_parts
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.registry import open_source
 from jaxmpi.model.contract import check_whole

@@ -24,7 +24,7 @@ from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import unreadable
 from jaxmpi.data.sources.base import Source, TableSource, pair, where
 from jaxmpi.data.sources.packed import check_record
-from jaxmpi.data.thread_map import in_order
+from jaxmpi.data.sources.reading import in_order
 
 BUFFER_BYTES = 64 << 20  # bytes that a process needs beside its records: what a shuffle sends is copied together
 FREE_SHARE = 0.5  # share of the free memory that `auto` gives to records; the rest is the run's, and held-out examples'

@@ -39,7 +39,7 @@ from jaxmpi.data.sources.packed import (
     check_record,
     shard_name,
 )
-from jaxmpi.data.thread_map import in_order
+from jaxmpi.data.sources.reading import in_order
 
 Progress = Callable[[int], None]  # how many more examples are done
 Record = tuple[bytes, int] | CorruptExample

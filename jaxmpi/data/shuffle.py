@@ -1,4 +1,9 @@
-"""A worker's part of the data in memory, shuffled by a thread while the epoch before is read.
+"""Data in memory over a group of workers: who has which record, and their shuffle while the epoch before is read.
+
+Workers form groups of S. Each group has one full copy of the data, each worker 1/S of it. Every place of the epoch's
+order has an index within its step; in every group, member m has the records at the places whose index is m modulo S.
+Worker r reads the places whose index is r modulo the number of workers, which S divides. So a worker has what it
+reads, and all groups together read each record once.
 
 Records are sent by MPI_Ialltoallv over a communicator of the group's own, which one thread at a time uses. The thread
 sleeps between looks at it: it must not spin on a core that computes.
@@ -10,6 +15,7 @@ names them all 2 to 10 times: Open MPI reads only contiguous bytes out of anothe
 """
 
 import collections
+import functools
 import threading
 import time
 import weakref
@@ -27,11 +33,136 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.shared_memory import available_bytes
-from jaxmpi.data import group_order, memory_source
-from jaxmpi.data.group_order import GroupSampler, Move
+from jaxmpi.data import memory_source
 from jaxmpi.data.memory_source import Arena, MemorySource
+from jaxmpi.data.sampler import Sampler, random_bits
 from jaxmpi.data.sources.base import Source
+from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
 from jaxmpi.runtime import progress
+
+SEGMENT_BYTES = 32 << 20  # a worker's part of what is sent at once
+
+
+@dataclass(frozen=True)
+class GroupSampler(Sampler):
+    """The order of examples that move between the workers of a group of `parts` every `period` epochs (0: once).
+
+    At the first of these epochs the order is that of `Sampler`. In the others each member's records are permuted among
+    themselves, by (seed, epoch, member): it then depends on the group's size too. A turn is an epoch.
+    """
+
+    parts: int = 1
+    period: int = 1
+
+    @property
+    def name(self) -> str:
+        """Facts that distinguish this order from others of the same seed; empty if nothing does."""
+        is_plain = self.period == 1 or self.parts == 1 or not self.shuffle
+        return "" if is_plain else f"shuffled over {self.parts} workers every {self.period} epochs"
+
+    def turn_of_step(self, step: int) -> int:
+        """The turn in which `step` is read."""
+        return step // max(self.steps_per_epoch, 1)
+
+    def epoch_order(self, epoch: int) -> np.ndarray:
+        """i64[n]: the epoch's whole order, if examples are shuffled."""
+        first = self.shuffle_of_turn(epoch)
+        if epoch == first:
+            return super()._order(epoch, 0, self.examples)
+        return permute_within_parts(self.examples, self.effective_batch, self.seed, epoch, self.parts, first)
+
+    def shuffle_of_turn(self, turn: int) -> int:
+        """The turn whose shuffle brought the records that are read in this one."""
+        if self.parts == 1:
+            return turn  # nothing needs to move
+        return turn - turn % self.period if self.period else 0
+
+    def _order(self, epoch: int, begin: int, end: int) -> np.ndarray:
+        return self.epoch_order(epoch)[begin:end] if self.shuffle else super()._order(epoch, begin, end)
+
+
+@functools.lru_cache(maxsize=2)
+def permute_within_parts(examples: int, batch: int, seed: int, epoch: int, parts: int, first: int) -> np.ndarray:
+    """i64[n]: the order of epoch `first`, permuted within each member's places by (seed, epoch, member)."""
+    order = Sampler(examples, examples, seed=seed)._order(first, 0, examples).copy()
+    owners = place_owners(examples, batch, parts)
+    for part in range(parts):
+        places = np.flatnonzero(owners == part)
+        keys = random_bits(len(places), seed, epoch, stream=3, index=part)
+        order[places] = order[places[np.argsort(keys, kind="stable")]]
+    order.flags.writeable = False
+    return order
+
+
+def place_owners(examples: int, batch: int, group: int) -> np.ndarray:
+    """i32[n]: the group member that has each place of an order; members take the places of each step in turn."""
+    return (np.arange(examples) % batch % group).astype(np.int32)
+
+
+def record_owners(order: np.ndarray, owners: np.ndarray) -> np.ndarray:
+    """i32[n]: the member that has each record, from the one that has each place."""
+    by_record = np.empty(len(order), np.int32)
+    by_record[order] = owners
+    return by_record
+
+
+def slice_bounds(examples: int, parts: int) -> np.ndarray:
+    """i64[parts + 1]: member m reads the records from bound m up to the next from files."""
+    return np.arange(parts + 1) * examples // parts
+
+
+def slice_owners(examples: int, parts: int) -> np.ndarray:
+    """i32[n]: the member that reads each record from files."""
+    return np.repeat(np.arange(parts, dtype=np.int32), np.diff(slice_bounds(examples, parts)))
+
+
+class Move(NamedTuple):
+    """One member's sends and receives in one segment of a shuffle, by member, and in the order of places."""
+
+    sent: list[np.ndarray]  # i64[k], records that go to each member
+    sent_bytes: np.ndarray  # i64[parts]
+    received: list[np.ndarray]  # i64[k], records that come from each member
+    received_bytes: np.ndarray  # i64[parts]
+
+
+def plan_moves(
+    order: np.ndarray,
+    before: np.ndarray,
+    after: np.ndarray,
+    lengths: np.ndarray,
+    me: int,
+    parts: int,
+    segment_bytes: int = SEGMENT_BYTES,
+) -> list[Move]:
+    """A shuffle in segments, equally many for every member: Algorithm 2 of IBM's DIMD (Kumar et al. 2018).
+
+    A segment is a run of places of the new order whose records have about `parts` x `segment_bytes`. It begins below
+    2^30 bytes and no record is longer than that, so no count of MPI passes 2^31.
+
+    Args:
+        order: i64[n], records in the order of the new epoch.
+        before: i32[n], the member that has each record.
+        after: i32[n], the member that is to have the record of each place.
+        lengths: i64[n], bytes of each record.
+        me: one of `parts` members, each in a process of its own.
+    """
+    assert lengths.max(initial=0) <= MAX_RECORD_BYTES
+    segments = (np.cumsum(lengths[order]) - lengths[order]) // min(parts * segment_bytes, MAX_RECORD_BYTES)
+    moves = []
+    for number in range(int(segments[-1]) + 1 if len(order) else 0):
+        places = slice(*np.searchsorted(segments, [number, number + 1]))
+        records, sources, targets = order[places], before[order[places]], after[places]
+        sent_records = [records[(sources == me) & (targets == member)] for member in range(parts)]
+        received = [records[(sources == member) & (targets == me)] for member in range(parts)]
+        sent_bytes, received_bytes = (
+            np.array([lengths[r].sum() for r in by_member]) for by_member in (sent_records, received)
+        )
+        moves.append(Move(sent_records, sent_bytes, received, received_bytes))
+    return moves
+
+
+# ---------------------------------------------------------------- the shuffle
+
 
 THREAD = "jaxmpi shuffle"
 POLL_S = 0.0002  # between looks at what is sent
@@ -127,7 +258,7 @@ class MemoryShuffle:
 
     def _load_slice(self) -> None:
         group, source = self.group, self.source
-        bounds = group_order.slice_bounds(len(source), group.size)
+        bounds = slice_bounds(len(source), group.size)
         begin, end = bounds[group.rank : group.rank + 2].tolist()
         source.load(np.arange(begin, end), self._check_room)
         self._wait(group.Ibarrier(), "workers of its group, which still read their parts")
@@ -164,12 +295,12 @@ class MemoryShuffle:
         group, source, sampler = self.group, self.source, self.sampler
         begin = time.perf_counter()
         order = sampler.epoch_order(shuffle)
-        targets = group_order.place_owners(len(source), sampler.effective_batch, sampler.parts) // self.each
+        targets = place_owners(len(source), sampler.effective_batch, sampler.parts) // self.each
         if before is None:
-            owners = group_order.slice_owners(len(source), group.size)
+            owners = slice_owners(len(source), group.size)
         else:
-            owners = group_order.record_owners(sampler.epoch_order(before), targets)
-        moves = group_order.plan_moves(order, owners, targets, source.lengths, group.rank, group.size)
+            owners = record_owners(sampler.epoch_order(before), targets)
+        moves = plan_moves(order, owners, targets, source.lengths, group.rank, group.size)
         old = source.newest()
         arena = new_arena(source, moves)
         self._fill(arena, old, moves)
@@ -268,7 +399,7 @@ def keep_in_memory(
         parts = memory_source.check_group(int(data.group_size), size, per_process)
     samplers = tuple(sampler(n, effective_batch, rank, size, seed, **options, parts=parts) for rank in workers.mine)
     if not train:
-        fixed = np.flatnonzero(np.isin(group_order.place_owners(n, effective_batch, size), workers.mine))
+        fixed = np.flatnonzero(np.isin(place_owners(n, effective_batch, size), workers.mine))
         return MemoryShuffle(inside, control, fixed, None, samplers[0]), samplers
     if not isinstance(control, MpiProcesses) or parts <= per_process:
         return MemoryShuffle(inside, control, np.arange(n), None, samplers[0]), samplers

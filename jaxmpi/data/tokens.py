@@ -18,10 +18,18 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import made_whole
 from jaxmpi.data.sources import text
 from jaxmpi.data.sources.base import split_files
+from jaxmpi.data.sources.reading import in_order
 from jaxmpi.data.sources.registry import open_source
-from jaxmpi.data.sources.text import Part, decode, encode, import_tokenizers, open_tokenizer, refusing_text
-from jaxmpi.data.sources.token_file import FORMAT, TextFacts
-from jaxmpi.data.thread_map import in_order
+from jaxmpi.data.sources.text import (
+    FORMAT,
+    Part,
+    TextFacts,
+    decode,
+    encode,
+    import_tokenizers,
+    open_tokenizer,
+    refusing_text,
+)
 
 UNKNOWN = "[UNK]"
 WORD = r"\w+|[^\w\s]|\s+"  # letters and digits, one other sign, or white space: together they are the whole text

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import ArraySource, Augment, Loader, Sampler, open_source
-from jaxmpi.data.augment import random_window
+from jaxmpi.data.example import random_window
 
 IMAGE = np.arange(20 * 30 * 3, dtype=np.uint32).reshape(20, 30, 3).astype(np.uint8)
 # Each pixel has its own place, so that a crop shows where it was taken.

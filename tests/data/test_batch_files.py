@@ -81,8 +81,8 @@ class TestReads:
         last = [tmp_path / "train" / f"0000{i}.npy" for i in (3, 4)]
         np.save(last[0], np.concatenate([np.load(path) for path in last]))
         last[1].unlink()
-        monkeypatch.setattr("jaxmpi.data.sources.batch_files.SPAN_BYTES", 20 * 90)
-        monkeypatch.setattr("jaxmpi.data.sources.batch_files.KEPT_BYTES", 0)  # then two spans are kept
+        monkeypatch.setattr("jaxmpi.data.sources.numpy_files.SPAN_BYTES", 20 * 90)
+        monkeypatch.setattr("jaxmpi.data.sources.numpy_files.KEPT_BYTES", 0)  # then two spans are kept
         data = batch_data(tmp_path, shuffle_by=shuffle_by, loaders=1)
         feed = open_feed(Experiment(model=digits_cnn_tiny(), data=data), "train", 10, gather_workers(1))
         offsets, real = [], os.preadv

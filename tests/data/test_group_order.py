@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from jaxmpi.data import Sampler
-from jaxmpi.data.group_order import GroupSampler, place_owners, plan_moves, record_owners, slice_owners
+from jaxmpi.data.shuffle import GroupSampler, place_owners, plan_moves, record_owners, slice_owners
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
 
 ORDERS = st.tuples(st.integers(1, 90), st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3))

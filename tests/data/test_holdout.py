@@ -11,7 +11,7 @@ from jaxmpi.config import Data, Experiment
 from jaxmpi.config.data import validation_sets
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import ArraySource, open_source
-from jaxmpi.data.sources.views import hold_out
+from jaxmpi.data.sources.registry import hold_out
 from jaxmpi.models.cnn import digits_cnn_tiny
 from line_task import line, lines
 

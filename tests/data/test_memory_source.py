@@ -13,9 +13,8 @@ from jaxmpi.config.data import Data
 from jaxmpi.core import shared_memory
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, memory_source, open_source
-from jaxmpi.data.group_order import plan_moves
 from jaxmpi.data.memory_source import Arena, MemorySource
-from jaxmpi.data.shuffle import new_arena
+from jaxmpi.data.shuffle import new_arena, plan_moves
 
 
 def numbered(n: int) -> ArraySource:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import ArraySource, Loader, Sampler, open_source
-from jaxmpi.data.sources.views import Mixture, split_by_weight
+from jaxmpi.data.sources.registry import Mixture, split_by_weight
 
 
 def part(first: int, rows: int, classes: int = 10, name: str = "array") -> ArraySource:

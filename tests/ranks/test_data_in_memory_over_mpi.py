@@ -19,11 +19,10 @@ from jaxmpi.comm.job import processes
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import AgreedError, UsageError
-from jaxmpi.data import ArraySource, Loader, Sampler, group_order, memory_source, shuffle
+from jaxmpi.data import ArraySource, Loader, Sampler, memory_source, shuffle
 from jaxmpi.data.feed import DeviceFeed
-from jaxmpi.data.group_order import SEGMENT_BYTES
 from jaxmpi.data.loader_pool import make_pool
-from jaxmpi.data.shuffle import THREAD, keep_in_memory
+from jaxmpi.data.shuffle import SEGMENT_BYTES, THREAD, keep_in_memory
 from jaxmpi.runtime import progress
 
 if not isinstance(processes(), MpiProcesses):
@@ -140,7 +139,7 @@ def test_an_evaluation_reads_each_example_once_and_keeps_its_own():
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize(("period", "segment_bytes"), [(0, SEGMENT_BYTES), (1, 7), (3, SEGMENT_BYTES)])
 def test_shuffles_conserve_every_record(group, period, segment_bytes, monkeypatch):
-    monkeypatch.setattr(group_order.plan_moves, "__defaults__", (segment_bytes,))
+    monkeypatch.setattr(shuffle.plan_moves, "__defaults__", (segment_bytes,))
     source = Shapes()
     feed = kept(source, group_size=group, shuffle_period=period)
     memory, sampler = feed.memory, feed.samplers[0]

@@ -19,7 +19,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.json_tree import read_json
 from jaxmpi.data.sources import base
-from jaxmpi.data.sources.open_files import LastUsed
+from jaxmpi.data.sources.reading import LastUsed
 
 KEPT_BYTES = 1 << 28  # bytes of row groups kept by each process that reads them; two groups at least
 DATA_SET = "a folder that Dataset.save_to_disk has written"

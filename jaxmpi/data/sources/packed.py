@@ -25,7 +25,7 @@ from jaxmpi.core.files import open_plain
 from jaxmpi.core.json_tree import read_json
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.sources.base import Source, TableSource, data_root, sha256, split_name
-from jaxmpi.data.sources.open_files import Descriptor, LastUsed
+from jaxmpi.data.sources.reading import Descriptor, LastUsed
 
 FORMAT = "jaxmpi packed 1"
 MANIFEST, INDEX = "manifest.json", "index.bin"

@@ -25,8 +25,8 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data.sources.base import Source, TableSource, file_state, open_table, place_in_parts, refusing, split_files
 from jaxmpi.data.sources.numpy_files import MOST_HEAD_BYTES, parse_header
-from jaxmpi.data.sources.open_files import OpenFiles
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
+from jaxmpi.data.sources.reading import OpenFiles
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 DEFAULT = (";".join(IMAGES), "cls")  # the one of these that an example has

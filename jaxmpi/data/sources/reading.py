@@ -1,13 +1,14 @@
-"""Files that stay open for reads at an offset, and values that are kept while used.
+"""Reads by threads: files that stay open for reads at an offset, values kept while used, a function over items.
 
 Files are read, not mapped: one that shrinks under the run would kill it by SIGBUS, and no error would name the file.
 """
 
 import collections
 import os
+import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -76,3 +77,47 @@ def _open(paths: Sequence[str], file: int) -> Descriptor:
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor.number, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads further ahead
     return descriptor
+
+
+A = TypeVar("A")
+B = TypeVar("B")
+AHEAD = 4  # results in memory, per thread
+
+
+def in_order(
+    work: Callable[[A], B], items: Iterable[A], threads: int, stall_timeout_s: float | None = None
+) -> Generator[B]:
+    """`map(work, items)` by threads, at most AHEAD results per thread ahead.
+
+    Raises:
+        TimeoutError: an item takes longer than `stall_timeout_s`; its thread is left alone, and does not keep the
+            process from ending, as one of a pool of `concurrent.futures` would.
+    """
+    waiting: collections.deque[Future[B]] = collections.deque()
+    jobs: queue.SimpleQueue[tuple[Future[B], A] | None] = queue.SimpleQueue()
+    for _ in range(threads):
+        threading.Thread(target=_serve, args=(work, jobs), name="jaxmpi-pack", daemon=True).start()
+    try:
+        for item in items:
+            waiting.append(Future())
+            jobs.put((waiting[-1], item))
+            if len(waiting) >= AHEAD * threads:
+                yield waiting.popleft().result(stall_timeout_s)
+        while waiting:
+            yield waiting.popleft().result(stall_timeout_s)
+    finally:
+        for future in waiting:
+            future.cancel()
+        for _ in range(threads):
+            jobs.put(None)
+
+
+def _serve(work: Callable[[A], B], jobs: "queue.SimpleQueue[tuple[Future[B], A] | None]") -> None:
+    while (job := jobs.get()) is not None:
+        future, item = job
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work(item))
+            except BaseException as error:
+                future.set_exception(error)
+        del job, future, item  # else an idle thread keeps its last record alive
