@@ -166,7 +166,12 @@ class Loader:
                 return
             share, size = self._sampler.indices(self._next), self._pool.size
             if self._ring is None:
-                self._open_ring(share)
+                row = self._first_row(share.epoch, share.indices) or self._filler_row()
+                kinds = {name: "f4" if value.dtype.kind == "f" else value.dtype.str for name, value in row.items()}
+                fields = {name: (value.shape, kinds[name]) for name, value in row.items()}
+                self._ring = Ring(self._prefetch + 2, self._sampler.local_batch, fields)
+                self._pool.attach(self._job, self._ring)
+                self._free.extend(range(self._ring.slots))
             slot = self._free.popleft()
             tickets = [  # rows are dealt in turn, from a loader that changes with the step
                 self._pool.request(
@@ -176,14 +181,6 @@ class Loader:
             ]
             self._ahead.append(_Pending(self._next, share, slot, tickets))
             self._next += 1
-
-    def _open_ring(self, share: Share) -> None:
-        row = self._first_row(share.epoch, share.indices) or self._filler_row()
-        kinds = {name: "f4" if value.dtype.kind == "f" else value.dtype.str for name, value in row.items()}
-        fields = {name: (value.shape, kinds[name]) for name, value in row.items()}
-        self._ring = Ring(self._prefetch + 2, self._sampler.local_batch, fields)
-        self._pool.attach(self._job, self._ring)
-        self._free.extend(range(self._ring.slots))
 
     def _first_row(self, epoch: int, indices: Sequence[int] | np.ndarray) -> Example | None:
         """The first good row of these."""

@@ -173,15 +173,26 @@ def _check_same_job(earlier: dict[str, Any], job: dict[str, Any], folder: Path) 
 
 def _resume(notes: io.FileIO, folder: Path, job: dict[str, Any], examples: int) -> list[Shard]:
     """An earlier packing's shards, until one is missing or damaged; from now on notes and index are of these alone."""
-    earlier, *lines = [*_read_notes(notes), None]
+    notes.seek(0)
+    written: list[Any] = []
+    with contextlib.suppress(ValueError, RecursionError):  # of a line during which the packing was stopped
+        for line in notes.read(MOST_JOB_BYTES).splitlines():
+            written.append(json.loads(line))
+    earlier, *lines = [*written, None]
     shards: list[Shard] = []
     index, records = folder / INDEX, 0
     if isinstance(earlier, dict):
         _check_same_job(earlier, job, folder)
         rows = np.fromfile(index, ROW) if index.exists() else np.empty(0, ROW)
         for line in lines:
-            is_note = isinstance(line, list) and len(line) == 4 and all(isinstance(n, int) and n >= 0 for n in line)
-            if not is_note or not _is_whole(shard := Shard(*line), folder, shards, rows["length"][records:], examples):
+            if not (isinstance(line, list) and len(line) == 4 and all(isinstance(n, int) and n >= 0 for n in line)):
+                break
+            shard, path = Shard(*line), folder / shard_name(len(shards))
+            lengths = rows["length"][records : records + shard.records]
+            done = shard.next - _count_done(shards)
+            is_counted = shard.records + shard.skipped == done > 0 and shard.next <= examples
+            is_there = path.exists() and path.stat().st_size == shard.size_bytes == lengths.sum(dtype=np.uint64)
+            if not (is_counted and is_there and len(lengths) == shard.records):
                 break
             shards.append(shard)
             records += shard.records
@@ -190,24 +201,6 @@ def _resume(notes: io.FileIO, folder: Path, job: dict[str, Any], examples: int) 
     if index.exists():
         os.truncate(index, records * ROW.itemsize)
     return shards
-
-
-def _read_notes(notes: io.FileIO) -> list[Any]:
-    """The lines of the file, up to one that is none: the packing was stopped while it wrote it."""
-    notes.seek(0)
-    lines = []
-    with contextlib.suppress(ValueError, RecursionError):
-        for line in notes.read(MOST_JOB_BYTES).splitlines():
-            lines.append(json.loads(line))
-    return lines
-
-
-def _is_whole(shard: Shard, folder: Path, before: list[Shard], lengths: np.ndarray, examples: int) -> bool:
-    """Return True if the shard behind these is as the note of it says; `lengths` are those of its rows, and others."""
-    path, lengths = folder / shard_name(len(before)), lengths[: shard.records]
-    is_counted = shard.records + shard.skipped == shard.next - _count_done(before) > 0 and shard.next <= examples
-    is_there = path.exists() and path.stat().st_size == shard.size_bytes == lengths.sum(dtype=np.uint64)
-    return is_counted and is_there and len(lengths) == shard.records
 
 
 # ---------------------------------------------------------------- what is packed now

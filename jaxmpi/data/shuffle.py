@@ -249,22 +249,20 @@ class MemoryShuffle:
         if self._is_loaded:
             return False
         begin = time.perf_counter()
+        group, source = self.group, self.source
         if self.fixed is not None:
-            self.source.load(self.fixed, self._check_room)
+            source.load(self.fixed, self._check_room)
         else:
-            self._load_slice()
+            bounds = slice_bounds(len(source), group.size)
+            first, end = bounds[group.rank : group.rank + 2].tolist()
+            source.load(np.arange(first, end), self._check_room)
+            self._wait(group.Ibarrier(), "workers of its group, which still read their parts")
+            for values in (source.lengths, source.labels, source.is_corrupt.view(np.uint8)):
+                group.Allgatherv(values[first:end].copy(), [values, (np.diff(bounds).tolist(), bounds[:-1].tolist())])
+            # Now all lengths are known.
+            self._check_room(source.lengths.sum() / group.size, source.newest().bytes.size)
         self.load_s, self._is_loaded = time.perf_counter() - begin, True
         return True
-
-    def _load_slice(self) -> None:
-        group, source = self.group, self.source
-        bounds = slice_bounds(len(source), group.size)
-        begin, end = bounds[group.rank : group.rank + 2].tolist()
-        source.load(np.arange(begin, end), self._check_room)
-        self._wait(group.Ibarrier(), "workers of its group, which still read their parts")
-        for values in (source.lengths, source.labels, source.is_corrupt.view(np.uint8)):
-            group.Allgatherv(values[begin:end].copy(), [values, (np.diff(bounds).tolist(), bounds[:-1].tolist())])
-        self._check_room(source.lengths.sum() / group.size, source.newest().bytes.size)  # now all lengths are known
 
     def _check_room(self, part_bytes: float, loaded_bytes: float) -> None:
         local = memory_source.need_and_left(part_bytes, loaded_bytes, 1 if self.group is None else 2)

@@ -64,8 +64,9 @@ class ArrowSource(base.TableSource):
 class ParquetSource(ArrowSource):
     """One split of Parquet files."""
 
-    def __init__(self, config: Data, files: Sequence[str]) -> None:
-        self.files, self.groups = files, []
+    def __init__(self, config: Data, split: str) -> None:
+        self.files = files = base.split_files(config, split, ".parquet")
+        self.groups: list[tuple[str, int]] = []
         rows, size_bytes, labels = [], [], []
         for path in files:
             with _open_parquet(path) as file:
@@ -88,15 +89,6 @@ class ParquetSource(ArrowSource):
         limit = len(self.groups) if is_small else max(2, KEPT_BYTES // max(size_bytes))
         # The loaders of a batch need the same row group: one reads it.
         self.tables = LastUsed(partial(_read_row_group, self.groups, self.columns), limit)
-
-
-def parquet(config: Data, split: str) -> base.Source:
-    """Parquet files in DIR/<split>/, or DIR/<split>-<any>.parquet; classes are counted, training's too."""
-
-    def open_split(split: str) -> ParquetSource:
-        return ParquetSource(config, base.split_files(config, split, ".parquet"))
-
-    return base.open_table(config, split, open_split)
 
 
 def _read_row_group(groups: Sequence[tuple[str, int]], columns: Sequence[str], number: int) -> Any:
@@ -122,8 +114,10 @@ def _open_parquet(path: str) -> Iterator[Any]:
 class HuggingFaceSource(ArrowSource):
     """One split that `datasets` has saved in a folder, read without `datasets`."""
 
-    def __init__(self, config: Data, folder: str) -> None:
-        self.config, self.folder, self.tables = config, folder, []
+    def __init__(self, config: Data, split: str) -> None:
+        root = base.data_root(config, "DIR/<split>/, as DatasetDict.save_to_disk writes it")
+        folder = f"{root}/{base.split_name(config, split)}"
+        self.config, self.split, self.tables = config, split, []
         pyarrow = base.import_package("huggingface", "huggingface", "pyarrow")
         self.files, features = _read_saved(Path(folder))
         for path in self.files:
@@ -139,17 +133,7 @@ class HuggingFaceSource(ArrowSource):
                 self.classes = len(label["names"])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HuggingFaceSource, (self.config, self.folder)
-
-
-def huggingface(config: Data, split: str) -> base.Source:
-    """The saved data set in DIR/<split>; classes without names are counted."""
-    root = base.data_root(config, "DIR/<split>/, as DatasetDict.save_to_disk writes it")
-
-    def open_split(split: str) -> HuggingFaceSource:
-        return HuggingFaceSource(config, f"{root}/{base.split_name(config, split)}")
-
-    return base.open_table(config, split, open_split)
+        return HuggingFaceSource, (self.config, self.split)
 
 
 def _read_saved(folder: Path) -> tuple[list[str], dict[str, Any]]:

@@ -157,15 +157,15 @@ class TableSource:
         return tuple(values) if self.is_pair else dict(zip(self.columns, values, strict=True))
 
 
-def open_table(config: Data, split: str, open_split: Callable[[str], Any]) -> Any:
+def open_table(open_split: Callable[[Data, str], Any], config: Data, split: str) -> Any:
     """The table of a split; classes that it does not name are counted up to the largest label of it and of training."""
-    source = open_split(split)
+    source = open_split(config, split)
     if source.classes or source.labels is None or not source.is_pair:
         return source
     labels, name = [source.labels], config.train_split
     files = os.listdir(data_dir(config)) if split != "train" else []
     if any(file == name or file.startswith((f"{name}-", f"{name}.")) for file in files):
-        labels.append(open_split("train").labels)
+        labels.append(open_split(config, "train").labels)
     source.classes, source.is_counted = (
         max(int(column.max(initial=-1)) + 1 for column in labels if column is not None),
         True,

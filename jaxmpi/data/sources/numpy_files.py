@@ -40,7 +40,7 @@ from jaxmpi.core.files import open_plain, whole_file, write_all
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.sampler import Sampler
 from jaxmpi.data.sources import base
-from jaxmpi.data.sources.base import Source, data_root, open_table, pair, place_in_parts, split_name
+from jaxmpi.data.sources.base import pair, place_in_parts
 from jaxmpi.data.sources.packed import check_record
 from jaxmpi.data.sources.reading import LastUsed, OpenFiles
 
@@ -244,7 +244,7 @@ def _list_zip(path: str, number: int) -> list[tuple[str, tuple[int, zipfile.ZipI
 def numpy_files(config: Data, split: str) -> base.Source:
     """NumPy files in DIR/<split>/, or DIR/<split>.npz; classes are counted, training's too."""
 
-    def open_split(name: str) -> NumpySource:
+    def open_split(config: Data, name: str) -> NumpySource:
         folder = os.path.join(data_dir(config), base.split_name(config, name))
         names = os.listdir(folder) if os.path.isdir(folder) else []
         npz, npy = (sorted(file for file in names if file.endswith(suffix)) for suffix in (".npz", ".npy"))
@@ -257,7 +257,7 @@ def numpy_files(config: Data, split: str) -> base.Source:
         settings = dataclasses.replace(config, columns=columns)
         return NumpySource(settings, base.split_files(config, name, ".npy" if npy else ".npz"))
 
-    return base.open_table(config, split, open_split)
+    return base.open_table(open_split, config, split)
 
 
 # ---------------------------------------------------------------- batch files
@@ -286,9 +286,9 @@ class BatchFileSource(StoredRows):
 
     labels: np.ndarray
 
-    def __init__(self, config: Data, root: str, split: str) -> None:
+    def __init__(self, config: Data, split: str) -> None:
         super().__init__(config)
-        folder = os.path.join(root, split)
+        folder = os.path.join(base.data_root(config, LAYOUT), base.split_name(config, split))
         names = sorted(file for file in os.listdir(folder) if file.endswith(".npy")) if os.path.isdir(folder) else []
         if not names:
             raise UsageError(f"batchfiles: found no .npy file in a folder {folder}; expected {LAYOUT}")
@@ -303,10 +303,13 @@ class BatchFileSource(StoredRows):
                 raise UsageError(f"{path}: got images of another shape than {shape} before it")
         self.arrays = [{"image": StoredArray(i, h.offset, h.dtype, h.shape)} for i, h in enumerate(headers)]
         self.set_parts(self.files, [header.shape[0] for header in headers])
-        labels = f"{folder}_labels.npy"
-        self.labels = load_labels(labels)
-        if len(self.labels) != self.ends[-1]:
-            raise UsageError(f"{labels}: got {len(self.labels)} labels for {self.ends[-1]} images")
+        path = f"{folder}_labels.npy"
+        labels = load_array(path, LABELS)
+        for place in np.flatnonzero((labels < 0) | (labels > np.iinfo(np.int32).max))[:1]:
+            raise UsageError(f"{path}: got label {labels[place]} at {place}; expected 0 <= label < 2^31")
+        if len(labels) != self.ends[-1]:
+            raise UsageError(f"{path}: got {len(labels)} labels for {self.ends[-1]} images")
+        self.labels = labels.astype(np.int32)
         self.file_ends, self.opened = tuple(self.ends.tolist()), OpenFiles(self.files)
         self.spans: LastUsed[np.ndarray] | None = None  # if files are read whole
         rows = max(SPAN_BYTES // math.prod(shape), 1)
@@ -326,20 +329,18 @@ class BatchFileSource(StoredRows):
 
     def _read_span(self, span: int) -> np.ndarray:
         """u8[n, height, width, channels], read-only."""
-        begin, end = self._begin(span), self.span_ends[span]
+        begin, end = self.span_ends[span - 1] if span else 0, self.span_ends[span]
         part, row = place_in_parts(self.ends, begin)
         rows = self.read_rows(self.arrays[part]["image"], row, (end - begin,))
         rows.flags.writeable = False
         return rows
 
-    def _begin(self, span: int) -> int:
-        return self.span_ends[span - 1] if span else 0
-
     def read(self, part: int, row: int, index: int) -> Sequence[Any]:
         if self.spans is None:
             return super().read(part, row, index)
         span = bisect.bisect_right(self.span_ends, index)
-        return self.spans[span][index - self._begin(span)].copy(), self.labels[index]
+        rows = self.spans[span]  # the last of which is right before the span's end
+        return rows[index - self.span_ends[span]].copy(), self.labels[index]
 
 
 def _check_order(folder: str, names: list[str]) -> None:
@@ -352,20 +353,6 @@ def _check_order(folder: str, names: list[str]) -> None:
                 f"{folder}: got {first} and {name}, and files go by name, so that 10.npy comes before 2.npy; give all "
                 "numbers leading zeros up to the same length, such as 00002.npy"
             )
-
-
-def load_labels(path: str) -> np.ndarray:
-    """i32[examples] of a .npy file of whole numbers >= 0."""
-    labels = load_array(path, LABELS)
-    for place in np.flatnonzero((labels < 0) | (labels > np.iinfo(np.int32).max))[:1]:
-        raise UsageError(f"{path}: got label {labels[place]} at {place}; expected 0 <= label < 2^31")
-    return labels.astype(np.int32)
-
-
-def batchfiles(config: Data, split: str) -> Source:
-    """NumPy batch files in DIR/<split>/ and DIR/<split>_labels.npy; classes are counted, training's too."""
-    root = data_root(config, LAYOUT)
-    return open_table(config, split, lambda split: BatchFileSource(config, root, split_name(config, split)))
 
 
 # ---------------------------------------------------------------- writing

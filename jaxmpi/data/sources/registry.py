@@ -9,6 +9,7 @@ are visited equally often. Example i of epoch e is a function of (e, i) alone.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,15 @@ from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.data.decode import MODES
 from jaxmpi.data.sampler import random_bits
 from jaxmpi.data.sources.arrays import animals, array, digits, synthetic
-from jaxmpi.data.sources.arrow import huggingface, parquet
-from jaxmpi.data.sources.base import Source, place_in_parts, sha256, where
+from jaxmpi.data.sources.arrow import HuggingFaceSource, ParquetSource
+from jaxmpi.data.sources.base import Source, open_table, place_in_parts, sha256, where
 from jaxmpi.data.sources.grain_datasets import grain, is_stream
 from jaxmpi.data.sources.image_folder import imagefolder
-from jaxmpi.data.sources.numpy_files import batchfiles, numpy_files
+from jaxmpi.data.sources.numpy_files import BatchFileSource, numpy_files
 from jaxmpi.data.sources.packed import packed
 from jaxmpi.data.sources.text import stdlib, text
 from jaxmpi.data.sources.tfds import tfds
-from jaxmpi.data.sources.web_dataset import webdataset
+from jaxmpi.data.sources.web_dataset import WebDatasetSource
 
 SPLITS = ("train", "validation")
 
@@ -50,12 +51,12 @@ SOURCES: dict[str, Callable[[Data, str], Source]] = {
     "synthetic": synthetic,
     "array": array,
     "imagefolder": imagefolder,
-    "batchfiles": batchfiles,
+    "batchfiles": partial(open_table, BatchFileSource),
     "tfds": tfds,
     "numpy": numpy_files,
-    "parquet": parquet,
-    "huggingface": huggingface,
-    "webdataset": webdataset,
+    "parquet": partial(open_table, ParquetSource),
+    "huggingface": partial(open_table, HuggingFaceSource),
+    "webdataset": partial(open_table, WebDatasetSource),
     "grain": grain,
     "mixture": lambda config, split: mixture(config, split, open_source),
     "text": text,

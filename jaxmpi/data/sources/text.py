@@ -35,7 +35,10 @@ from jaxmpi.data.sources.reading import OpenFiles
 FORMAT, SUFFIX = "jaxmpi tokens 1", ".tokens"
 MOST_FACTS_BYTES = 1 << 28
 WAY_OUT = "copy it again, or make it again: jaxmpi data tokens"
-TYPES = ("|u1", "<u2", "<u4")
+TOKENS = Expected(
+    "unsigned numbers[tokens]",
+    lambda header: header.dtype.str in ("|u1", "<u2", "<u4") and len(header.shape) == 1,
+)
 
 
 class TextFacts(NamedTuple):
@@ -59,7 +62,7 @@ class TokenFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
-        self.header = read_header(self.path, Expected("unsigned numbers[tokens]", _holds_tokens))
+        self.header = read_header(self.path, TOKENS)
         facts = _read_facts(self.path, self.header)
         with refusing(self.path, "facts of its tokens", ArithmeticError, LookupError, TypeError, ValueError):
             self.sums = np.array(facts.pop("crc32"), np.uint32)
@@ -87,10 +90,6 @@ class TokenFile:
     def _read(self, begin: int, end: int) -> np.ndarray:
         dtype = self.header.dtype
         return self._file.read(0, np.empty(end - begin, dtype), self.header.offset + begin * dtype.itemsize)
-
-
-def _holds_tokens(header: Header) -> bool:
-    return header.dtype.str in TYPES and len(header.shape) == 1
 
 
 def _read_facts(path: str, header: Header) -> dict[str, Any]:

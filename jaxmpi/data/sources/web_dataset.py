@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data.sources.base import Source, TableSource, file_state, open_table, place_in_parts, refusing, split_files
+from jaxmpi.data.sources.base import TableSource, file_state, place_in_parts, refusing, split_files
 from jaxmpi.data.sources.numpy_files import MOST_HEAD_BYTES, parse_header
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
 from jaxmpi.data.sources.reading import OpenFiles
@@ -58,8 +58,8 @@ class WebDatasetSource(TableSource):
     of one name, or with two images if `data.columns` does not say which comes first.
     """
 
-    def __init__(self, config: Data, shards: Sequence[str]) -> None:
-        columns = config.columns or DEFAULT
+    def __init__(self, config: Data, split: str) -> None:
+        shards, columns = split_files(config, split, ".tar"), config.columns or DEFAULT
         self.alternatives = [tuple(name.split(";")) for name in columns]
         unknown = [name for names in self.alternatives for name in names if name.split(".")[-1] not in DECODERS]
         if unknown:
@@ -72,26 +72,20 @@ class WebDatasetSource(TableSource):
         self.file_ends = tuple(self.ends.tolist()) if len(shards) > 1 else None
 
     def read(self, part: int, row: int, index: int) -> Sequence[Any]:
-        return [
-            self.labels[index] if column == 1 and self.labels is not None else self._read_member(part, index, column)
-            for column in range(len(self.columns))
-        ]
-
-    def _read_member(self, shard: int, index: int, column: int) -> Any:
-        offset, size, number = self.index.members[index, column].tolist()
-        blob, ending = self.shards.read(shard, np.empty(size, np.uint8), offset), self.alternatives[column][number]
-        return DECODERS[ending.split(".")[-1]](blob.tobytes(), f"{self.where(index)}.{ending}")
+        cells = []
+        for column, (offset, size, number) in enumerate(self.index.members[index].tolist()):
+            if column == 1 and self.labels is not None:
+                cells.append(self.labels[index])
+                continue
+            blob, ending = self.shards.read(part, np.empty(size, np.uint8), offset), self.alternatives[column][number]
+            cells.append(DECODERS[ending.split(".")[-1]](blob.tobytes(), f"{self.where(index)}.{ending}"))
+        return cells
 
     def where(self, index: int) -> str:
         shard, _ = place_in_parts(self.ends, index)
         begin = int(self.index.key_ends[index - 1]) if index else 0
         key = self.index.keys[begin : self.index.key_ends[index]].tobytes()
         return f"{self.parts[shard]}: {os.fsdecode(key)}"
-
-
-def webdataset(config: Data, split: str) -> Source:
-    """Tar files in DIR/<split>/, or DIR/<split>-<any>.tar; classes are counted, training's too."""
-    return open_table(config, split, lambda split: WebDatasetSource(config, split_files(config, split, ".tar")))
 
 
 _HEAD = threading.Lock()  # Python 3.11 does not read heads of .npy files in several threads at once
