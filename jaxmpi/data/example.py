@@ -64,7 +64,13 @@ class Augment:
         if image.dtype == np.uint8:
             image = decode.resized(image, config.resize, where) if config.resize else image
             if (mean := self.mean_image) is not None:
-                image = _centre(image, mean, where)
+                down, across = (got - want for got, want in zip(image.shape[:2], mean.shape[:2], strict=True))
+                if min(down, across) < 0:
+                    raise UsageError(
+                        f"{where}: got an image of shape {image.shape}; expected at least the {mean.shape} of "
+                        "data.mean_image; set data.resize"
+                    )
+                image = image[down // 2 : down // 2 + mean.shape[0], across // 2 : across // 2 + mean.shape[1]]
         top, left, is_mirrored = self._choices(epoch, index, image, where)
         if config.crop:
             window = np.s_[top : top + config.crop, left : left + config.crop]
@@ -159,16 +165,6 @@ def _place(share: float, spare: int) -> int:
     return min(int(share * (spare + 1)), spare)  # evenly from 0 to `spare`, also of a share of 1
 
 
-def _centre(image: np.ndarray, mean: np.ndarray, where: str) -> np.ndarray:
-    top, left = (got - want for got, want in zip(image.shape[:2], mean.shape[:2], strict=True))
-    if min(top, left) < 0:
-        raise UsageError(
-            f"{where}: got an image of shape {image.shape}; expected at least the {mean.shape} of data.mean_image; set "
-            "data.resize"
-        )
-    return image[top // 2 : top // 2 + mean.shape[0], left // 2 : left // 2 + mean.shape[1]]
-
-
 def load_mean_image(config: Data) -> np.ndarray | None:
     """`data.mean_image` as f32[height, width, channels] in [0, 255]; None if unset."""
     path = config.mean_image
@@ -222,7 +218,14 @@ class ExampleReader:
             image, label = self.augment.by_user(fields, epoch, index, name).values()
             if image.dtype.itemsize > 4:
                 image = to_32_bits(image, f"{name}: image")
-            return {"image": image, "label": self._check_label(label, name)}
+            if self.labels == "numbers":
+                return {"image": image, "label": to_32_bits(label, f"{name}: label")}
+            top, bottom = self.source.classes or self.classes or MOST_CLASSES, -(self.labels == "classes or none")
+            if label.dtype.kind not in "iu":
+                raise UsageError(f"{name}: got label {label} of {label.dtype}; expected a whole number")
+            if label.size and (label.min() < bottom or label.max() >= top):
+                raise UsageError(f"{name}: got label {label}; expected {bottom} <= label < {top}")
+            return {"image": image, "label": label.astype(np.int32)}
         except CorruptExample:
             raise
         except OSError as error:
@@ -242,17 +245,6 @@ class ExampleReader:
             return flatten(example, name)
         image, label = example
         return self.augment(to_array(image, name), epoch, index, name), label
-
-    def _check_label(self, label: np.ndarray, name: str) -> np.ndarray:
-        if self.labels == "numbers":
-            return to_32_bits(label, f"{name}: label")
-        is_whole, top = label.dtype.kind in "iu", self.source.classes or self.classes or MOST_CLASSES
-        bottom = -1 if self.labels == "classes or none" else 0
-        if not is_whole:
-            raise UsageError(f"{name}: got label {label} of {label.dtype}; expected a whole number")
-        if label.size and (label.min() < bottom or label.max() >= top):
-            raise UsageError(f"{name}: got label {label}; expected {bottom} <= label < {top}")
-        return label.astype(np.int32)
 
 
 def flatten(example: dict[str, Any], name: str) -> Example:

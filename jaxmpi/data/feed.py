@@ -169,7 +169,13 @@ class DeviceFeed:
                     put_next()
                 self.skipped = skipped + skipped_here
                 self.wait_s = wait_s + sum(loader.wait_s for loader in loaders)
-                yield self._scale(batch, weights) if weights else batch
+                if weights:  # N w_j / sum w, over the examples of all N workers
+                    local = np.array([sum(array.sum() for array in weights), len(weights)])
+                    total, workers = self.control.allreduce_sum(local) if self.control else local
+                    scale = workers / total if total else 0.0
+                    scaled = [(array * scale).astype(np.float32) for array in weights]
+                    batch = {**batch, "weight": _put_on_devices(scaled, self.mesh)}
+                yield batch
                 del batch  # its memory is to be free before the next one is requested
         finally:
             for loader in loaders:
@@ -182,14 +188,6 @@ class DeviceFeed:
         if weights.shape != (n,) or not (np.isfinite(weights) & (weights >= 0)).all():
             raise UsageError(f"weight: got {weights}; expected {n} finite numbers >= 0, one an example")
         return np.where(tree["weight"] > 0, weights, 0)
-
-    def _scale(self, batch: train_state.Batch, weights: list[np.ndarray]) -> train_state.Batch:
-        """Return the batch with weights N w_j / sum w, over the examples of all N workers; all ranks call it."""
-        local = np.array([sum(array.sum() for array in weights), len(weights)])
-        total, workers = self.control.allreduce_sum(local) if self.control else local
-        scale = workers / total if total else 0.0
-        scaled = [(array * scale).astype(np.float32) for array in weights]
-        return {**batch, "weight": _put_on_devices(scaled, self.mesh)}
 
 
 def _put_on_devices(arrays: Sequence[Any], mesh: Mesh | None) -> Any:

@@ -206,26 +206,20 @@ def _stop(loaders: Sequence[Any], board: np.ndarray, _segment: Segment) -> None:
         loader.join(max(0.0, deadline - time.monotonic()))
 
 
-def kind_for(config: Data, source: Source) -> str:
-    """`data.loader`; if that is auto, processes to decode images, and threads for all else.
-
-    Threads also read sources that change meanwhile, and all of them if the system has no `memfd_create`.
-    """
-    in_process = bool(getattr(source, "in_process", False))
-    if config.loader not in ("auto", "threads") and in_process:
-        raise UsageError(f"data.loader: got {config.loader}; {source.name} can only be read by threads")
-    if config.loader != "auto":
-        return config.loader
-    decodes = getattr(source, "encoded", None) is not None
-    return "processes" if decodes and not in_process and hasattr(os, "memfd_create") else "threads"
-
-
 def make_pool(config: Data, source: Source, cores: int, workers: int = 1) -> LoaderPool:
-    """The pool of a process's workers, not yet started: `data.loaders` each, or as many as its cores allow."""
-    kind = kind_for(config, source)
-    decodes = kind != "threads" or getattr(source, "encoded", None) is not None
+    """The pool of a process's workers, not yet started: `data.loaders` each, or as many as its cores allow.
+
+    Of kind `data.loader`; if that is auto, processes to decode images, and threads for all else. Threads also read
+    sources that change meanwhile, and all of them if the system has no `memfd_create`.
+    """
+    in_process, kind = bool(getattr(source, "in_process", False)), config.loader
+    decodes = getattr(source, "encoded", None) is not None
+    if kind not in ("auto", "threads") and in_process:
+        raise UsageError(f"data.loader: got {kind}; {source.name} can only be read by threads")
+    if kind == "auto":
+        kind = "processes" if decodes and not in_process and hasattr(os, "memfd_create") else "threads"
     # Threads that do not decode wait for files or hold Python's lock, on any number of cores.
-    each = config.loaders or (max(1, min(cores // workers, MOST_BY_CORES)) if decodes else 2)
+    each = config.loaders or (max(1, min(cores // workers, MOST_BY_CORES)) if decodes or kind != "threads" else 2)
     size = 1 if isinstance(source, StreamSource) else each * workers  # a stream has one order
     return LoaderPool(kind, size, config.stall_timeout_s)
 

@@ -174,7 +174,12 @@ class NumpySource(StoredRows):
     def __init__(self, config: Data, files: Sequence[str]) -> None:
         self.files, self.opened, self.arrays = files, OpenFiles(files), []
         if files[0].endswith(".npz"):
-            parts = [(path, _list_zip(path, number)) for number, path in enumerate(files)]
+            parts = []
+            for number, path in enumerate(files):
+                with base.refusing(path, "a .npz file, as numpy.savez writes it", zipfile.BadZipFile):
+                    with zipfile.ZipFile(path) as file:  # which may have an array twice
+                        members = [(info.filename.removesuffix(".npy"), (number, info)) for info in file.infolist()]
+                parts.append((path, members))
         else:
             columns = [(os.path.basename(path).removesuffix(".npy"), (i, None)) for i, path in enumerate(files)]
             parts = [(os.path.dirname(files[0]), columns)]
@@ -232,13 +237,6 @@ def open_array(
             lengths = LOCAL_HEADER.unpack(raw.read(LOCAL_HEADER.size))
         begin = info.header_offset + LOCAL_HEADER.size + sum(lengths)
         return StoredArray(number, begin + header.offset, header.dtype, header.shape)
-
-
-def _list_zip(path: str, number: int) -> list[tuple[str, tuple[int, zipfile.ZipInfo]]]:
-    """Names of arrays, of which a zip file may have one twice, and where they lie."""
-    expected = "a .npz file, as numpy.savez writes it"
-    with base.refusing(path, expected, zipfile.BadZipFile), zipfile.ZipFile(path) as file:
-        return [(info.filename.removesuffix(".npy"), (number, info)) for info in file.infolist()]
 
 
 def numpy_files(config: Data, split: str) -> base.Source:
