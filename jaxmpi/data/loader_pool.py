@@ -95,7 +95,14 @@ class LoaderPool:
             self._loaders = self._start(self.size, board)
             # Not a method of the pool, which the finalizer would keep alive. The board's address holds as long as it.
             self._stop_loaders = weakref.finalize(self, _stop, self._loaders, self._board, board)
-        job, prepared = next(self._numbers), reader if self.kind == "threads" else pickle_reader(reader)
+        job = next(self._numbers)
+        try:
+            prepared = reader if self.kind == "threads" else SharedPickle(reader)  # kept until the job is closed
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise UsageError(
+                f"{reader.source.name}{' or data.augment' * bool(reader.augment.config.augment)}: cannot be sent to a "
+                f"loader process ({error}); use data.loader = threads, or functions and classes of a module"
+            ) from error
         self.jobs[job] = Job(reader, prepared)
         self._send_all(Note(job, prepared))
         return job
@@ -265,17 +272,6 @@ def _work(board: np.ndarray, inbox: "queue.SimpleQueue[Any]", answers: "queue.Si
         if answer is not None:
             answers.put(answer)
         del message, answer  # else an idle thread keeps its last batch alive
-
-
-def pickle_reader(reader: ExampleReader) -> SharedPickle:
-    """A reader pickled for loader processes, to be kept until its job is closed."""
-    try:
-        return SharedPickle(reader)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{reader.source.name}{' or data.augment' * bool(reader.augment.config.augment)}: cannot be sent to a "
-            f"loader process ({error}); use data.loader = threads, or functions and classes of a module"
-        ) from error
 
 
 # Not `python -m`: the package, and modules of the user's, may lie in folders that only this process has on sys.path.

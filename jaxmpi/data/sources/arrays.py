@@ -32,7 +32,7 @@ PILLOW_MODES = (
     "I",
     "F",
     "I;16",
-)  # whose numbers are the colours; others have a palette, or a space
+)  # whose numbers are colours; others have a palette, or a space
 
 
 class PythonSource:
