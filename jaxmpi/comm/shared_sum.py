@@ -31,7 +31,7 @@ from jaxmpi.comm.shared_sync import (
     map_together,
     table_bytes,
 )
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError, check
 from jaxmpi.runtime import host_callbacks, progress
 
 CHUNK = 128 << 10  # floats: 512 KiB, of which a core's second-level cache holds one or two
@@ -99,6 +99,8 @@ class SharedSum:
 
         Communicates: one call in all, through shared memory. Raises, if results are waited for: as `add`.
         """
+        odd = [f"{x.dtype}{list(x.shape)}" for x in vectors if x.dtype != np.float32]
+        check(not odd, f"a {half or 'sum'} over this host got {', '.join(odd)}; expected float32: cast before")
         return call_sum(self.name, self.size, vectors, divisor, half, effect=self.effect)[0]
 
     def add(
@@ -119,7 +121,7 @@ class SharedSum:
             through: of the operands, the last so many come out as they went in.
 
         Raises:
-            UsageError: ranks gave different sizes or divisors, or came to different halves.
+            UsageError: no f32, or ranks gave different sizes or divisors, or came to different halves.
             TrainingError: a rank has ended, failed, or not moved within the time limit; it is named.
         """
         try:
@@ -127,7 +129,7 @@ class SharedSum:
             for source, to in zip(operands[sum_count:], results[sum_count:], strict=True):
                 if source.ctypes.data != to.ctypes.data:  # XLA may have given them one buffer
                     np.copyto(to, source)
-            vectors, totals = ([x.reshape(-1) for x in arrays[:sum_count]] for arrays in (operands, results))
+            vectors, totals = [flat(x) for x in operands[:sum_count]], [flat(x) for x in results[:sum_count]]
             if half:  # slices, one a rank, on the side of which this rank has its own alone with None for the others
                 whole, mine = (vectors, totals) if half == "scatter" else (totals, vectors)
                 whole = [row for vector in whole for row in vector.reshape(self.size, -1)]
@@ -135,6 +137,10 @@ class SharedSum:
                 vectors, totals = (whole, mine) if half == "scatter" else (mine, whole)
             whole = totals if half == "gather" else vectors  # arrays that all have a size: none is None
             sizes = tuple(x.size for x in whole if x is not None)
+            is_fit = len(vectors) == len(totals) and all(
+                x is None or x.size == size for x, size in zip((*vectors, *totals), 2 * sizes, strict=True)
+            )
+            check(is_fit, f"operands have sizes {[x.size for x in operands]}, results {[x.size for x in results]}")
             # NaN and infinity pass through to all ranks.
             with progress.span("wait", f"{half or 'sum'} in shared memory"), self.lock, np.errstate(all="ignore"):
                 self.board.begin((digest(sizes, float(divisor), half), len(sizes), sum(sizes)))
@@ -233,8 +239,8 @@ def call_sum(
             these results is computed behind the call.
         effect: of the `SharedSum`; by default calls are in order among such calls of all programs, not among mpi4jax's.
     """
-    odd = [f"{x.dtype}{list(x.shape)}" for x in vectors if x.dtype != np.float32]
-    check(not odd, f"a {half or 'sum'} over this host got {', '.join(odd)}; expected float32: cast before")
+    for x in vectors if half == "scatter" else ():
+        check(x.size % size == 0, f"a scatter over {size} ranks got {x.size} floats; expected a multiple")
     shape = {"scatter": lambda x: (x.size // size,), "gather": lambda x: (x.size * size,)}.get(half, np.shape)
     like = [jax.ShapeDtypeStruct(shape(x), np.float32) for x in vectors]
     like += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in through]
@@ -305,3 +311,13 @@ def division(divisor: float) -> tuple[np.ufunc, np.float32]:
     """Choose the division; for powers of two, a quicker, bitwise equal product."""
     is_power = math.frexp(divisor)[0] == 0.5 and 2.0**-126 <= abs(divisor) <= 2.0**126
     return (np.multiply, np.float32(1 / divisor)) if is_power else (np.divide, np.float32(divisor))
+
+
+def flat(array: np.ndarray) -> np.ndarray:
+    """An array as f32[n], without a copy."""
+    if array.dtype != np.float32 or not array.flags.c_contiguous:
+        raise UsageError(
+            f"a sum over this host got {array.dtype}{list(array.shape)} with strides {array.strides}; "
+            "expected float32, C-contiguous"
+        )
+    return array.reshape(-1)
