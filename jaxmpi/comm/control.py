@@ -255,7 +255,9 @@ class MpiProcesses(SoloProcesses):
 
     def allreduce_sum(self, values: np.ndarray) -> np.ndarray:
         """Sum f64[n] over ranks."""
-        return self.allgather_array(values).sum(axis=0)
+        mine, total = np.ascontiguousarray(values, np.float64), np.empty_like(values, np.float64)
+        self._exchange(lambda: self.world.Iallreduce(mine, total), "a sum over ranks")
+        return total
 
     def iallreduce_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
         """Begin the maximum of i64[n] over ranks; the function returned waits for it."""

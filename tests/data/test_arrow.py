@@ -154,6 +154,20 @@ def test_an_arrow_file_that_is_not_whole_is_refused(tmp_path, damage):
         opened(tmp_path, "huggingface")
 
 
+@pytest.mark.parametrize("offset", [-5, 1 << 30], ids=["before it", "past its end"])
+def test_an_arrow_file_whose_offsets_leave_it_is_named(tmp_path, offset):
+    """Arrow ended the process by SIGABRT, or by SIGBUS."""
+    texts = [b"x" * (i + 1) for i in range(40)]
+    datasets.Dataset.from_dict({"image": texts, "label": [0] * 40}).save_to_disk(tmp_path / "train")
+    (path,) = (tmp_path / "train").glob("*.arrow")
+    blob, ends = path.read_bytes(), np.cumsum([0, *map(len, texts)]).astype("<i4").tobytes()
+    at = blob.index(ends) + 80
+    path.write_bytes(blob[:at] + np.int32(offset).tobytes() + blob[at + 4 :])
+    source = opened(tmp_path, "huggingface")
+    with pytest.raises(UsageError, match=f"{tmp_path}.*damaged"):
+        source[20]
+
+
 def test_row_groups_that_do_not_fit_are_read_whole_one_after_another(tmp_path, monkeypatch):
     written(tmp_path, "parquet")
     assert opened(tmp_path, "parquet").file_ends is None

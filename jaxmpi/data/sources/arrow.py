@@ -117,17 +117,18 @@ class HuggingFaceSource(ArrowSource):
     def __init__(self, config: Data, split: str) -> None:
         root = base.data_root(config, "DIR/<split>/, as DatasetDict.save_to_disk writes it")
         folder = f"{root}/{base.split_name(config, split)}"
-        self.config, self.split, self.tables = config, split, []
+        self.config, self.split, batches = config, split, []
         pyarrow = base.import_package("huggingface", "huggingface", "pyarrow")
         self.files, features = _read_saved(Path(folder))
         for path in self.files:
             with base.refusing(path, DATA_SET, pyarrow.ArrowException, UnicodeDecodeError):
-                schema, batches = _map_batches(pyarrow, path)
+                schema, mapped = _map_batches(pyarrow, path)
             self.add_schema(config, schema, path)
-            self.tables += batches
-        self.set_parts((f"{folder}, batch {number}" for number in range(len(self.tables))), [*map(len, self.tables)])
+            batches += mapped
+        self.set_parts((f"{folder}, batch {number}" for number in range(len(batches))), [*map(len, batches)])
+        self.tables = LastUsed(partial(_validated, batches, self.parts), len(batches))
         if self.is_pair:
-            self.set_labels([batch.column(self.columns[1]) for batch in self.tables], folder)
+            self.set_labels([batch.column(self.columns[1]) for batch in batches], folder)
             label = features.get(self.columns[1])
             if isinstance(label, dict) and label.get("_type") == "ClassLabel":
                 self.classes = len(label["names"])
@@ -170,6 +171,15 @@ def _map_batches(pyarrow: Any, path: str) -> tuple[Any, list[Any]]:
                 f"{file.size()}: save it again"
             )
         return reader.schema, batches
+
+
+def _validated(batches: Sequence[Any], names: Sequence[str], number: int) -> Any:
+    """A batch whose offsets point into it: others have Arrow read anywhere, or end the process."""
+    try:
+        batches[number].validate(full=True)
+    except ValueError as error:
+        raise UsageError(f"{names[number]}: damaged: {error}; save it again") from error
+    return batches[number]
 
 
 # ---------------------------------------------------------------- types and cells
