@@ -1,6 +1,6 @@
 """`jaxmpi bench`: time an exchange beside other libraries and the lower bound.
 
-Outside MPI this becomes a launcher of its ranks; under a launcher it is a rank itself. In a round every contender runs
+Outside MPI this starts a launcher of its ranks; under a launcher it is a rank itself. In a round every contender runs
 once on the same data. Each round starts with the next contender in order. The slowest rank counts.
 """
 
@@ -25,9 +25,9 @@ from jaxmpi.bench.results import Json
 from jaxmpi.bench.rounds import measure
 from jaxmpi.comm.job import Processes, processes
 from jaxmpi.core.errors import UsageError
-from jaxmpi.launch import command
+from jaxmpi.launch import command, supervisor
 from jaxmpi.launch.options import Options
-from jaxmpi.runtime import failures, job_folder, process, provenance
+from jaxmpi.runtime import failures, process, provenance
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """`jaxmpi bench`: be a rank, or become the launcher of ranks.
+    """`jaxmpi bench`: be a rank, or start the launcher of ranks.
 
     Raises:
         UsageError: as `check_options` and `make_plan`.
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
         launcher = Options(options.n or 2, options.launcher, (*shlex.split(options.launcher_args),), (*options.words,))
         line = command.command(launcher, cores=process.cores(), is_root=os.geteuid() == 0, module="jaxmpi.bench")
         print("+ " + shlex.join(line), flush=True)
-        os.execv("/bin/sh", job_folder.remove_leftovers_first(line))
+        supervisor.relay(line)
     failures.install_excepthooks()
     process.prepare()
     control = processes()

@@ -17,9 +17,10 @@ from types import TracebackType
 from typing import NoReturn
 
 from jaxmpi.core.errors import UsageError
+from jaxmpi.launch import supervisor
 from jaxmpi.launch.command import command
 from jaxmpi.launch.options import Options, default_launcher
-from jaxmpi.runtime import failures, job_folder, process
+from jaxmpi.runtime import failures, process
 
 
 def main(argv: Sequence[str]) -> None:
@@ -54,10 +55,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def start_ranks(options: argparse.Namespace) -> NoReturn:
-    """Become the launcher, with the flags that this machine needs.
+    """Start the launcher, with the flags that this machine needs.
 
     Raises:
         UsageError: there is a launcher already, or none can be found.
+        SystemExit: with the launcher's code.
     """
     if options.n < 1 or process.launched_workers() > 1:
         raise UsageError(f"run: got -n {options.n}; expected at least 1 rank, and no launcher around `jaxmpi run -n`")
@@ -65,7 +67,7 @@ def start_ranks(options: argparse.Namespace) -> NoReturn:
     ranks = Options(options.n, default_launcher(os.environ), tuple(shlex.split(options.launcher_args)), words)
     line = command(ranks, cores=process.cores(), is_root=os.geteuid() == 0, module="jaxmpi.tools.cli")
     print("+ " + shlex.join(line), flush=True)
-    os.execv("/bin/sh", job_folder.remove_leftovers_first(line))
+    supervisor.relay(line)
 
 
 def script_trace(trace: TracebackType | None) -> TracebackType | None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from jaxmpi.checkpoint import manifests, run_directory
 from jaxmpi.checkpoint.held_folder import HeldFolder
@@ -229,6 +229,29 @@ class Relay(threading.Thread):
         """Return the end of the job's output; called after the job."""
         self.join(5.0)  # a process that outlives the job may hold the other end
         return self._tail.decode(errors="replace")
+
+
+def relay(line: Sequence[str]) -> NoReturn:
+    """Run a launcher's line in this process's group, on its terminal, without those notices; exit with its code."""
+    stderr = Relay(sys.stderr)
+    job = subprocess.Popen(
+        job_folder.remove_leftovers_first(line),
+        stderr=stderr.end,
+        preexec_fn=partial(process.end_with_parent, os.getpid()),
+    )
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        is_from_terminal = number == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty()
+        if not is_from_terminal:  # which sends Ctrl-C to the launcher, too
+            job.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, forward)
+    stderr.start()
+    code = job.wait()
+    stderr.tail()
+    raise SystemExit(code if code >= 0 else 128 - code)
 
 
 # ---------------------------------------------------------------- again

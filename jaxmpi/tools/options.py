@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError
-from jaxmpi.launch import command
+from jaxmpi.launch import command, supervisor
 from jaxmpi.launch.options import parse
-from jaxmpi.runtime import job_folder, process
+from jaxmpi.runtime import process
 
 DOCTOR_USAGE = """usage: jaxmpi doctor [-n N] [--launcher mpirun|srun] [--launcher-args "..."]
 
@@ -27,13 +27,13 @@ example: jaxmpi doctor -n 4"""
 
 
 def doctor(argv: Sequence[str]) -> None:
-    """Check the options of `jaxmpi doctor`; with `-n N`, become the launcher.
+    """Check the options of `jaxmpi doctor`; with `-n N`, start the launcher.
 
     Ranks run `jaxmpi doctor` without options.
 
     Raises:
         UsageError: an unknown option, or any under a launcher.
-        SystemExit: after --help.
+        SystemExit: after --help, and after the launcher.
     """
     if argv and argv[0] in ("-h", "--help"):
         print(DOCTOR_USAGE)
@@ -47,7 +47,7 @@ def doctor(argv: Sequence[str]) -> None:
     if options.workers > 1:
         ranks = options._replace(train_args=("doctor",))
         line = command.command(ranks, cores=process.cores(), is_root=os.geteuid() == 0, module="jaxmpi.tools.cli")
-        os.execv("/bin/sh", job_folder.remove_leftovers_first(line))
+        supervisor.relay(line)
 
 
 def plan(argv: Sequence[str]) -> argparse.Namespace:

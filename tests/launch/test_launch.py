@@ -1,6 +1,7 @@
 """Command lines, for every launcher that a PATH may hold."""
 
 import shlex
+import signal
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from jaxmpi.core.errors import UsageError
 from jaxmpi.launch import command
 from jaxmpi.launch.options import Options, parse
+from jobs import start
 from launching import run
 
 VERSIONS = {
@@ -90,6 +92,7 @@ def test_inside_a_slurm_job_of_several_hosts_srun_is_the_default(nodes, launcher
     [
         ("-n", "-n needs a value"),
         ("--restart 3 -n 2 a.py", "got --restart; did you mean '--restarts'"),
+        ("--rule easgd a.py", "got --rule; did you mean '--rule.name'"),
         ("-n 2 --optim.lrr 3 a.py", "got --optim.lrr; did you mean '--optim.lr"),
         ("-n 0 a.py", "got '0'"),
         ("a.py -n 8", "-n stands before the experiment"),
@@ -217,3 +220,30 @@ def test_a_mistake_is_said_once(mistake, tmp_path):
     assert ended.out.count("\nerror: ") == 1
     assert "MPI_ABORT" not in ended.out
     assert "prterun" not in ended.out.partition("\n")[2]
+
+
+FAILS = "import jaxmpi\nif jaxmpi.world().rank == 1:\n    raise ValueError('boom')\nimport time; time.sleep(60)\n"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("words", "said", "code"),
+    [("run -n 2 fails.py", "\nValueError: boom", 1), ("bench -n 2 --rate-mbit 5", "on one host", 2)],
+)
+def test_other_commands_that_start_ranks_leave_out_notices_too(words, said, code, tmp_path):
+    (tmp_path / "fails.py").write_text(FAILS)
+    ended = run([sys.executable, "-m", "jaxmpi.tools.cli", *words.split()], timeout_s=100, cwd=tmp_path)
+    assert (ended.code, ended.timed_out, ended.out.count(said)) == (code, False, 1), ended.out
+    assert "MPI_ABORT" not in ended.out
+    assert "prterun" not in ended.out.partition("\n")[2]
+    assert "\0" not in ended.out
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_jaxmpi_run_ends_its_ranks(number, tmp_path):
+    (tmp_path / "waits.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    job = start([sys.executable, "-m", "jaxmpi.tools.cli", "run", "-n", "2", str(tmp_path / "waits.py")])
+    job.when("ready")
+    job.signal(number)
+    assert job.end() == 1, job.out
