@@ -288,6 +288,6 @@ def late_error(control: MpiProcesses, description: str, waited_s: float) -> Trai
     """The error of what has waited too long, with the ranks that are late; all ranks that wait find them together."""
     late = control.in_job(control.late())
     return TrainingError(
-        f"{description} has waited {waited_s:.0f} s for rank {late}; all ranks must exchange as often "
+        f"{description} has waited {waited_s:.0f} s for {watch().names(late)}; all ranks must exchange as often "
         f"(JAXMPI_EXCHANGE_TIMEOUT_S sets the time){watch().where(late)}"
     )

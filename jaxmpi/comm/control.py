@@ -351,8 +351,8 @@ class MpiProcesses(SoloProcesses):
             late = self.late()
         if not (failures.kill_ranks(late) and wait(request.Test, 4 * LATE_S)):
             absent = self.in_job(late)
-            where = watch().where(absent)
-            raise TrainingError(f"{description}: rank {absent} did not answer in time; all ranks must call it{where}")
+            names, where = watch().names(absent), watch().where(absent)
+            raise TrainingError(f"{description}: {names} did not answer in time; all ranks must call it{where}")
 
     def late(self) -> list[int]:
         """Ranks that do not wait with this one: all that wait tell all others, within LATE_S."""

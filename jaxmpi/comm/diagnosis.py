@@ -134,7 +134,7 @@ LOOK_S = 0.5  # between looks of the monitor
 SAID_AFTER_S = 20.0  # until ranks that are absent are asked where they are
 ANSWER_S = 2.5  # for them to answer, before the wait is printed
 PLACE_BYTES = 256  # bytes of a rank's answer at most
-NAMED = 8  # absent ranks whose places are printed
+NAMED = 8  # absent ranks whose names and places are printed
 
 
 class WaitMonitor:
@@ -187,6 +187,11 @@ class WaitMonitor:
         compiles = any(module_of(frame) == "jax._src.compiler" for frame in _frames_of(main))
         at = line_of_thread(main)
         return f"{'compiles' if compiles else 'is'} at {at}" if at else "runs no line of a script"
+
+    def names(self, numbers: Sequence[int]) -> str:
+        """Name ranks with their hosts."""
+        named = [f"rank {rank}{self.hosts.get(rank, '')}" for rank in numbers[:NAMED]]
+        return ", ".join([*named, *[f"{len(numbers) - NAMED} more"] * (len(numbers) > NAMED)]) or "a rank"
 
     def where(self, numbers: Sequence[int]) -> str:
         """Say where ranks are, by their numbers in the job; empty if not yet asked."""

@@ -37,8 +37,11 @@ KILLED = re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\
 TRACES = [
     re.compile(r"(?P<words>no progress for \d+ s); late: rank (?P<rank>\d+) on (?P<host>[^\s,;]+)"),
     re.compile(
-        r"on (?P<teller>\S+) \([^)]*\):\n(?P<words>error: .*?"
-        r"(?:has waited \d+ s for rank \[(?P<rank>[\d, ]+)\]|rank \[(?P<absent>[\d, ]+)\] did not answer in time))"
+        r"on \S+ \([^)]*\):\n(?P<words>error: .*?has waited \d+ s for rank (?P<rank>\d+)(?: on (?P<host>[^\s,;]+))?)"
+    ),
+    re.compile(
+        r"on \S+ \([^)]*\):\n(?P<words>error: .*?"
+        r"rank (?P<rank>\d+)(?: on (?P<host>[^\s,;]+))?(?:, [^;:]*)? did not answer in time)"
     ),
     HOST_GONE,
     KILLED,
@@ -66,7 +69,7 @@ def culprit(text: str) -> Culprit | None:
     lines = [line.rstrip() for line in first_match["words"].strip().splitlines()]
     words = "\n".join(lines[-SHOWN_LINES:]) if len(lines) > 3 else " ".join(lines)
     groups = first_match.groupdict()
-    rank = groups.get("rank") or groups.get("absent") or ""
+    rank = groups.get("rank") or ""
     return Culprit(rank.replace(" ", ""), groups.get("host") or "", words)
 
 

@@ -85,7 +85,7 @@ FAULTS = {  # what ranks do, what is said (a pattern), and the one time limit in
     ),
     "rank 1 comes once": (
         STEP + "for i in range(2 - comm.rank % 2): step(jnp.ones(9))\ntime.sleep(60)",
-        r"waited \d+ s (in exchange 1 of the job \(beside its program: .*\) for rank 1|for rank \[1\])",
+        r"waited \d+ s (in exchange 1 of the job \(beside its program: .*\) for rank 1|for rank 1 on )",
         {"EXCHANGE": "4"},
     ),
     "rank 1 raises": (

@@ -55,7 +55,7 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many
     ),
     "one rank alone makes a first call": (
         "if rank == 0: jax.jit(lambda x: mpi.allreduce(x) - 1)(x)" + ALONE,
-        r"rank \[1\] did not answer in time" + AT.format(1),
+        r"rank 1 on \S+ did not answer in time" + AT.format(1),
     ),
     "the script of one rank has ended": (
         "if rank == 0: f(x).block_until_ready()",

@@ -32,8 +32,12 @@ ENDINGS = {
         Culprit("3", "a", "error: first"),
     ),
     "late": (
-        "jaxmpi: rank 0/4 on vm (step 5):\nerror: a barrier: rank [2, 3] did not answer in time; all\n",
-        Culprit("2,3", "", "error: a barrier: rank [2, 3] did not answer in time"),
+        "jaxmpi: rank 0/4 on vm (step 5):\nerror: a barrier: rank 2 on a, rank 3 on b did not answer in time; all\n",
+        Culprit("2", "a", "error: a barrier: rank 2 on a, rank 3 on b did not answer in time"),
+    ),
+    "waited for": (
+        "jaxmpi: rank 0/4 on vm (step 5):\nerror: a bucket has waited 30 s for rank 2 on a, rank 3 on b; all\n",
+        Culprit("2", "a", "error: a bucket has waited 30 s for rank 2 on a"),
     ),
     "no progress": (
         "jaxmpi: no progress for 60 s; late: rank 2 on vm, rank 3 on vm\n",

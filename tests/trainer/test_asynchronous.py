@@ -179,7 +179,7 @@ FAULTS = {
     "worker-asgd": Fault((*RULES["asgd"],), 3, 1, 0, "finished with 2 of 3 workers"),
     "worker-gosgd": Fault(RULES["gosgd"], 3, 2, 0, "finished with 2 of 3 workers"),
     "server": Fault(RULES["easgd-servers"], 4, 3, 1, f"rank 3 on {HOST}, which keeps the center, is gone"),
-    "worker-0": Fault(RULES["easgd-servers"], 4, 0, 1, "rank 0, which keeps the record, is gone"),
+    "worker-0": Fault(RULES["easgd-servers"], 4, 0, 1, f"rank 0 on {HOST}, which keeps the record, is gone"),
     "worker-0-and-center": Fault(RULES["easgd"], 3, 0, 1, f"rank 0 on {HOST}, which keeps the center, is gone"),
 }
 QUICK_FAULTS = ("worker",)

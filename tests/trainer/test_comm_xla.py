@@ -1,6 +1,7 @@
 """`--comm xla`: XLA's collectives over a jax.distributed job that MPI sets up, here gloo between CPU processes."""
 
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ FAULTS = {
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", ""),
 }
 STARTS = {
-    "absent": ("if rank == 1: time.sleep(100)", "rank [1] did not answer in time"),
+    "absent": ("if rank == 1: time.sleep(100)", f"rank 1 on {socket.gethostname()} did not answer in time"),
     "device_used": ("jnp.zeros(1)", "must be called before any JAX calls"),
     "other_mesh": ("if rank == 1: global_mesh('w')", "rank 1: axis: got w, expected workers (rank 0)"),
 }

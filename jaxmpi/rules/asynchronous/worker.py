@@ -26,6 +26,7 @@ from jaxmpi.checkpoint.held_folder import HeldFolder
 from jaxmpi.checkpoint.manager import UncoordinatedCheckpoint, check_finite, written
 from jaxmpi.checkpoint.restore import first_whole, read_file
 from jaxmpi.comm.control import AGREE_TIMEOUT_S, MpiProcesses
+from jaxmpi.comm.diagnosis import watch
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import ON_STALL
@@ -211,7 +212,9 @@ class AsyncWorker:
             exchange = self.client.exchange(vector, report)
         assert exchange.status
         if exchange.status.closing == Closing.ABANDONED:
-            raise TrainingError("rank 0, which keeps the record, is gone; go on from the last checkpoint with --resume")
+            raise TrainingError(
+                f"{watch().names([0])}, which keeps the record, is gone; go on from the last checkpoint with --resume"
+            )
         return exchange, exchange.status
 
     def meet_others(self, state: TrainState) -> TrainState:
