@@ -57,7 +57,7 @@ def launch(options: Options) -> NoReturn:
     facts = facts_of_flags(words)
     may_outlive = not is_alone and options.launcher == "mpirun" and has_ulfm(version_of(find("mpirun")))
     if options.restarts or may_outlive:
-        facts = facts_of(options.train_args, file_is_here=options.are_ranks_here)
+        facts = facts_of(options.train_args, file_is_here=options.are_ranks_here, processes=options.workers)
     if options.are_ranks_here:  # so this rank 0 would say the same, seconds later
         with run_directory.as_usage_errors():
             if facts.resume:
@@ -74,7 +74,7 @@ def launch(options: Options) -> NoReturn:
             failures.drop_unread_stream(sys.stdout)
         return line
 
-    if options.workers == 1 and not options.restarts:
+    if is_alone and not options.restarts:
         line = print_line(options)
         os.execv(line[0], line)
     raise SystemExit(supervise(options, facts, print_line, lambda name: answers(name, options, **host)))

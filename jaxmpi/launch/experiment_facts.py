@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from jaxmpi.config import experiment_file
 from jaxmpi.config.flags import words_by_flag
+from jaxmpi.config.schema import local_batch
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.runtime import process
 
@@ -40,17 +41,18 @@ class ExperimentFacts(NamedTuple):
     from_start: bool = False
 
 
-def facts_of(train_args: Sequence[str], *, file_is_here: bool = True) -> ExperimentFacts:
+def facts_of(train_args: Sequence[str], *, file_is_here: bool = True, processes: int = 0) -> ExperimentFacts:
     """Facts of the experiment that these arguments of the trainer name.
 
     Args:
         train_args: arguments of the trainer.
         file_is_here: ranks run on this host, so that a mistake here is one there.
+        processes: that will train; 0 if their number is not known.
 
     Returns: those of the command line alone if the file cannot be run; a line then says why.
 
     Raises:
-        UsageError: the file, or a field, is wrong.
+        UsageError: the file, or a field, is wrong, or the workers do not divide a batch.
     """
     file = experiment_file.locate(train_args[0])
     try:
@@ -60,7 +62,7 @@ def facts_of(train_args: Sequence[str], *, file_is_here: bool = True) -> Experim
         return facts_of_flags(train_args[1:])
     with tempfile.TemporaryDirectory() as folder:
         answer, output = Path(folder) / "answer", Path(folder) / "output"
-        code = run_in_another_process([str(answer), *train_args], output)
+        code = run_in_another_process([str(processes), str(answer), *train_args], output)
         facts: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
         text = output.read_text(errors="replace")
     if facts and "error" not in facts:
@@ -120,7 +122,7 @@ def may_differ(train_args: Sequence[str], text: str) -> bool:
     return is_foreign or any(word in words for word in TELLING)
 
 
-def main(parent: str, answer: str, *train_args: str) -> None:
+def main(parent: str, processes: str, answer: str, *train_args: str) -> None:
     """Run the experiment file, and write its facts, or the user's error, as JSON."""
     from jaxmpi.rules.registry import RULES  # noqa: PLC0415 - the launcher itself imports no JAX
 
@@ -128,6 +130,9 @@ def main(parent: str, answer: str, *train_args: str) -> None:
     try:
         experiment, _ = experiment_file.parse([*train_args])
         rule = lookup(RULES, experiment.rule.name, "rule")
+        workers = int(processes) * experiment.devices - experiment.rule.servers * rule.is_asynchronous
+        if workers > 0 and not experiment.resume:  # a run that goes on may have other workers, with uneven shares
+            local_batch(experiment, workers)
         facts = {
             "outlives_ranks": rule.is_asynchronous or experiment.on_rank_loss == "shrink",
             "run_dir": "" if experiment.dry_run else experiment.run_dir,

@@ -44,6 +44,16 @@ def test_a_mistake_is_named_before_ranks_start():
         facts_of([DIGITS, "--rule.tau", "often"])
 
 
+@pytest.mark.e2e
+def test_a_batch_that_workers_do_not_divide_is_named_before_ranks_start(tmp_path):
+    line = "experiment = Experiment(rule=RuleConfig('easgd', servers=1), effective_batch=64)"
+    (tmp_path / "mine.py").write_text(FILE.format(line))
+    with pytest.raises(UsageError, match="effective_batch 64 is not divisible by 3 workers"):
+        facts_of([str(tmp_path / "mine.py")], processes=4)
+    assert facts_of([str(tmp_path / "mine.py")], processes=5).outlives_ranks
+    assert facts_of([str(tmp_path / "mine.py"), "--resume"], processes=4).resume  # with uneven shares
+
+
 UNANSWERED = {  # an experiment file: why its facts are not known
     "import time\nrule = time.sleep(100)": "has run for 2 s",
     "import os\nrule = open(0).read() or os._exit(7)": "exit code 7",
