@@ -200,13 +200,18 @@ def total_bytes(states: Mapping[int, TrainState], replicated: bool, workers: int
     return common + workers * local
 
 
-def check_disk(folder: Path, kept: int, needed_bytes: int, free_bytes: int) -> None:
-    """Refuse to start if the disk cannot hold the checkpoints that are kept, and one that is written."""
-    new = max(kept - len(manifests.complete_checkpoints(folder)), 0) + 1
+def check_disk(folder: Path, kept: int, saves: float, needed_bytes: int, free_bytes: int) -> None:
+    """Refuse to start if the disk cannot hold the checkpoints that are kept, and one that is written.
+
+    Args:
+        saves: checkpoints that the run writes at most.
+    """
+    new = int(min(max(kept - len(manifests.complete_checkpoints(folder)), 0) + 1, saves))
     if free_bytes < new * needed_bytes:
+        way_out = ", lower keep_checkpoints or keep_best" * (new > 1)
         raise UsageError(
-            f"{folder}: {free_bytes / 1e6:.0f} MB are free, {new} checkpoints take {new * needed_bytes / 1e6:.0f} MB, "
-            "those kept and the next; make room, lower keep_checkpoints or keep_best, or name another --run-dir"
+            f"{folder}: {free_bytes / 1e6:.0f} MB are free, {new} checkpoint{'s' * (new > 1)} that this run holds at "
+            f"once take {new * needed_bytes / 1e6:.0f} MB; make room{way_out}, or name another --run-dir"
         )
 
 

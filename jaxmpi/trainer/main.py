@@ -295,7 +295,8 @@ def run_in(
         equal = {"replicated": rule.state_is_replicated, "same_params": rule.params_are_replicated}
         needed_bytes = total_bytes(states, workers=workers.size, **equal)
         kept = experiment.keep_checkpoints + experiment.keep_best
-        check_disk(folder / "checkpoints", kept, needed_bytes, shutil.disk_usage(folder).free)
+        saves = plan.timetable.most_saves(start)
+        check_disk(folder / "checkpoints", kept, saves, needed_bytes, shutil.disk_usage(folder).free)
     elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
     if elapsed_s >= plan.timetable.periods_s.get("stop", math.inf):  # nothing is left to do
         plan = dataclasses.replace(plan, clock=plan.clock._replace(total_steps=start))

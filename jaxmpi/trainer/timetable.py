@@ -7,6 +7,7 @@ Clocks of ranks differ, so what is due by the clock is decided by rank 0. The vo
 number that it sends anyway (`recover.decisions`).
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
@@ -54,6 +55,12 @@ class Timetable(NamedTuple):
             save=save,
             leave=leaving,
         )
+
+    def most_saves(self, done: int) -> float:
+        """Checkpoints after this step at most; infinite if the clock counts. One on request is the last."""
+        if {"save", "stop"} & self.periods_s.keys():
+            return math.inf
+        return -(-self.total_steps // self.save_every) - done // self.save_every
 
 
 class Clock:

@@ -89,3 +89,11 @@ def test_compilations_are_told_from_calls_of_what_is_compiled():
         counts.append(len(compilations()))
         program(jnp.float32(1))
     assert counts[0] < counts[1] == counts[2]
+
+
+@pytest.mark.parametrize(("save_every", "done", "saves"), [(20, 0, 1), (5, 0, 4), (6, 0, 4), (6, 12, 2), (6, 19, 1)])
+def test_checkpoints_that_are_still_written(save_every, done, saves):
+    timetable = Timetable(1, 1, 1, save_every, 20)
+    written = [step for step in range(done, 20) if timetable.between(step, step + 1).save]
+    assert timetable.most_saves(done) == len(written) == saves
+    assert timetable._replace(periods_s={"save": 60.0}).most_saves(done) > 20
