@@ -333,7 +333,7 @@ def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any])
     If one changes, a step number means other examples or updates.
     """
     fields = flatten_json(flags.to_json(experiment))
-    names = ("model", "seed", "micro_batch", *SHAPING)
+    names = ("model", "seed", *SHAPING)
     settings = {k: v for k, v in fields.items() if k in names or (k.startswith("data.") and k not in NOT_THE_DATA)}
     return {**settings, **flatten_json(data), "effective batch": effective_batch}
 
@@ -344,7 +344,8 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
     Raises:
         UsageError: fields that differ: got, expected.
     """
-    names = [name for name, value in saved.items() if now.get(name) != value]
+    kept = {name: value for name, value in saved.items() if name != "micro_batch"}  # which checkpoints of 0.1 have
+    names = [name for name, value in kept.items() if now.get(name) != value]
     lines = [f"{name}: got {now.get(name)}, expected {saved[name]} (the checkpoint's)" for name in names]
     check(not lines, "\n  ".join(["a run goes on as the same run only:", *lines, NEW_RUN]))
 

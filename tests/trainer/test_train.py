@@ -216,8 +216,9 @@ def test_a_resumed_run_says_what_changed_since_its_checkpoint(tmp_path, no_launc
     assert "changed since" not in capsys.readouterr().out
     assert record(tmp_path, "changed") == []
     shutil.rmtree(checkpoint(tmp_path, 4))
-    fit(dataclasses.replace(same, train_for="8st", optim=Optim("momentum", lr=0.02)), "digits")
+    fit(dataclasses.replace(same, train_for="8st", micro_batch=15, optim=Optim("momentum", lr=0.02)), "digits")
     changed = {
+        "micro_batch": {"was": 0, "is": 15},
         "optim.lr": {"was": 0.01, "is": 0.02},
         "train_for": {"was": "4st", "is": "8st"},
         "learning rate of step 3": {"was": pytest.approx(0.005), "is": pytest.approx(0.015)},
@@ -226,7 +227,7 @@ def test_a_resumed_run_says_what_changed_since_its_checkpoint(tmp_path, no_launc
     assert (line["step"], line["changes"]) == (2, changed)
     [rate] = [row["lr"] for row in record(tmp_path, "train") if row["step"] == 3]
     assert rate == pytest.approx(0.015)
-    assert capsys.readouterr().out.count("changed since the checkpoint: ") == 3
+    assert capsys.readouterr().out.count("changed since the checkpoint: ") == 4
 
 
 # ---------------------------------------------------------------- other data
