@@ -37,6 +37,9 @@ GROUPS = {
 }
 
 
+OF_LAUNCHER = ("restarts", "elastic", "launcher", "launcher-args")  # options of `jaxmpi train`, before the experiment
+
+
 class Flag(NamedTuple):
     """A field that a flag sets."""
 
@@ -106,7 +109,8 @@ def words_by_flag(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         UsageError: a word before the first flag.
     """
     if argv and not argv[0].startswith("--"):
-        raise UsageError(f"got {argv[0]!r}; expected --field value")
+        ranks = "; to start N ranks: jaxmpi train -n N EXPERIMENT.py" * argv[0].startswith("-n")
+        raise UsageError(f"got {argv[0]!r}; expected --field value{ranks}")
     starts = [i for i, word in enumerate([*argv, "--"]) if word.startswith("--")]
     for begin, end in itertools.pairwise(starts):
         name, equals, first = hyphens(argv[begin])[2:].partition("=")
@@ -123,6 +127,8 @@ def find_flag(name: str, known_flags: Mapping[str, Flag]) -> str:
     positive = head + dot + last.removeprefix("no-")
     if name in known_flags or (positive in known_flags and known_flags[positive].type is bool):
         return name if name in known_flags else positive
+    if name in OF_LAUNCHER:
+        raise UsageError(f"--{name} is no field but an option of jaxmpi train: jaxmpi train --{name} ... EXPERIMENT.py")
     siblings = ", ".join(sorted(field for field in known_flags if field.startswith(f"{name.partition('.')[0]}.")))
     listed = f"there are: {siblings}; " if siblings else ""
     raise UsageError(f"unknown field --{name}; {hint(name, known_flags)}{listed}--help lists all")

@@ -20,6 +20,13 @@ def literals(part: type) -> dict[str, tuple[str, ...]]:
     return {name: words for name, words in words_by_field.items() if words}
 
 
+@functools.cache
+def whole_numbers(part: type) -> tuple[str, ...]:
+    """Fields of a dataclass that are annotated as `int`, but not as `float`."""
+    kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(part, include_extras=True).items()}
+    return tuple(name for name, kind in kinds.items() if int in kind and float not in kind)
+
+
 def literal_words(hint: Any) -> tuple[str, ...]:
     """The words of a `Literal`; none of another annotation."""
     return get_args(hint) if get_origin(hint) is Literal else ()
@@ -36,7 +43,7 @@ def check_fields(part: Any, prefix: str = "", **ranges: str) -> None:
         ranges: of numbers, such as `>= 1` or `[0, 1): why`; None is in each.
 
     Raises:
-        UsageError: a `Literal` field has none of its words, or a number is out of its range.
+        UsageError: a `Literal` field has none of its words, a number is not whole, or out of its range.
     """
     for field in fields(part):
         value = getattr(part, field.name)
@@ -44,6 +51,9 @@ def check_fields(part: Any, prefix: str = "", **ranges: str) -> None:
         object.__setattr__(part, field.name, tuple(map(_python_number, value)) if is_plain else _python_number(value))
     for name, words in literals(type(part)).items():
         lookup(dict.fromkeys(words), getattr(part, name), prefix + name)
+    for name in whole_numbers(type(part)):
+        if isinstance(value := getattr(part, name), float):
+            raise UsageError(f"{prefix}{name}: got {value}; expected a whole number")
     for name, text in ranges.items():
         value = getattr(part, name)
         if value is not None and (isinstance(value, bool | str) or not is_in(value, text)):

@@ -39,12 +39,12 @@ class NotFinite(AgreedError):
 
 def lookup(table: Mapping[str, T], name: str, kind: str) -> T:
     """`table[name]`, or a `UsageError` that lists what exists and suggests the nearest."""
-    if name in table:
+    if isinstance(name, str) and name in table:
         return table[name]
-    raise UsageError(f"unknown {kind} {name!r}; {nearest(name, table)}")
+    raise UsageError(f"unknown {kind} {name!r}; {nearest(str(name), table)}")
 
 
-# Words of other libraries for fields of ours, which no spelling leads to.
+# Words of other libraries, and the parts of an experiment, for fields of ours, which no spelling leads to.
 ELSEWHERE = {
     "learning-rate": "optim.lr",
     "optim.learning-rate": "optim.lr",
@@ -54,6 +54,12 @@ ELSEWHERE = {
     "max-steps": "train-for",
     "optimizer": "optim.name",
     "output-dir": "run-dir",
+    "rule": "rule.name",
+    "optim": "optim.name",
+    "strategy": "exchange.strategy",
+    "exchange": "exchange.strategy",
+    "schedule": "schedule.decay",
+    "data": "data.source",
 }
 
 
@@ -65,7 +71,10 @@ def nearest(name: str, known: Mapping[str, Any]) -> str:
 def hint(name: str, known: Mapping[str, Any]) -> str:
     """The nearest known name as a question, whatever the case; empty if none is near."""
     by_lower = {other.lower(): other for other in known} | {
-        other: field for other, field in ELSEWHERE.items() if field in known
+        dashes + other: dashes + field
+        for other, field in ELSEWHERE.items()
+        for dashes in ("", "--")
+        if dashes + field in known
     }
     swapped = [other for other in by_lower if sorted(other) == sorted(name.lower())]  # two edits to difflib
     close = swapped or difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.4)

@@ -120,7 +120,12 @@ class Sampler:
         return math.ceil(self.effective_batch / self.size / self.multiple) * self.multiple
 
     def indices(self, step: int) -> Share:
-        """Indices that this worker reads at `step`, counted over all epochs; `IndexError` past the last."""
+        """Indices that this worker reads at `step`, counted over all epochs; `IndexError` past the last.
+
+        Raises:
+            UsageError: it is no whole number below 2^63.
+        """
+        _check_step(step)
         epoch, batch = divmod(operator.index(step), max(self.steps_per_epoch, 1))
         if step < 0 or (epoch and not self.shuffle) or not self.examples:
             raise IndexError(f"got step {step} of {self.steps_per_epoch}")
@@ -136,6 +141,11 @@ class Sampler:
             return np.arange(begin, end)
         with _LOCK:
             return _permutation(self.examples, self.seed, epoch)[begin:end]
+
+
+def _check_step(step: Any) -> None:
+    if not (hasattr(step, "__index__") and step < 2**63):
+        raise UsageError(f"step: got {step!r:.80}; expected a whole number below 2^63")
 
 
 @dataclass(frozen=True)
@@ -235,6 +245,7 @@ class StreamSampler(Sampler):
         if not self.lengths:
             share = super().indices(step)
             return share._replace(indices=numbered(self.place, share.indices))
+        _check_step(step)
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"got step {step} of {self.steps_per_epoch}")
         begin = step * self.each

@@ -190,6 +190,8 @@ REFUSED = [
     ({"a": {"b": np.ones(2, np.int32)}}, {}, "leaf 'a/b' is int32; expected floats"),
     (np.ones(2, bool), {}, r"leaf '\(the tree itself\)' is bool"),
     ({"key": jax.random.key(0)}, {}, "leaf 'key' is key<fry>; expected"),
+    (jnp.ones(2), {"strategy": "hier-asa8"}, "unknown strategy 'hier-asa8'; did you mean 'hier-asa:8'"),
+    (jnp.ones(2), {"strategy": "tree16"}, "unknown strategy 'tree16'; did you mean 'tree:16'"),
     (jnp.ones(2), {"strategy": "asa23"}, r"unknown strategy 'asa23'; did you mean 'asa32'\? there are: ar, asa, asa16"),
     (jnp.ones(2), {"strategy": "asa:9"}, "unknown wire '9'; .*there are: 16, 32, 8, bf16"),
     (jnp.ones(2), {"op": "max"}, "unknown op 'max'; .*there are: mean, sum"),

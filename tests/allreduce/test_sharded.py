@@ -543,6 +543,7 @@ def make(strategy: str, hosts: tuple[int, ...] = (0,) * 4, **options: Any) -> Ze
         (lambda: make("topk1"), "got strategy 'topk1'.*asa, ring"),
         (lambda: make("shm", (0, 0, 1, 1)), "got strategy 'shm' .* for ranks on these hosts: ar, asa, ring"),
         (lambda: make("shm", gather_wire="16"), "got gather_wire 16 with strategy 'shm'.*or take ar, asa, ring"),
+        (lambda: make("ring32", gather_wire=8), "unknown wire 8; did you mean '8'"),
         (lambda: make("ring32", clip_norm=-1.0), "clip_norm"),  # it would turn the gradients round
     ],
 )

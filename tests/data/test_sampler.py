@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import FileSampler, Sampler
+from jaxmpi.data.sampler import StreamSampler
 
 SIZES = st.integers(1, 9)
 
@@ -136,3 +137,10 @@ def test_with_files_of_the_local_batch_each_worker_reads_one_file_a_step_in_anot
 def test_ends_of_files_that_are_not_those_of_the_examples(ends):
     with pytest.raises(UsageError, match="file_ends"):
         FileSampler(10, 4, file_ends=ends)
+
+
+@pytest.mark.parametrize("step", [1.5, 2**70, "1"])
+@pytest.mark.parametrize("sampler", [Sampler(10, 2), StreamSampler(10, 2, lengths=(10,))], ids=["order", "streams"])
+def test_what_is_no_step_is_refused(step, sampler):
+    with pytest.raises(UsageError, match=r"step: got .*; expected a whole number"):
+        sampler.indices(step)

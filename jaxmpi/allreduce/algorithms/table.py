@@ -96,6 +96,9 @@ def find(algorithm: str) -> StrategySpec:
         if not 1 <= int(colours[1]) <= MAX_COLOURS:
             raise UsageError(f"got strategy {algorithm!r}; expected color1 to color{MAX_COLOURS}")
         return _fill("color<k>", int(colours[1]))
+    with_wire = re.fullmatch(f"(.+?)({'|'.join(WIRES)})", algorithm)
+    if algorithm not in STRATEGIES and with_wire and with_wire[1].removeprefix("hier-") in STRATEGIES:
+        raise UsageError(f"unknown strategy {algorithm!r}; did you mean '{with_wire[1]}:{with_wire[2]}'?")
     if algorithm.startswith("hier-") and "<" not in algorithm:
         cross = find(algorithm.removeprefix("hier-"))
         if not cross.crosses:
