@@ -116,7 +116,7 @@ def test_nothing_listens_but_mpi_and_no_variable_of_the_environment_is_logged(tm
 
 @pytest.mark.slow
 def test_a_disk_without_room_for_the_checkpoints_kept_is_refused_before_the_first_step(tmp_path):
-    with small_disk(tmp_path / "small", "400k") as place:
+    with small_disk(tmp_path / "small", "1400k") as place:
         ended = train(1, DIGITS, "--run-dir", str(place / "run"))
         saves_once = train(1, DIGITS, "--train-for", "2st", "--run-dir", str(place / "short"))
     assert saves_once.code == 0, saves_once.out
