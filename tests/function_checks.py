@@ -445,33 +445,41 @@ def check_profile():
 
 def check_keys():
     """Typed keys draw on every worker as they draw in one process."""
-    k = workers()
-    for key in (jax.random.key(7), jax.random.key(7, impl="rbg")):
-        keys = jax.random.split(key, 3 * k)
-        one = jm.function(lambda key: jax.random.normal(key, (1, 3)), jm.broadcast, jm.gather)
-        assert (np.asarray(one(key)) == np.repeat(np.asarray(jax.random.normal(key, (1, 3))), k, axis=0)).all()
-        back = jm.function(lambda key: key, jm.scatter, jm.gather)
-        assert (back(keys, batch=slice(None, None, -1), slices=2) == keys[::-1]).all()
-        held = jm.variable({"key": key, "n": np.int32(0)})
+    k, key = workers(), [jax.random.key(7), jax.random.key(7, impl="rbg")]
+    keys = [jax.random.split(each, 3 * k) for each in key]
 
-        def advance(held, x):
-            new, used = jax.random.split(held["key"])
-            return jax.random.normal(used, (1,)), {"key": new, "n": held["n"] + 1}
+    def draw(keys: list) -> jax.Array:
+        return jnp.stack([jax.random.normal(each, (3,)) for each in keys], 1)
 
-        step = jm.function(advance, (held, jm.scatter), (jm.gather,), held)
-        for _ in range(2):
-            key, used = jax.random.split(key)
-            (got,) = step(data(k))
-            assert (np.asarray(got) == np.asarray(jax.random.normal(used, (1,)))).all()
-        assert held.value["key"] == key
-        held.set(k - 1, {"key": keys[0], "n": np.int32(5)})
-        held.broadcast(root=k - 1)
-        assert held.get(0)["key"] == keys[0]
-        rows = jm.variable(keys)
-        rows.scatter(keys)
-        assert rows.value.shape == (3,)
-        assert (jm.function(lambda keys: keys, jm.scatter(rows), jm.gather)() == keys).all()
-    fails(lambda: wrap("sum")(keys), "output 0: got random keys, which sum cannot take")
+    def same(got: list, expected: list) -> bool:
+        return all(bool((a == b).all()) for a, b in zip(got, expected, strict=True))
+
+    one = jm.function(lambda key: draw(key)[None], jm.broadcast, jm.gather)
+    assert (np.asarray(one(key)) == np.asarray(draw(key))).all()
+    assert len(one(key)) == k
+    back = jm.function(lambda keys: keys, jm.scatter, jm.gather)
+    assert same(back(keys, batch=slice(None, None, -1), slices=2), [each[::-1] for each in keys])
+    held = jm.variable({"key": key, "n": np.int32(0)})
+
+    def advance(held, x):
+        new, used = zip(*map(jax.random.split, held["key"]), strict=True)
+        return draw(used)[None], {"key": [*new], "n": held["n"] + 1}
+
+    step = jm.function(advance, (held, jm.scatter), (jm.gather,), held)
+    for _ in range(2):
+        key, used = zip(*map(jax.random.split, key), strict=True)
+        (got,) = step(data(k))
+        assert (np.asarray(got) == np.asarray(draw(used))).all()
+    assert same(held.value["key"], key)
+    first = [each[0] for each in keys]
+    held.set(k - 1, {"key": first, "n": np.int32(5)})
+    held.broadcast(root=k - 1)
+    assert same(held.get(0)["key"], first)
+    rows = jm.variable(keys)
+    rows.scatter(keys)
+    assert [each.shape for each in rows.value] == [(3,)] * 2
+    assert same(jm.function(lambda keys: keys, jm.scatter(rows), jm.gather)(), keys)
+    fails(lambda: wrap("sum")(keys[0]), "output 0: got random keys, which sum cannot take")
 
 
 # ---------------------------------------------------------------- what is refused

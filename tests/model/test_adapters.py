@@ -71,13 +71,6 @@ def linen(module: nn.Module) -> Model:
     return linen_model(module, name="net", input_shape=(8, 8, 1), classes=10)
 
 
-@pytest.mark.parametrize("module", [LinenNet(), LinenTraining(), LinenDeterministic()])
-def test_linen_modules_are_told_whether_they_train(module):
-    model = linen(module)
-    check_model(model)
-    assert_trains_and_evaluates(model)
-
-
 def assert_trains_and_evaluates(model: Model) -> None:
     """Dropout follows the key and state moves, in training only."""
     params, before = model.init(KEY, IMAGE[:1])
@@ -153,8 +146,6 @@ def test_nnx_params_and_state_are_plain_arrays_and_give_the_modules_numbers():
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves((params, model_state)))
     got = jax.jit(model.apply, static_argnums=4)(params, model_state, IMAGE, KEY, False)[0]  # pyright: ignore[reportCallIssue]
     np.testing.assert_allclose(got, NnxNet(nnx.Rngs(KEY))(IMAGE, False), rtol=1e-5, atol=1e-6)
-    check_model(model)
-    assert_trains_and_evaluates(model)
 
 
 @pytest.mark.parametrize("net", [NnxSwitchless, NnxDeterministic])
@@ -198,13 +189,6 @@ class EquinoxNet(eqx.Module):
 
 def equinox(make: Any, **kwargs: Any) -> Model:
     return equinox_model(make, name="net", input_shape=(8, 8, 1), classes=10, **kwargs)
-
-
-@pytest.mark.parametrize("mode", ["batch", "ema"])
-def test_equinox_batch_norm_and_dropout(mode, as_users_have_it):
-    model = equinox(lambda key: EquinoxNet(key, mode))
-    check_model(model)
-    assert_trains_and_evaluates(model)
 
 
 def test_equinox_examples_have_keys_of_their_own():
@@ -287,9 +271,20 @@ def plain(classes: int = 10) -> Model:
 KINDS = {"nnx": nnx_net(NnxNet), "linen": linen(LinenNet()), "equinox": equinox(EquinoxNet), "plain": plain()}
 
 
-@pytest.mark.parametrize("model", KINDS.values(), ids=KINDS)
-def test_a_good_model_passes_in_16_bits_too(model, as_users_have_it):
+MODES = {  # ways in which a library's modules are told that they train
+    "linen, training": linen(LinenTraining()),
+    "linen, deterministic": linen(LinenDeterministic()),
+    "equinox, ema": equinox(lambda key: EquinoxNet(key, "ema")),
+}
+
+
+@pytest.mark.parametrize("name", [*KINDS, *MODES])
+def test_a_good_model_passes_in_16_bits_too_and_knows_whether_it_trains(name, as_users_have_it):
+    model = (KINDS | MODES)[name]
+    check_model(model)
     check_model(model, compute_dtype="bfloat16")
+    if name != "plain":
+        assert_trains_and_evaluates(model)
 
 
 @pytest.mark.parametrize("model", KINDS.values(), ids=KINDS)
@@ -338,19 +333,6 @@ def test_a_label_that_is_no_class_of_the_model_is_named(split, as_users_have_it,
     feed.pool.stop()
 
 
-LOSSES = {
-    "mean": (lambda outputs, labels: outputs.mean(), "got float32[], expected float32[2], one loss an example"),
-    "a class": (lambda outputs, labels: outputs, "got float32[2, 10], expected float32[2]"),
-}
-
-
-@pytest.mark.parametrize("case", LOSSES)
-def test_loss_of_the_wrong_shape(case):
-    loss, message = LOSSES[case]
-    with pytest.raises(UsageError, match=r"the experiment's `loss`.*" + re.escape(message)):
-        check_model(plain(), loss)
-
-
 def with_init(variables: Any) -> Model:
     return Model("net", lambda key, image: variables, lambda *args: (None, {}), (8, 8, 1), 10)
 
@@ -377,14 +359,16 @@ BROKEN = {
         "net: apply in training: got float32[2, 8, 8, 1], as the model's input_shape says; expected",
     ),
     "whole logits": (with_apply(lambda out, state: (out.astype(jnp.int32), state)), "got int32[2, 10]"),
+    "a mean loss": (plain(), "got float32[], expected float32[2], one loss an example", lambda out, labels: out.mean()),
+    "a loss a class": (plain(), "got float32[2, 10], expected float32[2]", lambda out, labels: out),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_model_that_breaks_the_contract(case):
-    model, message = BROKEN[case]
+def test_a_model_or_loss_that_breaks_the_contract(case):
+    model, message, *loss = BROKEN[case]
     with pytest.raises(UsageError, match=re.escape(message)):
-        check_model(model)
+        check_model(model, *loss)
 
 
 def test_a_tuple_in_training_needs_a_loss_that_takes_it():

@@ -95,19 +95,6 @@ def test_a_run_of_one_step_divides_by_nothing(decay):
     assert jnp.asarray(lr(jnp.int32(0))).dtype == jnp.float32
 
 
-UNKNOWN = [
-    (Schedule(decay="poli"), "unknown schedule.decay 'poli'; did you mean 'poly'"),
-    (Schedule(warmup_shape="exp"), "unknown schedule.warmup_shape 'exp'; there are: geometric, linear"),
-    (Schedule(decay="step"), "got no boundaries"),
-]
-
-
-@pytest.mark.parametrize(("config", "message"), UNKNOWN)
-def test_unknown_schedules(config, message):
-    with pytest.raises(UsageError, match=message):
-        schedule(config, CLOCK, PEAK, 1)
-
-
 # ---------------------------------------------------------------- optimizers
 
 PARAMS: Any = {
@@ -128,6 +115,10 @@ def run(tx: optax.GradientTransformation, steps: int = 5, scale: float = 1.0) ->
         updates, state = update(gradient(step, scale), state, params)
         params = optax.apply_updates(params, updates)
     return params
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    return jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), a, b))
 
 
 def falling(step) -> jax.Array:
@@ -202,8 +193,7 @@ SAME_AS_OPTAX = [
     ids=[" ".join([fields["name"], *list(fields)[1:]]) for fields, _ in SAME_AS_OPTAX],
 )
 def test_optimizers_are_optax(fields, expected):
-    got, wanted = run(configured(**fields)), run(expected)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), got, wanted))
+    assert same_bits(run(configured(**fields)), run(expected))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
@@ -249,6 +239,7 @@ def test_what_the_table_says_to_be_linear_is(name):
         params = optax.apply_updates(params, one[0])
     assert difference < 1e-3 or not is_linear(config)
     assert not is_linear(Optim("mine", transform=optax.sgd))
+    assert not is_linear(Optim("sgd", clip_norm=1.0))
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -260,15 +251,13 @@ def test_every_setting_of_an_optimizer_moves_its_params(name):
     settings = everywhere | {setting: values[setting] for setting in OPTIMIZERS[name].takes}
     was = run(configured(name=name), 20)
     for setting, value in settings.items():
-        now = run(configured(name=name, **{setting: value}), 20)
-        assert not jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), was, now)), setting
+        assert not same_bits(was, run(configured(name=name, **{setting: value}), 20)), setting
 
 
-def test_clipping_is_not_linear():
-    assert not is_linear(Optim(name="sgd", clip_norm=1.0))
-
-
-NOT_OWN = {
+REFUSED = {
+    "unknown decay": (Schedule(decay="poli"), "unknown schedule.decay 'poli'; did you mean 'poly'"),
+    "unknown warm-up": (Schedule(warmup_shape="exp"), "unknown schedule.warmup_shape 'exp'"),
+    "steps without boundaries": (Schedule(decay="step"), "got no boundaries"),
     "a name of the table": (Optim(transform=optax.sgd), "got one with the name 'momentum', which is jaxmpi's own"),
     "no optimizer": (Optim("mine", transform=3), "optim.transform of 'mine': got a builtins.int; expected an Optax"),
     "a function that gives none": (Optim("mine", transform=lambda lr: lr), "'mine': got a .*; expected an Optax"),
@@ -280,11 +269,10 @@ NOT_OWN = {
 }
 
 
-@pytest.mark.parametrize("case", NOT_OWN)
-def test_settings_that_an_optimizer_has_not_are_refused(case):
-    config, message = NOT_OWN[case]
+@pytest.mark.parametrize(("config", "message"), REFUSED.values(), ids=REFUSED)
+def test_settings_that_a_schedule_or_optimizer_does_not_have_are_refused(config, message):
     with pytest.raises(UsageError, match=message):
-        optimizer(config, falling)
+        schedule(config, CLOCK, PEAK, 1) if isinstance(config, Schedule) else optimizer(config, falling)
 
 
 def test_a_run_that_goes_on_at_another_step_has_the_rates_of_that_step():
@@ -312,7 +300,7 @@ def test_the_rate_inside_the_velocity(name):
         for inside in (True, False)
     ]
     # 0.5 is a power of two: it commutes with every rounding.
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *constant))
+    assert same_bits(*constant)
 
 
 def test_biases_run_a_multiple_of_the_rate():

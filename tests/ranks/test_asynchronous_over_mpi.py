@@ -1,4 +1,4 @@
-"""Messages of asynchronous rules between real processes: run by tests/test_mpirun.py."""
+"""Messages of asynchronous rules between real processes."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""`auto` on real ranks: run by tests/test_mpirun.py. The cache that counts is rank 0's."""
+"""`auto` on real ranks. The cache that counts is rank 0's."""
 
 import copy
 import json

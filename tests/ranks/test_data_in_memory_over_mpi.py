@@ -1,6 +1,4 @@
-"""A data set in the memory of real processes: run by tests/test_mpirun.py, or by hand with
-`mpirun -n 4 python -m pytest tests/ranks/test_data_in_memory_over_mpi.py`.
-"""
+"""A data set in the memory of real processes."""
 
 import collections
 import contextlib

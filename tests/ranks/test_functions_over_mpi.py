@@ -1,6 +1,4 @@
-"""Data-parallel functions if every rank runs the script: run by tests/test_mpirun.py, or by hand with
-`mpirun -n 3 python -m pytest tests/ranks`.
-"""
+"""Data-parallel functions if every rank runs the script."""
 
 import numpy as np
 import pytest

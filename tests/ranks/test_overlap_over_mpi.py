@@ -1,6 +1,4 @@
-"""Exchanges beside XLA, between real processes: run by tests/test_mpirun.py, or by hand with
-`mpirun -n 3 python -m pytest tests/ranks`. Expected values come from rank and size.
-"""
+"""Exchanges beside XLA, between real processes."""
 
 import gc
 import threading

@@ -1,7 +1,4 @@
-"""Parts around the exchange of a loop of one's own.
-
-The tests are for any number of ranks, each of which knows what all hold.
-"""
+"""Parts around the exchange of a loop of one's own: each rank knows what all hold."""
 
 import json
 import math
@@ -32,6 +29,7 @@ from jaxmpi.core.pytrees import named_leaves
 
 COMM: Any = jaxmpi.world()
 SIZE, RANK = COMM.size, int(COMM.rank)
+pytestmark = pytest.mark.usefixtures("untried")
 
 
 def held(rank: int) -> dict:
@@ -99,6 +97,16 @@ REFUSED_ON_RANK_1: dict[str, tuple[Any, Any, Any, str]] = {
     "color": (COMM.split, 0, -1, "split: color"),
     "key": (lambda y: COMM.split(0, y), 0, "text", "TypeError"),
     "local_batch": (lambda y: jaxmpi.InMemory("unused", y), 1, 0, "local_batch: got 0"),
+    **{
+        f"{name}, {kind}": (call, X, odd, r".*(w: got|'(shared/)?w')")
+        for name, call in {
+            "metrics.sum": jaxmpi.metrics.sum,
+            "metrics.mean": jaxmpi.metrics.mean,
+            "broadcast": jaxmpi.broadcast,
+            "save": lambda y: jaxmpi.Checkpoints("never").save(1, y),
+        }.items()
+        for kind, odd in {"masked": MASKED, "float0": {"w": np.zeros(3, jax.dtypes.float0)}}.items()
+    },
 }
 
 
@@ -164,21 +172,6 @@ def test_numbers_near_the_ends_of_floats_and_beyond_64_bits():
     assert jaxmpi.metrics.sum(2**70 + RANK) == SIZE * 2**70 + sum(range(SIZE))
     small = jaxmpi.metrics.sum({"a": jnp.ones(3, jnp.int4), "b": jnp.ones((), jnp.uint2)})
     assert (small["a"].dtype, small["a"].tolist(), small["b"]) == (np.int64, [SIZE] * 3, SIZE)
-
-
-def masked_on_the_last() -> np.ndarray:
-    x = np.ma.masked_array([1.0, 2.0], [False, True], dtype=np.float32)
-    return x if RANK == SIZE - 1 else np.ones(2, np.float32)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [jaxmpi.metrics.sum, jaxmpi.metrics.mean, jaxmpi.broadcast, lambda x: jaxmpi.Checkpoints("never").save(1, x)],
-)
-def test_masks_and_gradients_of_integers_are_refused_on_all_ranks_alike(call):
-    for leaf in (masked_on_the_last(), np.zeros(2, jax.dtypes.float0)):
-        with pytest.raises(jaxmpi.UsageError, match=r"w: got|'(shared/)?w'"):
-            call({"w": leaf})
 
 
 def test_all_64_bits_of_a_seed_count():
@@ -294,17 +287,18 @@ def test_accumulation_by_tokens_is_that_of_one_process_with_all_of_them(jit, sta
     np.testing.assert_allclose(-np.asarray(updates), oracle, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("jit", [jax.jit, lambda function: function], ids=["in jit", "outside"])
-def test_complex_numbers_have_the_bits_of_their_two_parts(jit, standard_promotion):
+def test_complex_numbers_have_the_bits_of_their_two_parts(standard_promotion):
     def complexes(rank: int) -> np.ndarray:
         return np.random.default_rng(rank).standard_normal((5, 7, 2), np.float32).view(np.complex64)[..., 0]
 
+    def exchanged(z: jax.Array) -> list:
+        pairs = [({"z": z}, strategy) for strategy in ("asa32", "ring16", "shm")]
+        return [(jaxmpi.exchange(*pair), jaxmpi.exchange([z.real, z.imag], pair[1])) for pair in pairs]
+
     z = complexes(RANK)
-    for strategy in ("asa32", "ring16", "shm"):
-        got = jit(lambda z: jaxmpi.exchange({"z": z}, strategy))(z)["z"]  # noqa: B023
-        re, im = jit(lambda z: jaxmpi.exchange([z.real, z.imag], strategy))(z)  # noqa: B023
-        assert got.dtype == np.complex64
-        assert np.asarray(got).tobytes() == (np.asarray(re) + 1j * np.asarray(im)).astype(np.complex64).tobytes()
+    for got, pair in (*jax.jit(exchanged)(z), *exchanged(z)):
+        assert got["z"].dtype == np.complex64
+        assert np.asarray(got["z"]).view(np.float32).tobytes() == np.stack(pair, -1).tobytes()
     everyones = [complexes(rank).astype(np.complex128) for rank in range(SIZE)]
     mean = jaxmpi.metrics.mean({"z": z, "n": complex(RANK, 1)}, RANK + 1)
     weights = np.arange(1, SIZE + 1)
@@ -312,11 +306,10 @@ def test_complex_numbers_have_the_bits_of_their_two_parts(jit, standard_promotio
     assert mean["n"] == complex(sum(n * rank for rank, n in enumerate(weights)) / sum(weights), 1)
 
     adam = optax.contrib.split_real_and_imaginary(optax.adam(1e-2))
-    pair = optax.chain(jaxmpi.exchange_gradients(), adam), jaxmpi.sharded(optax.adam(1e-2), "element")
     both = []
-    for tx in pair:
+    for tx in (optax.chain(jaxmpi.exchange_gradients(), adam), jaxmpi.sharded(optax.adam(1e-2), "element")):
         params: Any = {"z": jnp.ones((5, 7), jnp.complex64), "b": jnp.zeros(3)}
-        state, update = tx.init(params), jit(tx.update)
+        state, update = tx.init(params), jax.jit(tx.update)
         for _ in range(3):
             updates, state = update({"z": jnp.asarray(z), "b": jnp.full(3, RANK, jnp.float32)}, state, params)
             params = optax.apply_updates(params, updates)
@@ -398,37 +391,36 @@ def test_shares_of_an_optimizers_state_are_cut_anew_for_other_strategies_and_num
     params = {"w": jnp.arange(7.0), "b": jnp.arange(6.0).reshape(2, 3)}
     sharded = partial(jaxmpi.sharded, tx, "tensor" if wire == "16" else "element", gather_wire=wire)
     asa, ring, part = sharded("asa32"), sharded("ring32"), COMM.split(RANK // 2)
+    by_asa, by_ring = after_two_steps(asa, params), after_two_steps(ring, params)
     written_by = SIZE
 
-    def is_as_trained(tx: optax.GradientTransformation, comm: Any = COMM) -> bool:
+    def is_as_trained(tx: optax.GradientTransformation, want: Any, comm: Any = COMM) -> bool:
         asked = {"opt": tx.init(params), "rank": np.int32(-1)}
         saved = restored(jaxmpi.Checkpoints(folder, comm=comm), params, asked)
+        assert saved.extra == {"chunks": "of the user"}
         assert saved.own["rank"] == (RANK if comm.size == written_by else 0)
-        want = after_two_steps(tx, params)
         # One worker updates whole tensors in another program: an fma rounds once less, in each of two updates.
         rtol = 2**-22 if wire == "16" and comm.size != written_by else 0.0
         return jax.tree.all(jax.tree.map(lambda x, y: np.allclose(x, y, rtol, atol=0), saved.own["opt"], want))
 
     extra = {"chunks": "of the user"}
-    kept = jaxmpi.Checkpoints(folder)
-    kept.save(1, params, {"opt": after_two_steps(asa, params), "rank": np.int32(RANK)}, extra)
-    assert is_as_trained(asa)
-    assert is_as_trained(ring)
-    assert is_as_trained(sharded("asa32", comm=part), part)
-    saved = restored(kept, params, {"opt": ring.init(params), "rank": np.int32(-1)})
-    assert saved.extra == extra
+    jaxmpi.Checkpoints(folder).save(1, params, {"opt": by_asa, "rank": np.int32(RANK)}, extra)
+    assert is_as_trained(asa, by_asa)
+    assert is_as_trained(ring, by_ring)
+    of_part = sharded("asa32", comm=part)
+    assert is_as_trained(of_part, after_two_steps(of_part, params), part)
     if SIZE > 1 and wire == "32":
         with pytest.raises(jaxmpi.UsageError, match=r"a state with \(0, 1.*; expected \(1, .* restore it by"):
-            ring.update(params, asa.init(params), params)
+            ring.update(params, by_asa, params)
     processes().barrier()
     if RANK == 0:  # goes on alone
-        single = sharded("asa32", comm=SoloComm())
-        assert is_as_trained(single, SoloComm())
-        state = {"opt": after_two_steps(single, params), "rank": np.int32(0)}
-        jaxmpi.Checkpoints(folder, comm=SoloComm()).save(2, params, state)
+        single, alone = sharded("asa32", comm=SoloComm()), jaxmpi.Checkpoints(folder, comm=SoloComm())
+        by_one = after_two_steps(single, params)
+        assert is_as_trained(single, by_one, SoloComm())
+        alone.save(2, params, {"opt": by_one, "rank": np.int32(0)}, extra)
     processes().barrier()
     written_by = 1
-    assert is_as_trained(ring)
+    assert is_as_trained(ring, by_ring)
 
 
 @pytest.mark.parametrize("strategy", ["topk10", "lowrank2"])

@@ -1,6 +1,4 @@
-"""Sharded updates over MPI, for any number of ranks: run by tests/test_mpirun.py, or by hand with
-`mpirun -n 3 python -m pytest tests/ranks`.
-"""
+"""Sharded updates over MPI."""
 
 import gc
 import time
@@ -37,7 +35,7 @@ COMM = jaxmpi.world()
 pytestmark = pytest.mark.e2e  # optimizers are tried out, and take seconds to compile
 SIZE, RANK = COMM.size, int(COMM.rank)
 on_cpus = pytest.mark.skipif(jax.default_backend() != "cpu", reason="it is refused on GPUs, or memory is the GPU's")
-SHAPES = {"kernel": (97, 31), "bias": (31,), "scale": (), "big": (3, 3, 64, 64)}
+SHAPES = {"kernel": (97, 31), "scale": (), "big": (3, 3, 64, 64)}
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +67,7 @@ def stepped(tx: optax.GradientTransformation, jit: Any, steps: int = 3) -> tuple
 )
 def test_updates_are_those_of_the_chain_and_equal_on_all_ranks(strategy, jit):
     chain = optax.chain(jaxmpi.exchange_gradients(strategy, bucket_bytes=4), optax.adam(1e-2))
-    steps = 3 if jit is jax.jit else 40
+    steps = 3 if jit is jax.jit else 12
     whole, _ = stepped(chain, jit, steps)
     params, state = stepped(jaxmpi.sharded(optax.adam(1e-2), "element", strategy), jit, steps)
     # In one program XLA may multiply constants beforehand: 8 roundings of a step of 0.01, one of the sum.
@@ -99,7 +97,7 @@ def test_slices_that_travel_beside_a_program_are_those_that_do_not(strategy):
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
 @pytest.mark.parametrize("strategy", ["ring32", "shm"])
-@pytest.mark.parametrize("shapes", [[(300_000,), (700, 5), (), (0, 3), (7,)], []], ids=["mixed", "none"])
+@pytest.mark.parametrize("shapes", [[(300_000,), (7, 5), (), (0, 3)], []], ids=["mixed", "none"])
 def test_halves_in_pieces_have_the_bits_of_those_in_one_program(strategy, shapes):
     """Also of a tree of a class that the other ranks of a host could not be sent: pickle knows nothing of it."""
 
@@ -235,7 +233,7 @@ def test_gradients_that_are_scattered_as_they_come_give_the_params_of_those_that
 
     def steps(*, early: bool) -> Any:
         halves = make_zero("shm", "mean", COMM, 100, clip_norm=0.1, host=processes(), early=early)
-        rule = gradients(optax.adam(1e-2), Exchange(lambda g: g, lambda g: g, COMM.jit, zero=halves))
+        rule = gradients(optax.sgd(1e-2, momentum=0.9), Exchange(lambda g: g, lambda g: g, COMM.jit, zero=halves))
         assert rule.sharding
         assert halves.shared_params
         assert isinstance(COMM, MpiComm)

@@ -282,18 +282,17 @@ def test_one_bit_flips(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- another number of workers
 
 
-def stored_settings(workers, scaled_for, batch):
-    return run_directory.StoredSettings(workers, scaled_for, batch, {})
+Stored = functools.partial(run_directory.StoredSettings, exchange={})
 
 
 @pytest.mark.parametrize(
     ("fields", "stored", "workers", "expected"),
     [
-        ({"local_batch": 8}, stored_settings(4, 4, 32), 4, (8, 0)),
-        ({"local_batch": 8}, stored_settings(4, 4, 32), 3, (0, 32)),
-        ({"local_batch": 8}, stored_settings(3, 4, 32), 3, (0, 32)),
-        ({"effective_batch": 32}, stored_settings(3, 4, 32), 3, (0, 32)),
-        ({"effective_batch": 32}, stored_settings(3, 4, 32), 4, (0, 32)),
+        ({"local_batch": 8}, Stored(4, 4, 32), 4, (8, 0)),
+        ({"local_batch": 8}, Stored(4, 4, 32), 3, (0, 32)),
+        ({"local_batch": 8}, Stored(3, 4, 32), 3, (0, 32)),
+        ({"effective_batch": 32}, Stored(3, 4, 32), 3, (0, 32)),
+        ({"effective_batch": 32}, Stored(3, 4, 32), 4, (0, 32)),
         ({}, None, 3, (0, 0)),
     ],
 )

@@ -296,19 +296,6 @@ def test_a_dry_run_makes_two_steps_with_the_run_s_rates_and_leaves_nothing(tmp_p
     assert not Path(run.run_dir).exists()
 
 
-@pytest.mark.parametrize(
-    ("function", "match"),
-    [
-        (lambda outputs, labels: 1.0, "expected a dict"),
-        (lambda outputs, labels: {"far": 1.0}, "far: got 1.0"),
-        (lambda outputs, labels: {"near": 1.0}, "monitor: got eval_rank"),
-    ],
-)
-def test_a_bad_function_of_the_whole_set_is_named(function, match, tmp_path):
-    with pytest.raises(UsageError, match=match):
-        main.train(lines(tmp_path, whole_set=function, monitor="eval_rank", monitor_mode="max"), "lines")
-
-
 def pairwise(params, model_state, batch, key, train):
     """l_i: the mean over the worker's real examples j of (r_i - r_j)^2, r = x w - y."""
     errors, real = batch["x"] @ params["w"] - batch["y"], batch["weight"] > 0
@@ -474,18 +461,12 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("task", "match"), BAD.values(), ids=BAD)
-def test_a_bad_part_of_a_task_is_named(task, match, tmp_path):
-    with pytest.raises(UsageError, match=match):
-        main.train(lines(tmp_path, task), "lines")
-
-
-def test_a_negative_weight_is_named(tmp_path):
-    with pytest.raises(UsageError, match=r"weight: got \[.*expected 12 finite numbers >= 0"):
-        main.train(lines(tmp_path, dataclasses.replace(LINE, weight=lambda batch: batch["tokens"] - 5)), "lines")
-
-
+REGRESSION = {"image": np.zeros((8, 3), np.float32), "label": np.zeros((8, 3), np.float32)}
 SETTINGS = {
+    "negative weight": (
+        {"task": dataclasses.replace(LINE, weight=lambda batch: batch["tokens"] - 5)},
+        r"weight: got \[.*expected 12 finite numbers >= 0",
+    ),
     "unknown": ({"task": "clustering"}, "unknown task 'clustering'"),
     "both": ({"model": MODEL}, "a task of your own has its model in it"),
     "no model": ({"task": "regression"}, "the experiment has no model"),
@@ -494,17 +475,26 @@ SETTINGS = {
     "lengths": ({"data": Data("array", train={"x": np.zeros((4, 3)), "y": np.zeros(3)}, validation=line(9))}, "'y': 3"),
     "no fields": ({"data": Data("array", train={}, validation=line(9))}, r"data\.train: got"),
     "field": ({"data": Data("array", train={"weight": np.zeros(4)}, validation=line(9))}, "got a field 'weight'"),
+    "labels of a regression": (
+        {"task": "regression", "model": MODEL, "data": Data("array", train=REGRESSION, validation=REGRESSION)},
+        r"got labels \[2, 3\] for outputs \[2, 2\]; expected as many numbers",
+    ),
+    "whole set": ({"whole_set": lambda outputs, labels: 1.0}, "expected a dict"),
+    "whole set, twice": ({"whole_set": lambda outputs, labels: {"far": 1.0}}, "far: got 1.0"),
+    "whole set, monitor": (
+        {"whole_set": lambda outputs, labels: {"near": 1.0}, "monitor": "eval_rank", "monitor_mode": "max"},
+        "monitor: got eval_rank",
+    ),
 }
+
+
+@pytest.mark.parametrize(("task", "match"), BAD.values(), ids=BAD)
+def test_a_bad_part_of_a_task_is_named(task, match, tmp_path):
+    with pytest.raises(UsageError, match=match):
+        main.train(lines(tmp_path, task), "lines")
 
 
 @pytest.mark.parametrize(("fields", "match"), SETTINGS.values(), ids=SETTINGS)
 def test_settings_that_do_not_fit_are_named(fields, match, tmp_path):
     with pytest.raises(UsageError, match=match):
-        main.train(lines(tmp_path, **fields), "lines")
-
-
-def test_labels_of_a_regression_are_as_many_as_outputs(tmp_path):
-    data = {"image": np.zeros((8, 3), np.float32), "label": np.zeros((8, 3), np.float32)}
-    fields = {"task": "regression", "model": MODEL, "data": Data("array", train=data, validation=data)}
-    with pytest.raises(UsageError, match=r"got labels \[2, 3\] for outputs \[2, 2\]; expected as many numbers"):
         main.train(lines(tmp_path, **fields), "lines")
