@@ -78,9 +78,9 @@ class Job:
         processes, memory = left_behind(self.mark), leaked(self.before, lambda: marked(self.mark))
         memory = {name for name in memory if not name.startswith("sm_segment.")}  # of plain mpirun, beside this job
         if processes or memory:
-            told = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes if os.path.exists(f"/proc/{pid}")]
+            words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes if os.path.exists(f"/proc/{pid}")]
             self.drop()
-            pytest.fail(f"left behind: {told}, {memory}:\n{self.out[-4000:]}")
+            pytest.fail(f"left behind: {words}, {memory}:\n{self.out[-4000:]}")
 
     def signal(self, number: int, rank: int | None = None) -> None:
         """Send a signal to the command itself, or to the process of a rank."""

@@ -119,8 +119,8 @@ def train_here(*args: str) -> Ended:
 
     Types are promoted as users have it.
     """
-    said, promotion = io.StringIO(), (jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"))
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), promotion[0], promotion[1]:
+    printed, promotion = io.StringIO(), (jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"))
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), promotion[0], promotion[1]:
         try:
             experiment, path = experiment_file.parse(list(args), main.TABLES)
             main.train(
@@ -135,7 +135,7 @@ def train_here(*args: str) -> Ended:
             print(f"error: {error}")
         except SystemExit as left:
             code = left.code if isinstance(left.code, int) else 1
-    return Ended(code, said.getvalue(), False)
+    return Ended(code, printed.getvalue(), False)
 
 
 def on_small_disk(folder: Path, script: str) -> Ended:
@@ -171,7 +171,7 @@ def shared_memory(processes: Sequence[int] = ()) -> set[str]:
         with contextlib.suppress(OSError):
             hosts[os.readlink(f"/proc/{pid}/ns/mnt")] = pid
     roots = [Path(f"/proc/{pid}/root/dev/shm") for pid in hosts.values()]
-    tops = [(root, top) for root in roots for top in root.iterdir() if not (top.is_dir() and is_held(top))]
+    tops = [(root, top) for root in roots for top in root.iterdir() if not (top.is_dir() and is_locked(top))]
     paths = [(root, path) for root, top in tops for path in (top, *top.rglob("*")) if not path.is_dir()]
     names = {str(path.relative_to(root)) for root, path in paths}
     mapped: set[str] = set()
@@ -181,7 +181,7 @@ def shared_memory(processes: Sequence[int] = ()) -> set[str]:
     return names - mapped
 
 
-def is_held(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Return True if a job has locked a folder, as `jaxmpi train` does its own."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

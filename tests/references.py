@@ -60,14 +60,14 @@ ROUND_BLOCK = {"16": round_block_to_halves, "8": round_block_to_multiples}
 
 
 def asa(rows: Rows, wire: str) -> np.ndarray:
-    """Every worker sums its slice in rank order, then sends it to all."""
+    """Every worker sums its chunk in rank order, then sends it to all."""
     size = len(rows)
-    slices = rows.reshape(size, size, -1)  # [sender, receiver, n / size]
+    chunks = rows.reshape(size, size, -1)  # [sender, receiver, n / size]
     parts = []
     for receiver in range(size):
-        mine = round_to_wire(slices[0, receiver], wire)
+        mine = round_to_wire(chunks[0, receiver], wire)
         for sender in range(1, size):
-            mine = mine + round_to_wire(slices[sender, receiver], wire)
+            mine = mine + round_to_wire(chunks[sender, receiver], wire)
         parts.append(round_to_wire(mine, wire))
     return np.concatenate(parts)
 

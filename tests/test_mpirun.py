@@ -20,8 +20,8 @@ WORK = "for i in range(10**6): jaxmpi.exchange(x).block_until_ready()"
 CORE, COLLECTIVES, PARTITION = (
     f"tests/ranks/test_{name}_over_mpi.py" for name in ("exchange", "collectives", "data_in_memory")
 )
-SOME = "sum_equals or (conserve and turn)"  # on two hosts in turn a rank reads some records and is sent others
-OF_THREE = "sum or permute or roots or order or arrive or part or messages_between or sendrecv or linear or mapped_axis"
+SOME = "sum_equals or conserve"  # in groups of two a rank reads some records and is sent others
+OF_THREE = "sum or permute or roots or order or move or subcom or messages_between or sendrecv or linear or mapped_axis"
 ALL = ["tests/ranks", "-m", "not slow and not faults"]
 MORE_RANKS = [  # by two, a + b = b + a hides the order of ranks
     (3, [CORE, COLLECTIVES, "-k", OF_THREE, *ALL[1:]]),

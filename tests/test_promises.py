@@ -74,18 +74,18 @@ def ranks_of(leader: int) -> list[int]:
     return found
 
 
-def ports_of(line: list[str], told: Path, env: dict[str, str]) -> int:
+def count_ports(line: list[str], log: Path, env: dict[str, str]) -> int:
     """How many ports a job of two ranks listens on once it has said `ready` or trains; it is ended then."""
-    with told.open("w") as out:
+    with log.open("w") as out:
         job = subprocess.Popen(
             [*mpirun_line(2), sys.executable, *line], stdout=out, stderr=out, cwd=ROOT, env=os.environ | env,
             start_new_session=True,
         )  # fmt: skip
     try:
         deadline = time.monotonic() + 200
-        while not re.search("ready.*ready|^step ", told.read_text(), re.S | re.M):
-            assert job.poll() is None, told.read_text()
-            assert time.monotonic() < deadline, told.read_text()
+        while not re.search("ready.*ready|^step ", log.read_text(), re.S | re.M):
+            assert job.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         ranks = ranks_of(job.pid)
         assert len(ranks) == 2
@@ -104,7 +104,7 @@ def test_nothing_listens_but_mpi_and_no_variable_of_the_environment_is_logged(tm
     env = {"PYTHONPATH": str(ROOT), "WANDB_API_KEY": secret, "MY_PASSWORD": secret}
     words = ["-m", "jaxmpi.train", DIGITS, "--run-dir", str(run_dir), "--train-for", "100000st"]
     words += ["--checkpoint-every", "5st", "--log-every", "5"]
-    assert ports_of(words, tmp_path / "train.txt", env) == ports_of(["-c", BARE], tmp_path / "bare.txt", env)
+    assert count_ports(words, tmp_path / "train.txt", env) == count_ports(["-c", BARE], tmp_path / "bare.txt", env)
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     assert {"config.json", "record.jsonl"} <= {path.name for path in files}
     for path in [*files, tmp_path / "train.txt"]:

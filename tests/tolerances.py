@@ -22,7 +22,7 @@ all. 127 s may be above m by 2^-14 at most: that is its r.
 If f32 results are subnormal XLA may flush them, and wire 8 has no scale below 2^-126: 2^-126 for each operation, of
 which there are fewer than 8 w.
 
-k: 0 for `ar` and `shm`; 2 for `asa` (slices sent, sum sent) and `root` (vectors sent, sum sent); w for `ring` and
+k: 0 for `ar` and `shm`; 2 for `asa` (chunks sent, sum sent) and `root` (vectors sent, sum sent); w for `ring` and
 `pipering` (once a hop, of which there are w - 1, and the sum); one a halving and one for the sum for `tree`, and one
 more where w is no power of two; height + 1 for `color<k>`; that of <cross> over the hosts for `hier-<cross>`.
 """

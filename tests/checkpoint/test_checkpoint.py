@@ -72,7 +72,7 @@ def steps(folder) -> list[int]:
 
 
 @pytest.mark.parametrize("replicated", [False, True])
-def test_everything_comes_back_bit_for_bit(tmp_path, replicated):
+def test_restored_values_are_bitwise_equal(tmp_path, replicated):
     states = {worker: state(worker) for worker in range(3)}
     if replicated:
         states = {worker: s._replace(rule_state=states[0].rule_state) for worker, s in states.items()}
@@ -105,7 +105,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert restore(tmp_path / "long").step == 100000000
 
 
-def test_what_is_no_folder_of_ours_stays_and_stops_no_checkpoint(tmp_path):
+def test_foreign_files_are_left_alone_and_do_not_prevent_checkpoints(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     newest = save(elsewhere)
     folder = tmp_path / "checkpoints"
@@ -119,7 +119,7 @@ def test_what_is_no_folder_of_ours_stays_and_stops_no_checkpoint(tmp_path):
     assert (newest / "manifest.json").is_file()
 
 
-def test_what_was_cut_off_while_it_was_written_is_passed_over(tmp_path):
+def test_an_interrupted_checkpoint_is_skipped(tmp_path):
     save(tmp_path, step=5)
     save(tmp_path, step=6).rename(tmp_path / "step_00000006.tmp")
     (tmp_path / "step_7").mkdir()
@@ -134,7 +134,7 @@ def test_what_was_cut_off_while_it_was_written_is_passed_over(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_on_another_number_of_workers_each_has_the_mean(tmp_path, workers):
+def test_on_another_number_of_workers_each_gets_the_mean(tmp_path, workers):
     states = {worker: state(worker) for worker in range(3)}
     save(tmp_path, states)
     saved = restore(tmp_path, {worker: blank(state(worker)) for worker in range(workers)}, workers=workers)
@@ -170,7 +170,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("do", "message"), DAMAGE, ids=[message for _, message in DAMAGE])
-def test_a_damaged_newest_one_is_named_and_the_one_before_is_used(tmp_path, do, message):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(tmp_path, do, message):
     save(tmp_path, step=3)
     do(save(tmp_path, step=7))
     messages = []
@@ -267,7 +267,7 @@ def test_hostile_manifests_are_refused(tmp_path, change, message):
 
 @pytest.mark.parametrize("name", ["manifest.json", "common.bin", "worker_00001.bin"])
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_nothing_but_regular_files_is_read(tmp_path, name, kind):
+def test_only_regular_files_are_read(tmp_path, name, kind):
     file = save(tmp_path / "run") / name
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere") if kind == "link" else os.mkfifo(file)

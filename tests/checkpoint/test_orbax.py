@@ -50,7 +50,7 @@ def run_dir(tmp_path):
     return tmp_path / "run"
 
 
-def test_out_and_in(run_dir, tmp_path):
+def test_an_export_can_be_loaded(run_dir, tmp_path):
     cli.run(["export", str(run_dir), str(tmp_path / "out"), "--step", "3"])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
     got = exported_files.params_from_orbax(tmp_path / "out", like, STATE)
@@ -76,7 +76,7 @@ def test_out_and_in(run_dir, tmp_path):
         exported_files.params_from_orbax(tmp_path / "out", like, {})
 
 
-def test_of_workers_with_params_of_their_own_the_mean_goes_out(tmp_path):
+def test_the_mean_of_workers_with_different_params_is_exported(tmp_path):
     states = {}
     for worker in range(2):
         params = jax.tree.map(lambda x, by=worker: np.asarray(x + np.asarray(2 * by, x.dtype)), PARAMS)
@@ -90,7 +90,7 @@ def test_of_workers_with_params_of_their_own_the_mean_goes_out(tmp_path):
     np.testing.assert_array_equal(mean["model_state/calls"], 0)  # a count has no mean: it is worker 0's
 
 
-def test_of_a_schedule_free_optimizer_its_x_goes_out_for_the_tensors_that_it_trains(tmp_path):
+def test_the_average_of_a_schedule_free_optimizer_is_exported(tmp_path):
     """Beside others, which have another one, in each worker's own file."""
     free = optax.contrib.schedule_free_sgd(0.5, b1=0.6)
     kinds = {"conv": {"kernel": "free", "a/b": "rest"}, "half": "rest"}
@@ -112,7 +112,7 @@ def test_of_a_schedule_free_optimizer_its_x_goes_out_for_the_tensors_that_it_tra
         assert got[name].dtype == want[name].dtype
 
 
-def test_of_a_rule_with_a_center_it_is_the_center_that_goes_out(tmp_path):
+def test_the_center_of_a_rule_is_exported(tmp_path):
     """As in evaluation: of an asynchronous one, and of `easgd_sync`, where it is a part of the state."""
     center = jax.tree.map(lambda x: np.asarray(x + np.asarray(5, x.dtype)), PARAMS)
     exchange = base.Exchange(lambda tree: tree, lambda tree: tree)
@@ -131,7 +131,7 @@ def test_of_a_rule_with_a_center_it_is_the_center_that_goes_out(tmp_path):
             np.testing.assert_array_equal(got[name], leaf)
 
 
-def test_bare_params_of_another_program_leave_the_model_its_own_state(tmp_path):
+def test_params_without_state_leave_the_state_of_the_model(tmp_path):
     """Also of a model whose own params have a node called so."""
     for number, tree in enumerate((PARAMS, {"params": PARAMS})):
         with ocp.StandardCheckpointer() as writer:

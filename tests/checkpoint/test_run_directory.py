@@ -77,28 +77,28 @@ def test_a_run_directory_that_holds_a_run_is_named(tmp_path):
         claim(run_dir=str(tmp_path))
 
 
-def said_in_a_sentence(ended: Ended) -> None:
+def assert_explained(ended: Ended) -> None:
     assert ended.code == 2, ended.out
     assert "Traceback" not in ended.out
     assert re.search(r"error: .*(cannot be used|is no run directory).*--run-dir", ended.out), ended.out
 
 
 @pytest.mark.e2e
-def test_a_place_where_no_run_directory_can_be_is_said_in_a_sentence(tmp_path):
+def test_an_unusable_run_directory_is_explained(tmp_path):
     (tmp_path / "file").touch()
     line = ["experiments/digits.py", "--run-dir"]
-    said_in_a_sentence(train_here(*line, "/dev/null/x", "--resume"))
+    assert_explained(train_here(*line, "/dev/null/x", "--resume"))
     for place in (str(tmp_path / "file"), str(tmp_path / ("x" * 300))):
-        said_in_a_sentence(train_here(*line, place))
+        assert_explained(train_here(*line, place))
     tool = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "--restarts", "1"]  # by the supervisor
-    said_in_a_sentence(run([*tool, *line, str(tmp_path / "file")], timeout_s=60))
+    assert_explained(run([*tool, *line, str(tmp_path / "file")], timeout_s=60))
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("lock", "link"), ("record.jsonl", "pipe"), ("config.json", "link"), ("checkpoints", "folder link")],
 )
-def test_nothing_is_written_through_what_a_stranger_has_laid_in_a_run_directory(tmp_path, name, kind):
+def test_nothing_is_written_through_links_or_pipes_in_a_run_directory(tmp_path, name, kind):
     folder, outside = tmp_path / "run", tmp_path / "outside"
     folder.mkdir()
     if kind == "pipe":
@@ -152,7 +152,7 @@ GONE = [
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(("loss", "ranks", "rule"), GONE)
-def test_a_run_whose_directory_goes_away_ends_and_says_so(loss, ranks, rule, tmp_path):
+def test_a_run_whose_directory_disappears_ends_with_an_error(loss, ranks, rule, tmp_path):
     """It was made anew in silence, without the record: the next job there resumed from this one's params."""
     (tmp_path / "experiments").mkdir()
     (tmp_path / "experiments" / "loses.py").write_text(LOSES.format(do=WAYS[loss]))
@@ -172,7 +172,7 @@ def test_a_run_whose_directory_goes_away_ends_and_says_so(loss, ranks, rule, tmp
 SAVED = '{"kind": "train", "step": 3}\n{"kind": "checkpoint", "step": 3}\n{"kind": "chec'
 
 
-def test_a_run_whose_checkpoints_are_lost_is_not_begun_again_by_resume(tmp_path):
+def test_resume_does_not_restart_a_run_whose_checkpoints_are_lost(tmp_path):
     """It began at step 0 and cut the record there."""
     record, checkpoints = tmp_path / "record.jsonl", tmp_path / "checkpoints"
     record.write_text('{"kind": "train", "step": 3}\n')
@@ -196,7 +196,7 @@ def test_a_run_whose_checkpoints_are_lost_is_not_begun_again_by_resume(tmp_path)
         Experiment(resume=True, from_start=True)
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_file_is_written_atomically(tmp_path, monkeypatch):
     path = tmp_path / "config.json"
     write_whole(path, b"old")
 

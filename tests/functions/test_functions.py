@@ -51,7 +51,7 @@ def test_over_devices(check, workers):
 
 
 @hypothesis.given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 20))
-def test_pieces_are_the_shares_and_have_two_lengths_at_most(n, workers, slices):
+def test_slices_partition_the_rows_of_each_worker_and_have_at_most_two_lengths(n, workers, slices):
     edges = shard_bounds(n, workers)
     shares = [b - a for a, b in itertools.pairwise(edges)]
     assert max(shares) - min(shares) <= 1
@@ -83,7 +83,7 @@ def test_chosen_rows_are_numpys(length, batch, data):
 # ---------------------------------------------------------------- fork and close
 
 
-def test_use_after_close():
+def test_use_after_close_is_refused():
     jm.fork(2)
     v, f, x = jm.variable(np.float32(1)), sum_function(), np.ones(4, np.float32)
     f(x)
@@ -138,7 +138,7 @@ class FailingTransport:
         self.messages.append((rank, [array.tolist() for array in decode_message(inputs)]))
 
 
-def test_a_command_that_not_all_workers_have_received_is_the_last():
+def test_no_command_follows_one_that_not_all_workers_received():
     transport = FailingTransport()
     group = RankGroup(cast(Any, transport), cast(Any, SoloComm()), is_serial=True)
     with pytest.raises(ValueError, match="cannot send to worker 2"):
@@ -302,11 +302,11 @@ def test_a_dead_makers_name_is_free_and_a_live_ones_stays():
 # ---------------------------------------------------------------- numbers that JAX would change without a word
 
 
-NOT_JAXS = [MASKED, np.ones(4, ">f4"), np.ones(4, np.longdouble), np.zeros(4, "V8")]
+REINTERPRETED = [MASKED, np.ones(4, ">f4"), np.ones(4, np.longdouble), np.zeros(4, "V8")]
 
 
-@pytest.mark.parametrize("array", NOT_JAXS, ids=["masked", "big-endian", "longdouble", "void"])
-def test_arrays_that_jax_would_read_otherwise_are_refused_by_name(array):
+@pytest.mark.parametrize("array", REINTERPRETED, ids=["masked", "big-endian", "longdouble", "void"])
+def test_arrays_that_jax_would_reinterpret_are_refused_by_name(array):
     jm.fork(2)
     f = jm.function(lambda x, p: x["a"].sum() + p.sum(), (jm.scatter, jm.broadcast), jm.sum)
     variable = jm.variable({"a": np.ones(4, np.float32)})
@@ -325,7 +325,7 @@ def test_arrays_that_jax_would_read_otherwise_are_refused_by_name(array):
 
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("number", [2**40, np.uint64(2**64 - 1)])
-def test_arrays_that_jax_would_cut_off_are_refused_unless_it_has_64_bits(number, is_shared):
+def test_arrays_that_jax_would_truncate_are_refused_without_64_bits(number, is_shared):
     """The rows that a call takes from scattered arrays count."""
     jm.fork(2)
     f = jm.function(lambda x, p: (x["a"], p), (jm.scatter, jm.broadcast), (jm.gather, jm.max))

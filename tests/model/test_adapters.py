@@ -149,7 +149,7 @@ def test_nnx_params_and_state_are_plain_arrays_and_give_the_modules_numbers():
 
 
 @pytest.mark.parametrize("net", [NnxSwitchless, NnxDeterministic])
-def test_nnx_modules_are_told_whether_they_train_in_other_words(net):
+def test_nnx_modules_have_other_names_for_the_training_switch(net):
     model = nnx_net(net)
     state = model.init(KEY, IMAGE[:1])
     keys = jax.random.key(1), jax.random.key(2)
@@ -191,7 +191,7 @@ def equinox(make: Any, **kwargs: Any) -> Model:
     return equinox_model(make, name="net", input_shape=(8, 8, 1), classes=10, **kwargs)
 
 
-def test_equinox_examples_have_keys_of_their_own():
+def test_equinox_examples_have_separate_keys():
     class Drop(eqx.Module):
         scale: jax.Array
         drop: eqx.nn.Dropout = eqx.nn.Dropout(0.5)
@@ -320,7 +320,7 @@ def test_a_model_of_the_zoo_follows_the_classes_of_the_training_data(tmp_path, a
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_a_label_that_is_no_class_of_the_model_is_named(split, as_users_have_it, no_launcher):
+def test_a_label_outside_the_classes_of_the_model_is_named(split, as_users_have_it, no_launcher):
     good, odd = ([(np.zeros((8, 8, 1), np.uint8), label)] * 4 for label in (9, 12))
     splits: Any = {"train": good, "validation": good, split: odd}
     experiment = Experiment(plain(), data=Data("array", channels=1, **splits))
@@ -393,7 +393,7 @@ class Masked(nnx.Module):
         return self.dense(x.reshape(len(x), -1) * self.mask[None])
 
 
-def test_an_array_of_jax_that_is_no_variable_is_named():
+def test_a_jax_array_that_is_not_a_variable_is_named():
     model = nnx_model(lambda rngs: Masked(jnp.ones, rngs), name="masked", input_shape=(8, 8, 1), classes=10)
     for begin in (lambda: check_model(model), lambda: model.init(KEY, IMAGE[:1])):  # on shapes, and for real
         with pytest.raises(UsageError, match="masked: mask: a JAX array that is no variable; make it nnx"):

@@ -82,7 +82,7 @@ def test_lines_have_what_the_terminal_shows(tmp_path):
     record.close()
 
 
-def test_a_record_drops_what_is_done_again_and_a_torn_line(tmp_path):
+def test_a_record_drops_repeated_steps_and_a_truncated_line(tmp_path):
     path = tmp_path / "record.jsonl"
     path.write_text('{"kind": "run"}\n{"kind": "train", "step": 5}\n{"kind": "train", "step": 10}\n{"kind": "tr')
     cut_record(path, 5)
@@ -212,7 +212,7 @@ def test_a_window_names_its_worst_rank(tmp_path):
     assert exchange["buckets"] == [["bucket 1 of 1 (w)", 0.2, 0.1]]
 
 
-def test_alike_ranks_have_no_slowest_and_many_are_listed_in_blocks_of_neighbours(tmp_path):
+def test_similar_ranks_have_no_slowest_and_many_are_listed_in_blocks(tmp_path):
     record, _ = recorder(tmp_path, hosts=["a"] * 4)
     record.train(**TRAIN, anatomy=UNEQUAL._replace(own_s=[1.0, 1.01, 1.05, 1.0]))
     record.train(**TRAIN, anatomy=UNEQUAL._replace(own_s=[float(i) for i in range(1, 1000)]))
@@ -223,7 +223,7 @@ def test_alike_ranks_have_no_slowest_and_many_are_listed_in_blocks_of_neighbours
     assert (many_ranks["own_s"][-1], many_ranks["own_ranks"]) == (999.0, -(-999 // MOST_RANKS))
 
 
-def test_a_time_that_nobody_knows_is_not_reported_as_zero(tmp_path):
+def test_an_unknown_time_is_not_reported_as_zero(tmp_path):
     record, out = recorder(tmp_path)
     for k, source in enumerate(["unknown", "unknown", "measured", "measured"], 1):
         exposed = 0.5 if source == "measured" else 0.0
@@ -243,7 +243,7 @@ def test_a_time_that_nobody_knows_is_not_reported_as_zero(tmp_path):
 # ---------------------------------------------------------------- sinks
 
 
-def test_every_line_goes_to_every_sink_and_one_that_fails_ends_no_run(tmp_path, capsys):
+def test_every_line_reaches_every_sink_and_a_failing_sink_does_not_end_the_run(tmp_path, capsys):
     class Leaky(list):
         def __call__(self, row: dict) -> None:
             self.append(row)

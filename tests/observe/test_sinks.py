@@ -36,7 +36,7 @@ def record(folder, sinks=()) -> Recorder:
 # ---------------------------------------------------------------- which
 
 
-def test_a_word_that_is_none_and_a_package_that_is_missing_are_refused(monkeypatch):
+def test_an_unknown_sink_and_a_missing_package_are_refused(monkeypatch):
     with pytest.raises(UsageError, match="did you mean 'wandb'"):
         check_sinks(("csv", "wandbb"))
     monkeypatch.setitem(SINKS, "mine", SinkSpec(lambda run_dir: print, "", "no_such_package", "no-such-package"))
@@ -44,7 +44,7 @@ def test_a_word_that_is_none_and_a_package_that_is_missing_are_refused(monkeypat
         check_sinks(("mine",))
 
 
-def test_a_row_of_ones_own_is_opened_in_the_run_directory_among_functions(tmp_path, monkeypatch):
+def test_a_custom_sink_is_opened_in_the_run_directory(tmp_path, monkeypatch):
     lines: list[dict] = []
     monkeypatch.setitem(SINKS, "mine", SinkSpec(lambda run_dir: lambda row: lines.append({**row, "at": run_dir}), ""))
     others: list[dict] = []
@@ -91,7 +91,7 @@ def test_a_run_waits_neither_for_a_slow_sink_nor_loses_its_lines(monkeypatch):
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-def test_one_that_cannot_be_opened_is_reported_once_and_ends_no_run(tmp_path, monkeypatch, capsys, in_background):
+def test_a_sink_that_cannot_be_opened_is_reported_once_and_ends_no_run(tmp_path, monkeypatch, capsys, in_background):
     monkeypatch.setattr(base, "GATHER_S", 0.01)
 
     def broken(run_dir):
@@ -112,7 +112,7 @@ def test_one_that_cannot_be_opened_is_reported_once_and_ends_no_run(tmp_path, mo
     assert len((tmp_path / "record.jsonl").read_text().splitlines()) == 3
 
 
-def test_one_that_does_not_end_is_left_and_one_that_is_far_behind_gets_no_more(tmp_path, monkeypatch, capsys):
+def test_a_sink_that_hangs_is_abandoned_and_one_that_lags_gets_no_more_lines(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(base, "CLOSE_S", 0.1)
     monkeypatch.setattr(base, "MOST_WAITING", 3)
     is_over = threading.Event()
@@ -135,7 +135,7 @@ def test_one_that_does_not_end_is_left_and_one_that_is_far_behind_gets_no_more(t
 
 @pytest.mark.parametrize("in_background", [True, False])
 @pytest.mark.parametrize("has_fail", [True, False])
-def test_a_run_that_an_error_ends_is_told_apart_from_a_finished_one(tmp_path, monkeypatch, in_background, has_fail):
+def test_sinks_distinguish_failed_runs_from_finished_ones(tmp_path, monkeypatch, in_background, has_fail):
     ends: list[str] = []
 
     class Ending:
@@ -215,7 +215,7 @@ def test_csv_has_the_lines_of_the_record_and_no_others(tmp_path):
     assert [row["step"] for row in table(path)] == ["3", "4"]
 
 
-def test_lines_of_ones_own_take_no_kind_of_the_trainer_and_no_path(tmp_path):
+def test_custom_lines_cannot_use_a_kind_of_the_trainer_or_a_path(tmp_path):
     recorder = record(tmp_path, ("csv",))
     for kind in ("train", "a/b", "..", ""):
         with pytest.raises(UsageError, match="write: got kind"):

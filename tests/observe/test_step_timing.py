@@ -51,7 +51,7 @@ def test_transfer_and_gaps():
     assert (compiled["other"], compiled["compute"]) == (3.0, 4.0)
 
 
-def test_waits_for_buckets_are_exchange_and_what_travels_beside_them_is_hidden():
+def test_waits_for_buckets_are_exchange_and_concurrent_transfers_are_hidden():
     noted = [
         Span("travel", "bucket 1 of 2", 11.0, 14.0),
         Span("travel", "bucket 2 of 2", 12.0, 16.0),
@@ -115,7 +115,7 @@ def test_long_windows_are_folded_without_loss():
 # ---------------------------------------------------------------- over ranks
 
 
-def test_who_comes_last_to_an_exchange_has_waited_for_nobody():
+def test_the_last_rank_to_reach_an_exchange_has_not_waited():
     exposed = np.array([[3.0, 1.0], [1.0, 2.0], [2.0, 2.0]])  # rank, step
     rows = np.zeros((3, HEAD + 2))
     rows[:, HEAD:] = exposed
@@ -176,7 +176,7 @@ def batches(count: int, seconds: float):
         yield {"image": i}
 
 
-def test_what_is_no_training_is_left_out():
+def test_time_outside_training_is_left_out():
     timer = StepTimer(1)
     for first, pause_s in ((1, 0.0), (2, 0.5), (3, 0.0)):
         time.sleep(pause_s)  # an evaluation

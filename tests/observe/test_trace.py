@@ -16,14 +16,14 @@ from traces import check_schema
 DIGITS = "experiments/digits.py"
 
 
-def test_clocks_are_brought_together():
+def test_clocks_are_aligned():
     """Rank 1's clock is 100 s ahead; both did the same at the same time."""
     noted = [[Span("data", "batch of step 1", 5.0 + off, 6.0 + off)] for off in (0.0, 100.0)]
     events = check_schema({"traceEvents": merge_events(noted, [0.0, 100.0], ["a", "b"]), "displayTimeUnit": "ms"}, 2)
     assert [(e["pid"], e["ts"], e["dur"]) for e in events] == [(0, 0.0, 1e6), (1, 0.0, 1e6)]
 
 
-def test_of_some_steps():
+def test_steps_are_selected():
     noted = [Span("compute", f"step {k}", float(k), k + 0.9) for k in range(1, 31)]
     noted += [Span("travel", "bucket 1 of 1 (w)", b, b + 0.3) for b in (8.5, 9.8, 12.5, 25.5)]
     spans = select_steps(noted, (10, 20))
@@ -31,7 +31,7 @@ def test_of_some_steps():
     assert select_steps(noted, (40, 50)) == []
 
 
-def test_a_run_that_ends_before_says_so_and_one_that_goes_on_behind_leaves_the_trace_of_the_run_before(tmp_path):
+def test_a_run_without_the_traced_steps_says_so_and_leaves_the_previous_trace(tmp_path):
     """A restart overwrote it with one of no spans."""
     path = tmp_path / "trace.json"
     path.write_text("of the run before")
@@ -45,7 +45,7 @@ def test_a_run_that_ends_before_says_so_and_one_that_goes_on_behind_leaves_the_t
     check_schema(json.loads(path.read_text()), 1)
 
 
-def test_workers_that_do_not_keep_step_write_their_parts_and_one_brings_them_together(tmp_path):
+def test_asynchronous_workers_write_traces_that_one_merges(tmp_path):
     """The second makes no step that is asked for, the third dies before it has written."""
     path, noted = tmp_path / "trace.json", [Span("compute", f"step {k}", float(k), k + 0.9) for k in range(1, 31)]
     workers = [UncoordinatedTrace((10, 20), SoloProcesses(), path) for _ in range(3)]
@@ -82,10 +82,10 @@ def test_a_trace_of_all_ranks(tmp_path):
         mine = [e for e in events if e["pid"] == rank]
         assert {f"batch of step {k}" for k in range(6, 16)} <= {e["name"] for e in mine if e["cat"] == "data"}
         assert {f"step {k}" for k in range(6, 16)} <= {e["name"] for e in mine if e["cat"] == "compute"}
-        travels = [e for e in mine if e["cat"] == "travel"]
-        labels = {e["name"] for e in travels}
+        sends = [e for e in mine if e["cat"] == "travel"]
+        labels = {e["name"] for e in sends}
         assert len(labels) >= 3
-        assert all(len([e for e in travels if e["name"] == label]) >= 10 for label in labels)
+        assert all(len([e for e in sends if e["name"] == label]) >= 10 for label in labels)
     # A sum ends on no rank before the last rank has started it, so on one clock it overlaps with itself on each other
     # rank. Those at the ends may be of the step before or after: see `select_steps`.
     label = min(e["name"] for e in events if e["cat"] == "travel")

@@ -24,7 +24,7 @@ from jaxmpi.optim.schedules import Clock, schedule
 
 CLOCK = Clock(steps_per_epoch=10, effective_batch=32, total_steps=100)
 PEAK = 0.4
-# A share is a handful of f32 operations, of which powers and cosines are good to 2 units in the last place.
+# A fraction is a handful of f32 operations, of which powers and cosines are good to 2 units in the last place.
 RELATIVE = 16 * 2.0**-24
 
 
@@ -53,10 +53,10 @@ DECAYS = [
 
 
 @pytest.mark.parametrize(("config", "share"), DECAYS)
-def test_decays(config, share):
+def test_decays(config, fraction):
     at = [0, 1, 9, 10, 29, 30, 31, 50, 60, 79, 80, 99, 100, 120]
     # Near the end of a cosine 1 + cos cancels: what is left is the error of the cosine's argument and value.
-    np.testing.assert_allclose(rates(config, at), [PEAK * share(t) for t in at], rtol=RELATIVE, atol=PEAK * 2.0**-22)
+    np.testing.assert_allclose(rates(config, at), [PEAK * fraction(t) for t in at], rtol=RELATIVE, atol=PEAK * 2.0**-22)
 
 
 LINEAR = [
@@ -67,9 +67,9 @@ LINEAR = [
 
 
 @pytest.mark.parametrize(("config", "share"), LINEAR)
-def test_linear_warmup(config, share):
+def test_linear_warmup(config, fraction):
     at = [0, 1, 5, 19, 20, 21, 99]
-    np.testing.assert_allclose(rates(config, at), [PEAK * share(t) for t in at], rtol=RELATIVE)
+    np.testing.assert_allclose(rates(config, at), [PEAK * fraction(t) for t in at], rtol=RELATIVE)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 8, 32])
@@ -263,7 +263,7 @@ REFUSED = {
     "a function that gives none": (Optim("mine", transform=lambda lr: lr), "'mine': got a .*; expected an Optax"),
     "decay beside it": (Optim("mine", transform=optax.sgd, weight_decay=0.1), "optim.weight_decay: got optim.tr"),
     "moments of what has none": (Optim("sgd", b1=0.5, eps=1.0), "optim.b1: got 0.5; optimizer 'sgd' has none: leave"),
-    "no share of the average": (Optim("schedule_free_sgd", b1=0.0), r"optim.b1: got 0 with 'schedule_free_sgd'"),
+    "no fraction of the average": (Optim("schedule_free_sgd", b1=0.0), r"optim.b1: got 0 with 'schedule_free_sgd'"),
     "a momentum that Adam has not": (Optim("adam", momentum=0.9), "optim.momentum: got 0.9"),
     "a velocity beside it": (Optim("mine", transform=optax.sgd, rate_in_velocity=True), "rate_in_velocity: got"),
 }
@@ -275,7 +275,7 @@ def test_settings_that_a_schedule_or_optimizer_does_not_have_are_refused(config,
         schedule(config, CLOCK, PEAK, 1) if isinstance(config, Schedule) else optimizer(config, falling)
 
 
-def test_a_run_that_goes_on_at_another_step_has_the_rates_of_that_step():
+def test_set_step_gives_the_rates_of_that_step():
     tx = configured(name="schedule_free_sgd", b1=0.5)
     state = set_step(tx.init(PARAMS), 7)
     steps = [int(leaf) for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.int32]
@@ -313,7 +313,7 @@ def test_biases_run_a_multiple_of_the_rate():
 @pytest.mark.parametrize(
     ("workers", "start", "peak"), [(1, 0.025, 0.025), (4, 0.1, 0.1), (8, 0.1, 0.2), (64, 0.1, 1.6)]
 )
-def test_a_warm_up_may_begin_at_a_rate_of_its_own(workers, start, peak):
+def test_a_warm_up_may_have_its_own_initial_rate(workers, start, peak):
     """IBM's: from 0.1 to 0.1 b n / 256 with b = 64, which is less than 0.1 for few workers."""
     config = Schedule("step", boundaries=("30ep", "60ep"), warmup="5ep", warmup_lr=0.1)
     rate = schedule(config, Clock(10, 64 * workers, 900), 0.1 * 64 / 256 * workers, workers)

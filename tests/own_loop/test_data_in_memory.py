@@ -22,7 +22,7 @@ def numbered() -> ArraySource:
 
 
 @pytest.mark.parametrize("done", [3, 13])
-def test_a_loop_goes_on_from_a_state_bit_for_bit(done):
+def test_a_loop_resumes_from_a_state_bit_for_bit(done):
     """In the first reading, and behind a shuffle; crops are random."""
     source = ArraySource(np.random.default_rng(0).integers(0, 256, (N, 6, 6, 3), np.uint8), np.arange(N))
     settings = Data("array", train=source, crop=4, mirror=True)
@@ -69,7 +69,7 @@ def test_the_folder_of_a_packed_data_set_will_do(tmp_path):
         assert data.held_bytes == shards
 
 
-def test_what_all_ranks_refuse_gives_the_memory_back(monkeypatch):
+def test_a_refusal_frees_the_memory(monkeypatch):
     closed, close = [], MemoryShuffle.close
     monkeypatch.setattr(MemoryShuffle, "close", lambda memory: (closed.append(memory), close(memory)))
     with jaxmpi.InMemory(numbered(), 5) as data:
@@ -84,7 +84,7 @@ def test_what_all_ranks_refuse_gives_the_memory_back(monkeypatch):
     assert len(closed) == len(set(map(id, closed))) == 4
 
 
-def test_what_cannot_be_is_refused():
+def test_invalid_settings_are_refused():
     """With one worker the size of a group can only be 1, so that another number shows whose it is."""
     of_data = Data("array", train=numbered(), group_size=3)
     with jaxmpi.InMemory(Data("array", train=numbered(), group_size=1), 5, group_size=1) as data:

@@ -44,7 +44,7 @@ MPI.COMM_WORLD.Barrier()
 
 
 @pytest.mark.e2e
-def test_parts_of_mpi4py_one_of_them_a_single_rank_start_jaxmpi_without_the_world():
+def test_subcommunicators_of_mpi4py_start_jaxmpi_without_the_world():
     ended = mpirun(3, "-c", ALONE, timeout_s=40)
     assert not ended.timed_out, ended.out
     assert ended.code == 0, ended.out

@@ -27,7 +27,7 @@ SIZES = [3000, 5, 700]
 
 
 def workers(hosts: int = 1) -> MpiComm:
-    """The ranks of this host, on which nothing is settled yet, as if dealt out to several."""
+    """The ranks of this host, without cached choices, as if they were on several."""
     assert isinstance(COMM, MpiComm)
     comm = copy.copy(COMM)
     comm._cache = {}
@@ -81,7 +81,7 @@ def test_each_size_has_a_choice_of_its_own_and_keeps_it(cache, capsys):
     assert len(choices(cache)) == 3 * (RANK == 0)
 
 
-def test_auto_beside_a_program_is_what_can_run_there(cache, capsys):
+def test_auto_for_overlap_chooses_what_can_overlap(cache, capsys):
     comm = workers()
     total = jax.jit(lambda tree: overlap.exchange(jax.tree.map(lambda x: x * 1, tree), "auto", op="sum", comm=comm))
     for row, got in zip(rows(), total([row[RANK] for row in rows()]), strict=True):
@@ -90,7 +90,7 @@ def test_auto_beside_a_program_is_what_can_run_there(cache, capsys):
     assert re.search("auto: (hier-)?(asa|ring|tree|color2|color4|pipering):32", said) if RANK == 0 else not said
 
 
-def test_all_ranks_choose_alike_and_a_cached_choice_is_used_again_unless_a_fresh_one_is_asked_for(cache, monkeypatch):
+def test_all_ranks_choose_alike_and_reuse_a_cached_choice_unless_a_fresh_one_is_requested(cache, monkeypatch):
     first = autotune.choose(workers(), SIZES)
     before = [path.stat().st_mtime_ns for path in choices(cache)]
     again = autotune.choose(workers(), SIZES)
@@ -138,7 +138,7 @@ def test_the_fastest_is_found_while_others_compute(cache, monkeypatch):
     assert autotune.choose(workers(), SIZES).strategy == "shm:32"
 
 
-def test_timing_by_turns_ends_after_its_time_if_exchanges_have_become_longer(cache, monkeypatch):
+def test_interleaved_timing_ends_in_time_if_exchanges_become_slower(cache, monkeypatch):
     calls = []
 
     def seconds(_, name):
@@ -167,7 +167,7 @@ def test_a_probe_for_plan_has_prices_and_seconds(cache):
     assert measuring.probe(comm, ("32",)) == got
 
 
-def test_a_wire_is_taken_only_where_it_is_asked_for(cache):
+def test_a_wire_is_used_only_when_asked_for(cache):
     autotune.choose(workers(), SIZES, "auto:16")
     assert autotune.choose(workers(), SIZES, "auto").strategy.endswith(":32")
     with pytest.raises(jaxmpi.UsageError, match="unknown wire '17'"):

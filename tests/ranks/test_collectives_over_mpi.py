@@ -24,7 +24,7 @@ COMM: Any = jaxmpi.world()
 SIZE, RANK = int(COMM.size), int(COMM.rank)
 NUMPY = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
 NUMPY |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
-NOW: Any = lambda function: function  # noqa: E731
+EAGER: Any = lambda function: function  # noqa: E731
 FLOATS = ("float32", "float16", "bfloat16")
 ORDERED = ("bool", "int8", "uint16", "int32", *FLOATS)
 # All reductions look dtypes up alike, which are a kind of one of these.
@@ -37,19 +37,19 @@ def in_jit(*dtypes: str) -> list[tuple[str, Any]]:
     return [(dtype, jax.jit) for dtype in dtypes]
 
 
-def held(dtype: str, shape: tuple[int, ...] = (SIZE, 3), seed: int = 0) -> list[jax.Array]:
+def arrays_of_all_ranks(dtype: str, shape: tuple[int, ...] = (SIZE, 3), seed: int = 0) -> list[jax.Array]:
     """Arrays of all ranks: integers, of which all sums are exact; so are products where they are small."""
     drawn = np.random.default_rng(seed).integers(0, 3, (SIZE, *shape)) * (2**40 + 1 if dtype in OF_64_BITS else 1)
     return [jnp.asarray(x % 2 == 0 if dtype == "bool" else x, dtype) for x in drawn]
 
 
-def same(got: Any, expected: Any) -> None:
+def assert_same(got: Any, expected: Any) -> None:
     assert got.dtype == expected.dtype
     assert got.shape == expected.shape
     assert np.array_equal(np.asarray(got), np.asarray(expected))
 
 
-def combined(rows: list[jax.Array], op: str) -> np.ndarray:
+def reduce_by_numpy(rows: list[jax.Array], op: str) -> np.ndarray:
     wide = [np.asarray(x).astype(np.float64 if x.dtype.name in FLOATS else x.dtype) for x in rows]
     if op == "sum" and rows[0].dtype == bool:
         return np.sum(wide, 0).astype(np.int32)
@@ -59,16 +59,16 @@ def combined(rows: list[jax.Array], op: str) -> np.ndarray:
     return total.astype(rows[0].dtype)
 
 
-@pytest.mark.parametrize(("dtype", "way"), [("bfloat16", NOW), *in_jit(*ORDERED, "complex64", *OF_64_BITS)])
+@pytest.mark.parametrize(("dtype", "way"), [("bfloat16", EAGER), *in_jit(*ORDERED, "complex64", *OF_64_BITS)])
 def test_reductions_of_every_dtype_equal_numpys(dtype, way):
     kind, is_long = jnp.dtype(dtype).kind, dtype in OF_64_BITS
     ops = ["sum"] + ["prod"] * (not is_long or kind in "iu")  # products of long floats round
     ops += ["max", "min"] * (kind != "c") + ["and", "or", "xor"] * (kind in "biu")
     with jax.enable_x64(is_long):
-        reduced(ops, held(dtype), way, only_two=dtype not in WITH_ALL_REDUCTIONS)
+        check_reductions(ops, arrays_of_all_ranks(dtype), way, only_two=dtype not in WITH_ALL_REDUCTIONS)
 
 
-def reduced(ops: list[str], rows: list[jax.Array], way: Any, *, only_two: bool) -> None:
+def check_reductions(ops: list[str], rows: list[jax.Array], way: Any, *, only_two: bool) -> None:
     def every(x: jax.Array) -> dict[str, list]:
         two = {op: [mpi.allreduce(x, op), mpi.exscan(x, op)] for op in ops}
         if only_two:
@@ -78,30 +78,32 @@ def reduced(ops: list[str], rows: list[jax.Array], way: Any, *, only_two: bool) 
         return {op: [*two[op], *more[op]] for op in ops}
 
     for op, (everywhere, before, *more) in way(every)(rows[RANK]).items():
-        total = combined(rows, op)
-        same(everywhere, total)
+        total = reduce_by_numpy(rows, op)
+        assert_same(everywhere, total)
         if RANK:
-            same(before, combined(rows[:RANK], op))
+            assert_same(before, reduce_by_numpy(rows[:RANK], op))
         else:
-            same(jnp.asarray(NUMPY[op](before, rows[0])).astype(rows[0].dtype), rows[0])  # it changes nothing
+            assert_same(jnp.asarray(NUMPY[op](before, rows[0])).astype(rows[0].dtype), rows[0])  # it changes nothing
         if more:
             at_root, part, through = more
-            same(at_root, total if RANK == SIZE - 1 else rows[RANK].astype(total.dtype))
-            same(part, total[RANK])
-            same(through, combined(rows[: RANK + 1], op))
+            assert_same(at_root, total if RANK == SIZE - 1 else rows[RANK].astype(total.dtype))
+            assert_same(part, total[RANK])
+            assert_same(through, reduce_by_numpy(rows[: RANK + 1], op))
 
 
-@pytest.mark.parametrize(("dtype", "way"), [("bool", NOW), *in_jit("bool", "bfloat16", "float8_e4m3fn", "complex128")])
-def test_arrays_of_every_dtype_arrive_as_they_were(dtype, way):
+@pytest.mark.parametrize(
+    ("dtype", "way"), [("bool", EAGER), *in_jit("bool", "bfloat16", "float8_e4m3fn", "complex128")]
+)
+def test_collectives_move_every_dtype_unchanged(dtype, way):
     with jax.enable_x64(dtype in OF_64_BITS):
-        moved(dtype, way)
+        check_moves(dtype, way)
 
 
-def moved(dtype: str, way: Any) -> None:
-    rows = held(dtype)
-    ragged = [held(dtype, (rank + 1, 2), seed=rank)[0] for rank in range(SIZE)]
+def check_moves(dtype: str, way: Any) -> None:
+    rows = arrays_of_all_ranks(dtype)
+    ragged = [arrays_of_all_ranks(dtype, (rank + 1, 2), seed=rank)[0] for rank in range(SIZE)]
     counts = [[(i + j) % 3 for j in range(SIZE)] for i in range(SIZE)]
-    parcels = [held(dtype, (sum(counts[i]), 2), seed=9)[i] for i in range(SIZE)]
+    parcels = [arrays_of_all_ranks(dtype, (sum(counts[i]), 2), seed=9)[i] for i in range(SIZE)]
 
     def every(x: jax.Array, some: jax.Array, parcel: jax.Array) -> list:
         return [
@@ -129,18 +131,18 @@ def moved(dtype: str, way: Any) -> None:
         rows[RANK - 1],
     ]
     for a, b in zip(got, expected, strict=True):
-        same(a, b)
+        assert_same(a, b)
 
 
 # ---------------------------------------------------------------- through shared memory
 
 # Floats around those at which another way is taken: behind the number of the call, in a slot, by parts, in chunks.
-IN_A_SLOT = SLOT_BYTES // 4
-LENGTHS = (0, 142, 143, 2049, IN_A_SLOT + 1, 3 * IN_A_SLOT - 5)
+SLOT_FLOATS = SLOT_BYTES // 4
+LENGTHS = (0, 142, 143, 2049, SLOT_FLOATS + 1, 3 * SLOT_FLOATS - 5)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_arrays_of_every_length_arrive_whole(length):
+def test_collectives_move_every_length_unchanged(length):
     rows = [np.random.default_rng(rank).integers(-99, 99, (SIZE, length)).astype(np.float32) for rank in range(SIZE)]
     firsts, at_end = np.stack([x[0] for x in rows]), SIZE - 1
 
@@ -158,21 +160,21 @@ def test_arrays_of_every_length_arrive_whole(length):
         *(firsts, firsts if is_root else mine, np.stack([x[RANK] for x in rows]), rows[at_end][RANK]),
     ]
     for got, numpys in zip(every(jnp.asarray(rows[RANK])), expected, strict=True):
-        same(got, numpys)
+        assert_same(got, numpys)
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
-def test_calls_that_follow_each_other_meet_no_number_of_the_one_before():
+def test_consecutive_calls_do_not_read_values_of_previous_ones():
     """Places are written again two calls later, while a rank may be slow."""
-    long = jnp.arange(2.0 * IN_A_SLOT)
+    long = jnp.arange(2.0 * SLOT_FLOATS)
 
     def body(i: int, carry: tuple) -> tuple:
         short, long = carry
         return mpi.bcast(short + 1, SIZE - 1), mpi.allreduce(mpi.allreduce(short, "max")[0] + long, "min") + 1
 
     short, long_after = jax.jit(lambda carry: jax.lax.fori_loop(0, 50, body, carry))((jnp.zeros(3), long))
-    same(short, np.full(3, 50, np.float32))
-    same(long_after, np.arange(2 * IN_A_SLOT, dtype=np.float32) + sum(range(50)) + 50)
+    assert_same(short, np.full(3, 50, np.float32))
+    assert_same(long_after, np.arange(2 * SLOT_FLOATS, dtype=np.float32) + sum(range(50)) + 50)
 
 
 @pytest.mark.parametrize("length", [7, 4000])
@@ -181,13 +183,13 @@ def test_sums_are_added_in_rank_order(length):
     total = rows[0]
     for row in rows[1:]:
         total = total + row
-    same(jax.jit(mpi.allreduce)(jnp.asarray(rows[RANK])), total)
+    assert_same(jax.jit(mpi.allreduce)(jnp.asarray(rows[RANK])), total)
 
 
 # ---------------------------------------------------------------- many communicators
 
 
-def used(comm) -> None:
+def use_communicator(comm) -> None:
     """Use a communicator in every way that makes something for it."""
     x = jnp.full(3, float(comm.rank))
     total = comm.size * (comm.size - 1) / 2
@@ -217,16 +219,16 @@ def test_more_communicators_than_mpi4py_has_error_handlers_can_be_used_in_jit():
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
-def test_a_freed_communicator_leaves_nothing_and_is_refused():
+def test_a_freed_communicator_releases_everything_and_is_refused():
     def counts() -> tuple[int, ...]:
         programs = len(messages._opened), len(nonblocking._started)
         return len(open_comms), len(COMM.processes.comms), len(watch()._registries), len(mappings()), *programs
 
-    used(COMM.split(0))
+    use_communicator(COMM.split(0))
     before = []
     for turn in range(4):
         part = COMM.split(RANK % 2, -RANK) if turn % 2 else COMM.split(0)
-        used(part) if part.size > 1 else None
+        use_communicator(part) if part.size > 1 else None
         part.free()
         part.free()
         before.append(counts())
@@ -262,7 +264,7 @@ def test_nothing_keeps_a_freed_communicator():
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
-def test_what_was_made_for_a_communicator_of_mpi4py_goes_when_that_is_freed():
+def test_freeing_a_communicator_of_mpi4py_frees_what_was_made_for_it():
     from mpi4py import MPI
 
     kept = []
@@ -297,13 +299,13 @@ def test_trees_keep_their_structure_and_wider_sums_their_dtype():
         mean = call(tree, op="mean", dtype=jnp.float32)
         assert jax.tree.structure(mean) == jax.tree.structure(tree)
         assert {leaf.dtype for leaf in jax.tree.leaves(mean)} == {jnp.dtype("float32")}
-        same(mean["a"], np.full((2, 3), (SIZE - 1) / 2, np.float32))
-        same(mean["c"], np.full(3, 0.5, np.float32))
+        assert_same(mean["a"], np.full((2, 3), (SIZE - 1) / 2, np.float32))
+        assert_same(mean["c"], np.full(3, 0.5, np.float32))
     counts = mpi.allreduce({"hits": jnp.array([True, RANK == 0]), "n": 3}, "mean")
     assert [float(x) for x in (*counts["hits"], counts["n"])] == [1.0, pytest.approx(1 / SIZE), 3.0]
 
 
-def test_the_first_rank_of_an_exscan_has_the_neutral_number_of_the_users_dtype():
+def test_the_first_rank_of_an_exscan_gets_the_identity_element_of_the_dtype():
     for dtype, least, largest in (("int8", -128, 127), ("float8_e4m3fn", -448, 448), ("bool", False, True)):
         x = jnp.ones(2, dtype)
         got = [float(mpi.exscan(x, op)[0]) for op in ("max", "min")]
@@ -325,11 +327,11 @@ def test_means_of_integers_do_not_wrap():
             assert np.allclose(got, np.asarray(expected[dtype], np.float32), rtol=2.0**-22, atol=0)
     assert mpi.reduce(x["int32"], "mean")[-1] == (-RANK if RANK else -middle)
     for whole in (jnp.uint8([200]), jnp.uint16([65535]), jnp.int32([2**24 + 1, -(2**24) - 1])):
-        same(mpi.allreduce(whole, "mean", dtype=whole.dtype), whole)  # a mean in float32 could not say these
+        assert_same(mpi.allreduce(whole, "mean", dtype=whole.dtype), whole)  # a mean in float32 could not say these
     assert jaxmpi.exchange({"seen": np.uint8(200), "n": 2**31 - 1}) == {"seen": 200, "n": np.float32(2**31 - 1)}
 
 
-def test_errors_of_a_part_name_ranks_by_their_numbers_in_the_job():
+def test_errors_of_a_subcommunicator_name_world_ranks():
     part = COMM.split(0 if RANK else None)
     if SIZE < 3 or not part:
         return
@@ -341,7 +343,7 @@ def test_errors_of_a_part_name_ranks_by_their_numbers_in_the_job():
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
-def test_ranks_compare_what_they_were_given_before_it_is_cast_and_packed():
+def test_ranks_compare_arguments_before_they_are_cast_and_packed():
     a, b = jnp.ones((2, 3)), jnp.ones(3)
     mine = min(RANK, 1)
     pairs: list[tuple[Any, str]] = [  # as the even ranks give it, as the others do
@@ -353,12 +355,12 @@ def test_ranks_compare_what_they_were_given_before_it_is_cast_and_packed():
         ((b.astype(jnp.bfloat16), b), r"rank 1: dtypes: got \['float32'\], expected \['bfloat16', 'sent as float32'\]"),
     ]
     for ranks_own, message in pairs:
-        for way in (NOW, jax.jit):
+        for way in (EAGER, jax.jit):
             with pytest.raises(jaxmpi.UsageError, match=message):
                 way(mpi.allreduce)(ranks_own[mine])
 
 
-def test_parts_of_the_world_work_like_the_world():
+def test_subcommunicators_work_like_the_world():
     part = COMM.split(np.int64(RANK % 2), key=-RANK)
     mine = [rank for rank in reversed(range(SIZE)) if rank % 2 == RANK % 2]
     assert part
@@ -374,7 +376,7 @@ def test_parts_of_the_world_work_like_the_world():
     assert float(mpi.allreduce(x, comm=on_host)) == sum(range(SIZE))
 
 
-def test_a_rank_without_a_part_is_refused_and_does_not_take_part_in_the_world():
+def test_calls_on_a_null_communicator_are_refused():
     nobody: list[Any] = [COMM.split(0 if RANK else None)]
     if SIZE > 1:
         from mpi4py import MPI
@@ -425,7 +427,7 @@ def test_messages_between_two_ranks():
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
 @pytest.mark.parametrize("size", [3, 100_000])
-def test_messages_of_c_and_of_python_are_the_same(size, monkeypatch):
+def test_messages_sent_from_c_and_from_python_are_compatible(size, monkeypatch):
     """Odd ranks' go through Python; arrays are in the header's message, or behind it."""
     x, left, right = jnp.arange(float(size)) + RANK, (RANK - 1) % SIZE, (RANK + 1) % SIZE
     if RANK % 2:
@@ -464,7 +466,7 @@ def test_messages_and_collectives_without_jit():
 
 
 @pytest.mark.skipif(SIZE == 1, reason="MPI is not started")
-def test_what_mpi4jaxs_names_send_needs_a_rank_to_go_to():
+def test_send_of_mpi4jax_requires_a_destination():
     from mpi4py import MPI
 
     from jaxmpi.compat import mpi4jax
@@ -491,7 +493,7 @@ def test_messages_by_mpi4jax_have_statuses_and_every_dtype(monkeypatch):
         for dtype in ("bfloat16", "float16", "float8_e4m3fn"):
             x = jnp.arange(3).astype(dtype) + RANK
             around = lambda x: mpi.sendrecv(x, x, left, right, sendtag=5, status=status)  # noqa: E731
-            same(jax.jit(around)(x), jnp.arange(3).astype(dtype) + left)
+            assert_same(jax.jit(around)(x), jnp.arange(3).astype(dtype) + left)
             assert (status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)) == (left, 5, x.nbytes)
         status = MPI.Status()
         x = jnp.ones(2, jnp.bfloat16)
@@ -557,17 +559,17 @@ def test_derivatives_and_mappings_of_linear_operations(name):
     size = over_ranks(jnp.abs(backwards * x).sum())
     off = 2.0**-7 * size if "16 bits" in name else 0.0  # each side is rounded to 8 bits once or twice
     assert over_ranks((c * y).sum()) == pytest.approx(over_ranks((backwards * x).sum()), abs=off)
-    same(transposed, backwards)
+    assert_same(transposed, backwards)
     for result, expected in ((again, y), (first, y), (second, forward)):
-        same(result, expected)
+        assert_same(result, expected)
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
 @pytest.mark.parametrize("mapped", [0, 1, RANK % 2], ids=["first", "second", "each its own"])
-def test_a_mapped_axis_is_at_one_place_of_every_message_and_sum(mapped):
+def test_a_mapped_axis_has_one_position_in_every_message_and_sum(mapped):
     """An open chain; as many are mapped as each has numbers, so that shapes do not tell."""
     n = 3
-    everyones = [np.arange(n * n, dtype=np.float32).reshape(n, n) + 100 * rank for rank in range(SIZE)]  # rows: mapped
+    by_rank = [np.arange(n * n, dtype=np.float32).reshape(n, n) + 100 * rank for rank in range(SIZE)]  # rows: mapped
 
     def chain(x: jax.Array) -> jax.Array:
         if RANK == 0:
@@ -577,10 +579,10 @@ def test_a_mapped_axis_is_at_one_place_of_every_message_and_sum(mapped):
             return mpi.recv(x, RANK - 1)
         return mpi.sendrecv(x, jnp.zeros(n), RANK - 1, RANK + 1)
 
-    mine = jnp.asarray(everyones[RANK] if mapped == 0 else everyones[RANK].T)
-    for f, expected in ((chain, everyones[max(RANK - 1, 0)]), (mpi.allreduce, sum(everyones)), (mpi.scan, None)):
+    mine = jnp.asarray(by_rank[RANK] if mapped == 0 else by_rank[RANK].T)
+    for f, expected in ((chain, by_rank[max(RANK - 1, 0)]), (mpi.allreduce, sum(by_rank)), (mpi.scan, None)):
         got = jax.jit(jax.vmap(f, in_axes=mapped))(mine)
-        same(got, sum(everyones[: RANK + 1]) if expected is None else expected)
+        assert_same(got, sum(by_rank[: RANK + 1]) if expected is None else expected)
 
 
 @pytest.mark.parametrize("name", ["reduce", "bcast", "allgatherv", "reduce_scatter", "scan", "sendrecv"])
@@ -602,7 +604,7 @@ def test_cotangents_of_short_floats_are_summed_in_32_bits(name):
         return pairs
 
     for got, expected in both():
-        same(got, expected)
+        assert_same(got, expected)
 
 
 def test_the_transpose_of_an_allreduce_is_the_identity_and_its_own_an_allreduce():
@@ -628,7 +630,7 @@ def test_a_derivative_that_one_rank_does_not_take_is_refused(name):
         mine = w if RANK == 0 else template(w[0] if name == "scatter" else w)
         return (f(mine) ** 2).sum()
 
-    for way in (NOW, jax.jit):
+    for way in (EAGER, jax.jit):
         grad = way(jax.grad(lambda w: loss(w, lambda x: jnp.zeros(x.shape))))
         with pytest.raises(jaxmpi.UsageError, match=r"rank 1: differentiated: got no: .* as 0 \* x.*expected yes"):
             grad(jnp.ones(shape))
@@ -666,7 +668,7 @@ def test_operations_in_loops_branches_checkpoints_and_custom_derivatives():
 
 @pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
 @pytest.mark.parametrize("call", [lambda x: mpi.allreduce(x, "max"), lambda x: mpi.recv(x, RANK)])
-def test_what_has_no_derivative_is_refused(call):
+def test_derivatives_of_nonlinear_operations_are_refused(call):
     with pytest.raises(jaxmpi.UsageError, match=r"\(float32\[2\].* has no derivative; expected a linear"):
         jax.eval_shape(jax.grad(lambda x: call(x).sum()), jnp.ones(2))
     with pytest.raises(jaxmpi.UsageError, match=r"\(float32\[2\].* has no derivative; expected a linear"):
@@ -676,7 +678,7 @@ def test_what_has_no_derivative_is_refused(call):
 # ---------------------------------------------------------------- beside a program
 
 
-def test_started_operations_give_what_the_operations_give():
+def test_started_operations_equal_blocking_ones():
     """All of them under way at once; those of trees and of 16-bit floats, too."""
     x, next_one, before = numbers((SIZE, 2), 1), (RANK + 1) % SIZE, (RANK - 1) % SIZE
     part = COMM.split(0)
@@ -702,11 +704,11 @@ def test_started_operations_give_what_the_operations_give():
     compiled = jax.jit(both)
     for _ in range(2):
         started, now = compiled()
-        jax.tree.map(same, started[:-1], now)
-        same(started[-1], mpi.allreduce(x))
+        jax.tree.map(assert_same, started[:-1], now)
+        assert_same(started[-1], mpi.allreduce(x))
 
 
-def test_started_operations_in_a_scan_and_a_branch_give_what_the_operations_give():
+def test_started_operations_in_a_scan_and_a_branch_equal_blocking_ones():
     def body(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         handle = jaxmpi.start(mpi.allreduce, x)
         carry = jnp.sin(carry)
@@ -719,15 +721,15 @@ def test_started_operations_in_a_scan_and_a_branch_give_what_the_operations_give
 
     xs = numbers((5, 3), RANK)
     run = jax.jit(lambda body, xs: jax.lax.scan(body, xs[0], xs), static_argnums=0)
-    jax.tree.map(same, run(body, xs), run(plain, xs))
+    jax.tree.map(assert_same, run(body, xs), run(plain, xs))
     branch = jax.jit(lambda x, b: jax.lax.cond(b, lambda x: body(x, x)[1], lambda x: x, x))
-    same(branch(xs[0], True), mpi.allreduce(xs[0]))
-    same(branch(xs[0], False), xs[0])
+    assert_same(branch(xs[0], True), mpi.allreduce(xs[0]))
+    assert_same(branch(xs[0], False), xs[0])
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
 @pytest.mark.parametrize("after", [jnp.ones((3, 2)), np.ones((0, 2)), 0.5], ids=["2", "none", "float"])
-def test_a_wait_may_be_behind_what_is_differentiated_of_any_shape_as_on_a_gpu(after, monkeypatch):
+def test_a_wait_may_follow_differentiated_values_of_any_shape(after, monkeypatch):
     monkeypatch.setattr(host_callbacks, "sees_copies", lambda: True)
 
     @jax.jit
@@ -740,7 +742,7 @@ def test_a_wait_may_be_behind_what_is_differentiated_of_any_shape_as_on_a_gpu(af
 
         return jax.grad(loss)(w)
 
-    same(slope(jnp.arange(3.0)), 2 * SIZE * jnp.arange(3.0))
+    assert_same(slope(jnp.arange(3.0)), 2 * SIZE * jnp.arange(3.0))
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
@@ -748,7 +750,7 @@ def test_started_messages_of_one_tag_come_in_the_order_of_the_program():
     """Messages of a tree, to both sides, beside ordinary ones: 12 B and 160 kB. With 2 ranks all have one pair."""
     before, after = (RANK - 1) % SIZE, (RANK + 1) % SIZE
 
-    def held_by(rank: int) -> dict[str, jax.Array]:
+    def tree_of_rank(rank: int) -> dict[str, jax.Array]:
         return {"small": jnp.arange(3.0) + rank, "large": jnp.arange(40_000.0) - rank}
 
     @jax.jit
@@ -767,15 +769,15 @@ def test_started_messages_of_one_tag_come_in_the_order_of_the_program():
         jaxmpi.wait(short)
         return [jaxmpi.wait(right), jaxmpi.wait(left), beside, jaxmpi.wait(first), second, third]
 
-    theirs, small = held_by(before), held_by(before)["small"]
-    expected = [theirs, jax.tree.map(lambda leaf: 2 * leaf, held_by(after)), 3 * small, 4 * small, 5 * small]
+    theirs, small = tree_of_rank(before), tree_of_rank(before)["small"]
+    expected = [theirs, jax.tree.map(lambda leaf: 2 * leaf, tree_of_rank(after)), 3 * small, 4 * small, 5 * small]
     expected.append(small.astype(jnp.bfloat16))
     for _ in range(3):
-        jax.tree.map(same, program(held_by(RANK)), expected)
+        jax.tree.map(assert_same, program(tree_of_rank(RANK)), expected)
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
-def test_a_started_message_takes_its_two_ranks_alone():
+def test_a_started_message_involves_only_its_two_ranks():
     """Along an open chain: the first rank starts a send alone, the last a receive alone."""
 
     @jax.jit
@@ -789,7 +791,7 @@ def test_a_started_message_takes_its_two_ranks_alone():
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker starts nothing")
-def test_ranks_outside_a_part_take_no_part_in_what_it_starts():
+def test_ranks_outside_a_subcommunicator_do_not_join_what_it_starts():
     part = COMM.split(RANK % 2)
     if RANK % 2 == 0:
         started = jax.jit(lambda x: jaxmpi.wait(jaxmpi.start(mpi.allreduce, x, comm=part)))
@@ -835,7 +837,7 @@ def by_mpi4jax(name: str, x: Any) -> Any:
 
 NEXT = (RANK + 1) % SIZE
 ROWS_OF = lambda x: (np.ma if isinstance(x, np.ma.MaskedArray) else np).stack([x] * SIZE)  # noqa: E731
-TAKES: dict[str, Any] = {  # with a leaf that must be refused by its path
+CALLS: dict[str, Any] = {  # with a leaf that must be refused by its path
     **{call.__name__: lambda x, call=call: call({"ids": x}) for call in (mpi.allreduce, mpi.allgather, mpi.bcast)},
     **{call.__name__: lambda x, call=call: call({"ids": x}) for call in (mpi.gather, mpi.reduce, mpi.scan, mpi.exscan)},
     **{call.__name__: lambda x, call=call: call({"ids": ROWS_OF(x)}) for call in (mpi.alltoall, mpi.reduce_scatter)},
@@ -853,7 +855,7 @@ TAKES: dict[str, Any] = {  # with a leaf that must be refused by its path
     "exchange in jit": lambda x: jax.jit(lambda: jaxmpi.exchange({"ids": x}))(),
     "average_statistics": lambda x: jaxmpi.average_statistics({"ids": x}),
 }
-LOST = {
+UNREPRESENTABLE = {
     "int64": np.array([1, 2**40 + 1]),
     "negative": np.array([1, -(2**31) - 1]),
     "uint64": np.array([2**32], np.uint64),
@@ -866,13 +868,13 @@ LOST = {
 
 
 @pytest.mark.skipif(jax.config.jax_enable_x64, reason="nothing is lost")  # pyright: ignore[reportAttributeAccessIssue]
-@pytest.mark.parametrize("name", TAKES)
-def test_what_jax_would_wrap_drop_or_make_infinite_is_refused_by_its_path(name):
-    for kind, x in LOST.items():
+@pytest.mark.parametrize("name", CALLS)
+def test_values_that_jax_would_change_are_refused_by_path(name):
+    for kind, x in UNREPRESENTABLE.items():
         if "statistics" in name and kind not in ("float64", "masked"):
             continue  # other leaves stay each rank's own
         with pytest.raises(jaxmpi.UsageError, match="leaf 'ids"):  # also a template, whose numbers nobody takes
-            TAKES[name](x)
+            CALLS[name](x)
 
 
 @pytest.mark.parametrize(
@@ -888,7 +890,7 @@ def test_host_arrays_must_fit_the_dtype_of_the_result(number, dtype):
         )
 
 
-def test_numbers_of_64_bits_that_fit_arrive_and_their_sums_must_fit_too():
+def test_64_bit_values_and_their_sums_must_fit_into_32_bits():
     most = 2**31 - 1
     assert mpi.allreduce(np.array([most, -(2**31)]), "max").tolist() == [most, -(2**31)]
     assert mpi.allreduce(np.array([most]), "mean").tolist() == [np.float32(most)]

@@ -51,7 +51,7 @@ class Shapes:
         raise AssertionError("it has a compressed form")
 
 
-def kept(source, train: bool = True, **data):
+def in_memory_feed(source, train: bool = True, **data):
     """A feed whose source is in memory."""
     options = Data(memory="partition", **data)
     memory, samplers = keep_in_memory(source, options, 3, LOCAL * SIZE, train, WORKERS)
@@ -79,11 +79,11 @@ def assert_same(got, expected) -> None:
 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("start", [0, 7])
-def test_the_same_batches_as_from_files(group, start):
+def test_batches_equal_those_read_from_files(group, start):
     """Five epochs and a bit, from a step in the middle of an epoch too; the last step of an epoch is short."""
     per_epoch = -(-N // (LOCAL * SIZE))
     stop = start + 5 * per_epoch + 2
-    feed = kept(numbered(), group_size=group)
+    feed = in_memory_feed(numbered(), group_size=group)
     assert_same(list(feed.batches(start, stop)), from_files(numbered(), start=start, stop=stop))
     assert feed.memory is not None
     epochs = (stop - 1) // per_epoch - start // per_epoch + 1
@@ -93,7 +93,7 @@ def test_the_same_batches_as_from_files(group, start):
     assert feed.memory.source.read_again <= epochs * is_empty + 4 * LOCAL * (start > 0)
 
 
-def test_parts_take_the_memory_that_is_counted_beforehand_however_many_epochs(monkeypatch):
+def test_partitions_take_the_memory_counted_beforehand_in_every_epoch(monkeypatch):
     """Two parts, and no cycles."""
     sizes, per_epoch = [], -(-N // (LOCAL * SIZE))
     whole = memory_source.Arena.__init__
@@ -103,7 +103,7 @@ def test_parts_take_the_memory_that_is_counted_beforehand_however_many_epochs(mo
         sizes.append((weakref.ref(self.bytes), self.bytes.size))
 
     monkeypatch.setattr(memory_source.Arena, "__init__", noted)
-    feed = kept(numbered())
+    feed = in_memory_feed(numbered())
     assert feed.memory is not None
     most = 0
     gc.disable()
@@ -116,9 +116,9 @@ def test_parts_take_the_memory_that_is_counted_beforehand_however_many_epochs(mo
     assert part < most <= 2 * part * 1.1  # parts differ by a record
 
 
-def test_a_run_that_goes_back_reads_the_same_again():
+def test_a_rollback_reads_the_same_batches_again():
     """As with `on_nonfinite rollback`: the generator is left in the middle, and begun anew at an earlier step."""
-    feed, per_epoch = kept(numbered()), -(-N // (LOCAL * SIZE))
+    feed, per_epoch = in_memory_feed(numbered()), -(-N // (LOCAL * SIZE))
     for start, used in ((2 * per_epoch, per_epoch + 1), (1, 2 * per_epoch), (4 * per_epoch, 3)):
         batches = feed.batches(start, None)
         got = [next(batches) for _ in range(used)]
@@ -126,8 +126,8 @@ def test_a_run_that_goes_back_reads_the_same_again():
         assert_same(got, from_files(numbered(), start=start, stop=start + used))
 
 
-def test_an_evaluation_reads_each_example_once_and_keeps_its_own():
-    feed = kept(numbered(), train=False)
+def test_an_evaluation_reads_each_example_once_and_keeps_its_partition():
+    feed = in_memory_feed(numbered(), train=False)
     for _ in range(2):
         assert_same(list(feed.batches()), from_files(numbered(), train=False))
     assert feed.memory is not None
@@ -139,7 +139,7 @@ def test_an_evaluation_reads_each_example_once_and_keeps_its_own():
 def test_shuffles_conserve_every_record(group, period, segment_bytes, monkeypatch):
     monkeypatch.setattr(shuffle.plan_moves, "__defaults__", (segment_bytes,))
     source = Shapes()
-    feed = kept(source, group_size=group, shuffle_period=period)
+    feed = in_memory_feed(source, group_size=group, shuffle_period=period)
     memory, sampler = feed.memory, feed.samplers[0]
     assert memory is not None
     per_epoch = sampler.steps_per_epoch
@@ -150,8 +150,8 @@ def test_shuffles_conserve_every_record(group, period, segment_bytes, monkeypatc
         for index in read:
             blob, label = memory.source.record(int(index))
             assert (bytes(blob), label) == (bytes([index]) * (index % 7 + 1), index)
-        everybody = CONTROL.allgather_object(" ".join(map(str, read)))
-        assert collections.Counter(" ".join(everybody).split()) == collections.Counter(map(str, range(N)))
+        gathered_values = CONTROL.allgather_object(" ".join(map(str, read)))
+        assert collections.Counter(" ".join(gathered_values).split()) == collections.Counter(map(str, range(N)))
     memory.stop()
     held = [set(text.split()) for text in CONTROL.allgather_object(" ".join(map(str, memory.source.newest().records)))]
     for first in range(0, SIZE, group):
@@ -168,7 +168,7 @@ def test_shuffles_conserve_every_record(group, period, segment_bytes, monkeypatc
 def test_the_ranks_of_a_host_need_memory_together(train, copies, monkeypatch):
     """Each alone would find room; all say the same, before they have read more than a sample."""
     monkeypatch.setattr(memory_source, "SAMPLE", 8)
-    memory = kept(numbered(), train).memory
+    memory = in_memory_feed(numbered(), train).memory
     assert memory is not None
     part_bytes = N / SIZE * len(memory_source.array_to_bytes(numbered()[0][0], ""))
     monkeypatch.setattr(memory_source, "available_bytes", lambda: 1.2 * copies * 2 * part_bytes)
@@ -181,22 +181,22 @@ def test_the_ranks_of_a_host_need_memory_together(train, copies, monkeypatch):
     memory.close()
 
 
-def test_the_groups_that_auto_takes_fit_into_the_memory_that_is_left(monkeypatch):
+def test_groups_chosen_by_auto_fit_into_the_free_memory(monkeypatch):
     """All say the same; with the memory of one rank's whole copy, and with much."""
     all_bytes = N * len(memory_source.array_to_bytes(numbered()[0][0], ""))
     for left, expected in ((2 * SIZE * 2 * all_bytes, 1), (2 * SIZE * 2 * all_bytes - 1, GROUPS[1])):
         monkeypatch.setattr(shuffle, "available_bytes", lambda left=left: left)
-        memory = kept(numbered(), group_size="auto").memory
+        memory = in_memory_feed(numbered(), group_size="auto").memory
         assert memory is not None
         assert set(CONTROL.allgather_object(memory.sampler.parts)) == {expected}
         memory.close()
 
 
-def everybody(values: np.ndarray) -> list[int]:
+def gathered_values(values: np.ndarray) -> list[int]:
     return [int(v) for text in CONTROL.allgather_object(" ".join(map(str, values.tolist()))) for v in text.split()]
 
 
-def test_a_loop_of_ones_own_reads_each_example_once_before_and_after_a_shuffle():
+def test_a_custom_loop_reads_each_example_once_before_and_after_a_shuffle():
     """Its first reading is the trainer's; from a state it goes on with the same batches, and says what moved."""
     progress.drain()
     with jaxmpi.InMemory(numbered(), LOCAL, group_size=0, seed=3) as data:
@@ -208,7 +208,7 @@ def test_a_loop_of_ones_own_reads_each_example_once_before_and_after_a_shuffle()
     assert_same(epochs[0], from_files(numbered(), stop=len(epochs[0])))
     for epoch in epochs:
         seen = [np.asarray(batch["label"])[np.asarray(batch["weight"]) > 0] for batch in epoch]
-        assert sorted(everybody(np.concatenate(seen))) == list(range(N))
+        assert sorted(gathered_values(np.concatenate(seen))) == list(range(N))
     assert len(shuffles) == 2
     assert all(0 < moved_bytes <= part and seconds > 0 for seconds, moved_bytes in shuffles)
     names = [span.name for span in progress.drain() if span.track == "shuffle"]
@@ -224,7 +224,7 @@ def test_ranks_with_other_settings_of_data_in_memory_are_refused():
         jaxmpi.InMemory(numbered(), LOCAL + RANK)
 
 
-def threads() -> int:
+def shuffle_threads() -> int:
     return sum(thread.name == THREAD for thread in threading.enumerate())
 
 
@@ -234,13 +234,13 @@ class Together(Exception):
 
 @pytest.mark.parametrize("error", [None, Together, AgreedError])
 def test_a_run_leaves_no_thread_no_memory_and_no_communicator(error):
-    before = threads()
-    feed = kept(numbered())
+    before = shuffle_threads()
+    feed = in_memory_feed(numbered())
     with contextlib.suppress(Together, AgreedError), feed.open_until_agreed(Together):
         next(feed.batches(0, 100))
         if error:
             raise error
-    assert threads() == before
+    assert shuffle_threads() == before
     assert feed.memory is not None
     assert feed.memory.group is None
     memory = weakref.ref(feed.memory)
@@ -249,10 +249,10 @@ def test_a_run_leaves_no_thread_no_memory_and_no_communicator(error):
     assert memory() is None
 
 
-def test_a_rank_that_fails_alone_does_not_wait_for_the_others():
+def test_a_failing_rank_does_not_wait_for_the_others():
     """Its thread ends once nobody needs it."""
-    before = threads()
-    feed = kept(numbered())
+    before = shuffle_threads()
+    feed = in_memory_feed(numbered())
     with contextlib.suppress(ZeroDivisionError), feed.open_until_agreed(Together):
         next(feed.batches(0, 100))
         raise ZeroDivisionError
@@ -265,8 +265,8 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others():
     group = memory.group
     del feed, memory
     deadline = time.monotonic() + 5
-    while threads() > before and time.monotonic() < deadline:
+    while shuffle_threads() > before and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.001)
-    assert threads() == before
+    assert shuffle_threads() == before
     group.Free()

@@ -31,8 +31,8 @@ def vectors(n: int, seed: int = 0) -> np.ndarray:
 
 
 def same_bits_everywhere(array: jax.Array) -> bool:
-    mine = np.asarray(array).tobytes().hex()
-    return set(processes().allgather_object(mine)) == {mine}
+    local_bits = np.asarray(array).tobytes().hex()
+    return set(processes().allgather_object(local_bits)) == {local_bits}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -49,7 +49,7 @@ def test_sum_equals_numpy_and_is_bitwise_equal_on_all_ranks(strategy):
 
 
 @pytest.mark.parametrize("way", [lambda f: f, lambda f: jax.jit(lambda: f())], ids=["now", "in jit"])
-def test_numbers_of_python_and_float64_are_exchanged_beside_gradients(way):
+def test_python_and_float64_numbers_are_exchanged_together_with_gradients(way):
     with jax.enable_x64(True):
         tree = {"loss": 1.5 * RANK, "n": 2**30 + 1, "ok": RANK == 0, "mean": np.mean([1.0, 1.0 + 2.0**-39 * RANK])}
         tree["grads"] = jnp.full((2, 2), RANK, jnp.float32)
@@ -74,10 +74,10 @@ def test_a_program_takes_two_and_a_half_times_the_gradients(strategy):
     assert taken <= 2.5 * 4 * sum(leaf.size for leaf in grads)
 
 
-def scattered() -> MpiComm:
-    """The ranks of this host as if dealt out to several."""
+def spread_over_hosts() -> MpiComm:
+    """The ranks of this host as if they were on several."""
     if not isinstance(COMM, MpiComm):
-        pytest.skip("one rank cannot be dealt out")
+        pytest.skip("one rank cannot be on several hosts")
     comm = copy.copy(COMM)
     comm.hosts = tuple(rank % HOSTS for rank in range(SIZE))
     comm.order = ring_order(comm.hosts)
@@ -87,14 +87,14 @@ def scattered() -> MpiComm:
 @pytest.mark.parametrize("strategy", ACROSS)
 def test_sum_between_hosts(strategy):
     row = vectors(997)
-    [got] = jaxmpi.exchange([row[RANK]], strategy, op="sum", comm=scattered())
+    [got] = jaxmpi.exchange([row[RANK]], strategy, op="sum", comm=spread_over_hosts())
     assert (np.abs(np.asarray(got) - sum_over_workers(row)) <= bound(strategy, row, HOSTS)).all()
     assert same_bits_everywhere(got)
 
 
 @pytest.mark.parametrize("spelling", ["lowrank2", "topk5/ring16"])
 def test_compressors_send_the_same_bits_to_all_ranks(spelling):
-    """Inside and outside jit; and what is owed is not lost."""
+    """Inside and outside jit; what is not sent is kept in the residual."""
     tx = jaxmpi.exchange_gradients(spelling)
     state: Any
     grads = {"dense": vectors(40 * 24)[RANK].reshape(40, 24), "bias": vectors(24)[RANK]}
@@ -104,14 +104,14 @@ def test_compressors_send_the_same_bits_to_all_ranks(spelling):
         mean, state = (jax.jit(tx.update) if step % 2 else tx.update)(grads, state)
         assert all(same_bits_everywhere(leaf) for leaf in jax.tree.leaves(mean))
         total = jax.tree.map(np.add, total, jax.tree.map(np.asarray, mean))
-    owed = processes().allreduce_sum(np.asarray(state.error["dense"], np.float64).reshape(-1)) / SIZE
-    meant = 4 * vectors(40 * 24).astype(np.float64).mean(0)
+    residual = processes().allreduce_sum(np.asarray(state.error["dense"], np.float64).reshape(-1)) / SIZE
+    expected = 4 * vectors(40 * 24).astype(np.float64).mean(0)
     # 4 steps of fewer than 8 + 2 SIZE roundings of numbers below 64.
-    assert np.abs(total["dense"].reshape(-1) + owed - meant).max() <= 4 * (8 + 2 * SIZE) * 64 * 2.0**-24
+    assert np.abs(total["dense"].reshape(-1) + residual - expected).max() <= 4 * (8 + 2 * SIZE) * 64 * 2.0**-24
 
 
 @pytest.mark.parametrize("strategy", ["asa32", "shm", "lowrank1"])
-def test_what_is_mapped_may_be_exchanged_but_no_exchange_mapped(strategy):
+def test_mapped_values_can_be_exchanged_but_exchanges_cannot_be_mapped(strategy):
     xs = jnp.full((3, 4, 5), RANK, jnp.float32)
     tx = jaxmpi.exchange_gradients(strategy)
     run: Any = lambda x: tx.update(x, tx.init(x))[0]  # noqa: E731
@@ -160,7 +160,7 @@ def test_the_derivative_of_an_exchange_goes_through_loops_and_branches(around):
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank sends nothing")
-def test_a_bucket_that_mpi_cannot_count_is_refused_before_it_is_there():
+def test_a_bucket_that_mpi_cannot_count_is_refused_while_tracing():
     """Traced only: it would have 8 GiB. Neither shared memory nor messages of C have such a limit."""
     half, whole = (jax.ShapeDtypeStruct((n,), jnp.float32) for n in (2**30, 2**31))
     cases: list[tuple[Any, dict[str, Any]]] = [

@@ -24,7 +24,7 @@ def test_every_rank_runs_the_script(check):
     check()
 
 
-def test_one_rank_cannot_even_begin():
+def test_a_mistake_of_one_rank_reaches_all():
     """The rank's mistake reaches the others, and the next call works."""
     f = jm.function(lambda x: x.sum(), jm.scatter, jm.sum)
     x = np.ones(2 * SIZE, np.float32)
@@ -33,7 +33,7 @@ def test_one_rank_cannot_even_begin():
     assert float(f(x)) == 2 * SIZE
 
 
-def test_ranks_at_different_calls():
+def test_ranks_at_different_calls_are_refused():
     f, g = (jm.function(f, jm.scatter, jm.sum) for f in (lambda x: x.sum(), lambda x: x.max()))
     x = np.ones(2 * SIZE, np.float32)
     with pytest.raises(jaxmpi.UsageError, match="differs between workers"):
@@ -45,7 +45,7 @@ def test_ranks_at_different_calls():
     assert float(f(x)) == float(g(x)) * 2 == 2 * SIZE
 
 
-def test_a_shared_array_that_cannot_be_made():
+def test_a_shared_array_that_cannot_be_made_fails_on_all_ranks():
     """Only the first rank of a host tries to; all learn of it."""
     for make, message in ((lambda: np.array([object()]), "array of object"), (lambda: 1 / 0, "division by zero")):
         with pytest.raises((jaxmpi.UsageError, jaxmpi.TrainingError), match=message):

@@ -32,7 +32,7 @@ CONTROL: MpiProcesses = cast(MpiComm, COMM).processes
 SIZE, RANK = COMM.size, int(COMM.rank)
 ALIKE = ("color2", "pipering", "hier-color4")  # color4's code: tests/allreduce/test_host_engine.py
 STRATEGIES = [f"{name}:{wire}" for name in algorithms_in_c(COMM.hosts) if name not in ALIKE for wire in ("32", "8")]
-ROW = schedules.MESSAGE_BYTES // 4  # floats of a row that travel at once on wire 32
+ROW = schedules.MESSAGE_BYTES // 4  # floats of a row that are sent at once on wire 32
 # The last has more segments than may be under way at once, its last rows are short or empty.
 LENGTHS = [1, 2, SIZE + 1, 1009, SIZE * ROW, SIZE * ROW * (WINDOW + 2) + BLOCK + 1]
 
@@ -74,7 +74,7 @@ def test_a_tree_keeps_shapes_and_dtypes_and_a_mean_divides():
     assert float(mean["b"][0]) == (SIZE - 1) / 2
 
 
-def test_gradients_of_several_batches_travel_once_beside_the_last_backward_pass():
+def test_accumulated_gradients_are_sent_once_during_the_last_backward_pass():
     order, batches = Order(), jnp.asarray(vectors(24).reshape(SIZE, 3, 4, 2))
     loss = lambda w, x: (jnp.mean(jnp.tanh(x @ w["a"]) @ w["b"]), x[0, 0])  # noqa: E731
     gradient, last_gradient = jax.grad(loss, has_aux=True), order.record(jax.grad(loss, has_aux=True))
@@ -95,7 +95,7 @@ def test_gradients_of_several_batches_travel_once_beside_the_last_backward_pass(
     assert [span.track for span in progress.drain()].count("travel") == 1
 
 
-def test_what_is_used_elsewhere_too_is_not_touched():
+def test_operands_that_are_used_elsewhere_are_not_overwritten():
     x = jnp.arange(1000.0) + RANK
     for step in (jax.jit(lambda v: (overlap.exchange(v, op="sum"), v)), jax.jit(lambda v: late_use(v * 1))):
         total, same = step(x)
@@ -108,7 +108,7 @@ def late_use(x):
     return total, x + 0 * total  # x is read after the sum has taken its buffer
 
 
-def test_exchanges_of_programs_that_are_started_together_do_not_mix():
+def test_exchanges_of_concurrent_programs_do_not_mix():
     slow, fast = (jax.jit(lambda v, n=n: overlap.exchange([spin(v, n), spin(v, n // 2)], op="sum")) for n in (200, 2))
     x = jnp.full((50, 50), 1.0 + RANK)
     results = [program(x * k) for k in range(1, 5) for program in (slow, fast)]
@@ -121,7 +121,7 @@ def spin(x, n):
     return jax.lax.fori_loop(0, n, lambda _, y: jnp.sin(y @ y), x) * 0 + x
 
 
-def test_it_goes_beside_mpi_calls_of_the_same_program():
+def test_overlapped_exchanges_and_mpi_calls_share_a_program():
     """Ranks differ in what is ready first."""
 
     @jax.jit
@@ -156,16 +156,16 @@ def test_many_exchanges_leave_nothing():
     step = jax.jit(lambda v: overlap.exchange([v * 1, v[:3] * 1], "ring32", "sum", bucket_bytes=16))
     rounds, x = 1000 if SIZE == 2 else 20, jnp.ones(100)
     jax.block_until_ready(step(x))
-    before = kept()
+    before = live_objects()
     for _ in range(rounds):
         jax.block_until_ready(step(x))
-    objects, *others = (after - start for after, start in zip(kept(), before, strict=True))
+    objects, *others = (after - start for after, start in zip(live_objects(), before, strict=True))
     assert objects < 20  # not one an exchange
     assert others == [0]
     assert [thread.name for thread in threading.enumerate()].count(THREAD) == 1
 
 
-def kept() -> list[int]:
+def live_objects() -> list[int]:
     """Python objects and threads."""
     progress.drain()
     gc.collect()

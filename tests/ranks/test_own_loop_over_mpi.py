@@ -32,7 +32,7 @@ SIZE, RANK = COMM.size, int(COMM.rank)
 pytestmark = pytest.mark.usefixtures("untried")
 
 
-def held(rank: int) -> dict:
+def values_of_rank(rank: int) -> dict:
     rng = np.random.default_rng(rank)
     return {
         "double": rng.standard_normal((2, 3)) * 10.0 ** rng.integers(-9, 9, (2, 3)),
@@ -112,7 +112,7 @@ REFUSED_ON_RANK_1: dict[str, tuple[Any, Any, Any, str]] = {
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
 @pytest.mark.parametrize("name", REFUSED_ON_RANK_1)
-def test_what_one_rank_alone_refuses_ends_on_all_ranks_with_its_sentence(name):
+def test_what_one_rank_refuses_is_raised_on_all_ranks(name):
     call, usual, odd, sentence = REFUSED_ON_RANK_1[name]
     with pytest.raises((jaxmpi.UsageError, jaxmpi.TrainingError, TypeError, AttributeError)) as error:
         call(odd if RANK == 1 else usual)
@@ -122,12 +122,12 @@ def test_what_one_rank_alone_refuses_ends_on_all_ranks_with_its_sentence(name):
 
 def test_metrics_of_any_dtype_are_exact_for_uneven_counts():
     counts = [2**26 - 3 * rank - 1 for rank in range(SIZE)]  # the largest that are taken
-    everyones = [dict(named_leaves(held(rank))) for rank in range(SIZE)]
-    total = jaxmpi.metrics.sum(held(RANK))
-    mean = jaxmpi.metrics.mean(held(RANK), counts[RANK])
-    assert jax.tree.structure(total) == jax.tree.structure(mean) == jax.tree.structure(held(RANK))
-    for name in everyones[0]:
-        columns = list(zip(*(exactly(each[name]) for each in everyones), strict=True))
+    by_rank = [dict(named_leaves(values_of_rank(rank))) for rank in range(SIZE)]
+    total = jaxmpi.metrics.sum(values_of_rank(RANK))
+    mean = jaxmpi.metrics.mean(values_of_rank(RANK), counts[RANK])
+    assert jax.tree.structure(total) == jax.tree.structure(mean) == jax.tree.structure(values_of_rank(RANK))
+    for name in by_rank[0]:
+        columns = list(zip(*(exactly(each[name]) for each in by_rank), strict=True))
         is_float = name in ("double", "half", "loss", "none")
         number = float if is_float else int
         assert np.ravel(total[name]).tolist() == [number(sum(column)) for column in columns]
@@ -163,7 +163,7 @@ def test_weights_of_a_mean_may_be_fractions_and_large(counts):
     assert jaxmpi.metrics.mean(1.0, 0.5) == 1.0
 
 
-def test_numbers_near_the_ends_of_floats_and_beyond_64_bits():
+def test_metrics_near_the_limits_of_floats_and_beyond_64_bits():
     assert jaxmpi.metrics.mean(1e308, 100) == 1e308
     assert jaxmpi.metrics.mean(-math.inf if RANK == 0 else 1e308, 100) == -math.inf
     assert SIZE == 1 or math.isnan(jaxmpi.metrics.sum(-math.inf if RANK else math.inf))
@@ -174,7 +174,7 @@ def test_numbers_near_the_ends_of_floats_and_beyond_64_bits():
     assert (small["a"].dtype, small["a"].tolist(), small["b"]) == (np.int64, [SIZE] * 3, SIZE)
 
 
-def test_all_64_bits_of_a_seed_count():
+def test_all_64_bits_of_a_seed_are_used():
     data = [jax.random.key_data(jaxmpi.rank_key(seed)).tolist() for seed in (0, 2**32, 2**63, 2**64 - 1, 2**32 - 1)]
     assert len({*map(tuple, data)}) == len(data)
     same = jax.random.fold_in(jax.random.key(7), RANK)
@@ -299,10 +299,10 @@ def test_complex_numbers_have_the_bits_of_their_two_parts(standard_promotion):
     for got, pair in (*jax.jit(exchanged)(z), *exchanged(z)):
         assert got["z"].dtype == np.complex64
         assert np.asarray(got["z"]).view(np.float32).tobytes() == np.stack(pair, -1).tobytes()
-    everyones = [complexes(rank).astype(np.complex128) for rank in range(SIZE)]
+    by_rank = [complexes(rank).astype(np.complex128) for rank in range(SIZE)]
     mean = jaxmpi.metrics.mean({"z": z, "n": complex(RANK, 1)}, RANK + 1)
     weights = np.arange(1, SIZE + 1)
-    np.testing.assert_allclose(mean["z"], np.average(everyones, 0, weights), rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(mean["z"], np.average(by_rank, 0, weights), rtol=1e-12, atol=1e-15)
     assert mean["n"] == complex(sum(n * rank for rank, n in enumerate(weights)) / sum(weights), 1)
 
     adam = optax.contrib.split_real_and_imaginary(optax.adam(1e-2))
@@ -319,58 +319,58 @@ def test_complex_numbers_have_the_bits_of_their_two_parts(standard_promotion):
 
 
 @pytest.fixture
-def folder(tmp_path_factory) -> Path:
+def shared_folder(tmp_path_factory) -> Path:
     """One for all ranks."""
     return Path(processes().bcast_object(str(tmp_path_factory.mktemp("run"))))
 
 
-def restored(kept: jaxmpi.Checkpoints, *trees: Any) -> Any:
-    saved = kept.restore(*trees)
+def restored(checkpoints: jaxmpi.Checkpoints, *trees: Any) -> Any:
+    saved = checkpoints.restore(*trees)
     assert saved is not None
     return saved
 
 
-def test_checkpoints_keep_every_ranks_own_state(folder):
-    kept = jaxmpi.Checkpoints(folder)
+def test_checkpoints_keep_the_state_of_every_rank(shared_folder):
+    checkpoints = jaxmpi.Checkpoints(shared_folder)
     shared = {"w": jnp.arange(3.0), "double": np.full(2, 1 / 3)}
-    own = {"debt": jnp.full(2, float(RANK)), "key": jaxmpi.rank_key(1)}
-    assert kept.restore(shared, own) is None
+    own = {"residual": jnp.full(2, float(RANK)), "key": jaxmpi.rank_key(1)}
+    assert checkpoints.restore(shared, own) is None
     for step in (5, 6, 7):
-        kept.save(step, jax.tree.map(lambda x, step=step: x + step, shared), own, {"epoch": step})
-    saved = restored(kept, shared, {"debt": jnp.zeros(2), "key": jax.random.key(9)})
+        checkpoints.save(step, jax.tree.map(lambda x, step=step: x + step, shared), own, {"epoch": step})
+    saved = restored(checkpoints, shared, {"residual": jnp.zeros(2), "key": jax.random.key(9)})
     assert (saved.step, saved.extra) == (7, {"epoch": 7})
     assert isinstance(saved.shared["w"], jax.Array)
     assert (saved.shared["double"] == np.full(2, 1 / 3) + 7).all()
-    assert (saved.own["debt"] == RANK).all()
+    assert (saved.own["residual"] == RANK).all()
     assert saved.own["key"] == own["key"]
-    assert sorted(path.name for path in folder.iterdir()) == ["step_00000006", "step_00000007"]
+    assert sorted(path.name for path in shared_folder.iterdir()) == ["step_00000006", "step_00000007"]
     with pytest.raises(jaxmpi.UsageError, match=r"w: got float32\[3\], expected float32\[4\]"):
-        kept.restore({"w": jnp.zeros(4), "double": shared["double"]}, own)
+        checkpoints.restore({"w": jnp.zeros(4), "double": shared["double"]}, own)
     processes().barrier()
     if RANK == 0:  # goes on alone
-        alone = restored(jaxmpi.Checkpoints(folder, comm=SoloComm()), shared, own | {"key": jax.random.key(9)})
-        assert (alone.own["debt"] == (SIZE - 1) / 2).all()
+        alone = restored(jaxmpi.Checkpoints(shared_folder, comm=SoloComm()), shared, own | {"key": jax.random.key(9)})
+        assert (alone.own["residual"] == (SIZE - 1) / 2).all()
         assert alone.own["key"] == (own["key"] if SIZE == 1 else jax.random.key(9))
     processes().barrier()
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_if_none_is_whole_all_ranks_raise(folder):
-    kept, own = jaxmpi.Checkpoints(folder), {"debt": jnp.full(2, float(RANK))}
+def test_a_damaged_checkpoint_is_skipped_and_without_an_intact_one_all_ranks_raise(shared_folder):
+    checkpoints, own = jaxmpi.Checkpoints(shared_folder), {"residual": jnp.full(2, float(RANK))}
     for step in (1, 2):
-        kept.save(step, {"w": jnp.full(3, float(step))}, own)
+        checkpoints.save(step, {"w": jnp.full(3, float(step))}, own)
 
     def after_damage(damaged: int) -> Any:
         processes().barrier()
         if RANK == 0:
-            file = sorted((folder / f"step_{damaged:08d}").glob("*.bin"))[-1]
+            file = sorted((shared_folder / f"step_{damaged:08d}").glob("*.bin"))[-1]
             *start, last = file.read_bytes()
             file.write_bytes(bytes([*start, last ^ 1]))
         processes().barrier()
-        return kept.restore({"w": jnp.zeros(3)}, own)
+        return checkpoints.restore({"w": jnp.zeros(3)}, own)
 
     saved = after_damage(2)
     assert saved is not None
-    assert (saved.step, saved.shared["w"].tolist(), saved.own["debt"].tolist()) == (1, [1] * 3, [RANK] * 2)
+    assert (saved.step, saved.shared["w"].tolist(), saved.own["residual"].tolist()) == (1, [1] * 3, [RANK] * 2)
     with pytest.raises(jaxmpi.UsageError, match=r"no checkpoint in .* is whole"):
         after_damage(1)
 
@@ -385,8 +385,8 @@ def after_two_steps(tx: optax.GradientTransformation, params: Any) -> Any:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(("tx", "wire"), [(optax.adam(1e-2), "32"), (optax.lamb(1e-2), "16")], ids=["adam", "lamb, 16"])
-def test_shares_of_an_optimizers_state_are_cut_anew_for_other_strategies_and_numbers_of_ranks(
-    tx, wire, folder, standard_promotion
+def test_a_sharded_state_is_resharded_for_other_strategies_and_numbers_of_ranks(
+    tx, wire, shared_folder, standard_promotion
 ):
     params = {"w": jnp.arange(7.0), "b": jnp.arange(6.0).reshape(2, 3)}
     sharded = partial(jaxmpi.sharded, tx, "tensor" if wire == "16" else "element", gather_wire=wire)
@@ -396,7 +396,7 @@ def test_shares_of_an_optimizers_state_are_cut_anew_for_other_strategies_and_num
 
     def is_as_trained(tx: optax.GradientTransformation, want: Any, comm: Any = COMM) -> bool:
         asked = {"opt": tx.init(params), "rank": np.int32(-1)}
-        saved = restored(jaxmpi.Checkpoints(folder, comm=comm), params, asked)
+        saved = restored(jaxmpi.Checkpoints(shared_folder, comm=comm), params, asked)
         assert saved.extra == {"chunks": "of the user"}
         assert saved.own["rank"] == (RANK if comm.size == written_by else 0)
         # One worker updates whole tensors in another program: an fma rounds once less, in each of two updates.
@@ -404,7 +404,7 @@ def test_shares_of_an_optimizers_state_are_cut_anew_for_other_strategies_and_num
         return jax.tree.all(jax.tree.map(lambda x, y: np.allclose(x, y, rtol, atol=0), saved.own["opt"], want))
 
     extra = {"chunks": "of the user"}
-    jaxmpi.Checkpoints(folder).save(1, params, {"opt": by_asa, "rank": np.int32(RANK)}, extra)
+    jaxmpi.Checkpoints(shared_folder).save(1, params, {"opt": by_asa, "rank": np.int32(RANK)}, extra)
     assert is_as_trained(asa, by_asa)
     assert is_as_trained(ring, by_ring)
     of_part = sharded("asa32", comm=part)
@@ -414,7 +414,7 @@ def test_shares_of_an_optimizers_state_are_cut_anew_for_other_strategies_and_num
             ring.update(params, by_asa, params)
     processes().barrier()
     if RANK == 0:  # goes on alone
-        single, alone = sharded("asa32", comm=SoloComm()), jaxmpi.Checkpoints(folder, comm=SoloComm())
+        single, alone = sharded("asa32", comm=SoloComm()), jaxmpi.Checkpoints(shared_folder, comm=SoloComm())
         by_one = after_two_steps(single, params)
         assert is_as_trained(single, by_one, SoloComm())
         alone.save(2, params, {"opt": by_one, "rank": np.int32(0)}, extra)
@@ -424,21 +424,21 @@ def test_shares_of_an_optimizers_state_are_cut_anew_for_other_strategies_and_num
 
 
 @pytest.mark.parametrize("strategy", ["topk10", "lowrank2"])
-def test_a_compressor_goes_on_from_each_ranks_debts(strategy, folder):
-    kept = jaxmpi.Checkpoints(folder)
+def test_a_compressor_resumes_from_the_residual_of_each_rank(strategy, shared_folder):
+    checkpoints = jaxmpi.Checkpoints(shared_folder)
     params = {"w": jnp.zeros((6, 4))}
     grads = {"w": jax.random.normal(jaxmpi.rank_key(1), (6, 4))}
     tx = jaxmpi.exchange_gradients(strategy)
     _, state = tx.update(grads, tx.init(params), params)
-    kept.save(1, params, state)
-    saved = restored(kept, params, tx.init(params))
+    checkpoints.save(1, params, state)
+    saved = restored(checkpoints, params, tx.init(params))
     made, again = (tx.update(grads, each, params) for each in (state, saved.own))
     assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), made, again))
     anew = jax.tree.map(lambda x, y: (x == y).all(), made, tx.update(grads, tx.init(params), params))
-    assert jax.tree.all(anew) == (SIZE == 1)  # which owes nothing
+    assert jax.tree.all(anew) == (SIZE == 1)  # which has no residual
 
 
-def test_a_state_that_is_each_ranks_own_is_not_shared(tmp_path, standard_promotion):
+def test_a_sharded_state_is_neither_saved_as_shared_nor_broadcast(tmp_path, standard_promotion):
     params = {"w": jnp.arange(7.0)}
     tx = jaxmpi.sharded(optax.adam(1e-2), "element")
     with pytest.raises(jaxmpi.UsageError, match=r"shared: got a state of jaxmpi.sharded, .* give it in own"):
@@ -447,35 +447,35 @@ def test_a_state_that_is_each_ranks_own_is_not_shared(tmp_path, standard_promoti
         jaxmpi.broadcast((params, tx.init(params)))
 
 
-def test_slices_of_another_optimizer_place_or_wire_are_refused(folder, standard_promotion):
+def test_shards_of_another_optimizer_path_or_wire_are_refused(shared_folder, standard_promotion):
     """Their leaves can have names and shapes of those that are asked for."""
-    kept = jaxmpi.Checkpoints(folder)
+    checkpoints = jaxmpi.Checkpoints(shared_folder)
     params = {"w": jnp.arange(7.0), "b": jnp.ones((2, 3))}
     adam, lion = (jaxmpi.sharded(tx, "element").init(params) for tx in (optax.adam(1e-2), optax.lion(1e-2)))
     coarse = jaxmpi.sharded(optax.adam(1e-2), "element", "ring32", gather_wire="16").init(params)
-    kept.save(1, params, {"a": adam, "b": adam})
+    checkpoints.save(1, params, {"a": adam, "b": adam})
     for own in ({"a": adam, "b": lion}, {"b": adam, "c": adam}, {"a": coarse, "b": coarse}):
         with pytest.raises(jaxmpi.UsageError, match=rf"saved by {SIZE} ranks, with .*: take the same trees"):
-            kept.restore(params, own)
+            checkpoints.restore(params, own)
 
 
 @pytest.mark.skipif(SIZE < 2, reason="a part of the ranks is all of them")
-def test_states_of_parts_of_the_ranks_and_of_ranks_in_another_order_stay_with_each_rank(folder, standard_promotion):
+def test_states_of_subcommunicators_and_of_reordered_ranks_stay_with_each_rank(shared_folder, standard_promotion):
     params = {"w": jnp.full((3, 5), float(RANK)), "b": jnp.ones((5, 3))}
     for turn, comm in enumerate((COMM.split(RANK), COMM.split(0, key=-RANK))):
-        kept = jaxmpi.Checkpoints(folder / str(turn))
+        checkpoints = jaxmpi.Checkpoints(shared_folder / str(turn))
         tx = jaxmpi.sharded(optax.lars(1e-2, momentum=0.5), "tensor", comm=comm)
-        kept.save(1, {}, after_two_steps(tx, params))
-        saved = restored(kept, {}, tx.init(params))
+        checkpoints.save(1, {}, after_two_steps(tx, params))
+        saved = restored(checkpoints, {}, tx.init(params))
         assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), saved.own, after_two_steps(tx, params)))
         others = jaxmpi.sharded(optax.lars(1e-2, momentum=0.5), "tensor")
         with pytest.raises(
             jaxmpi.UsageError, match=r"of parts of them: ranks \[\[.*; expected \['all'\] .* comm=that part"
         ):
-            kept.restore({}, others.init(params))
+            checkpoints.restore({}, others.init(params))
 
 
-def test_a_state_that_was_dealt_or_rounded_otherwise_is_refused_by_name(standard_promotion):
+def test_a_state_with_another_assignment_or_rounding_is_refused(standard_promotion):
     params = {"w": jnp.arange(12.0).reshape(3, 4), "b": jnp.ones((4, 3)), "c": jnp.ones((2, 2))}
     of_lars = partial(jaxmpi.sharded, optax.lars(1e-2, momentum=0.5), "tensor")
     tx, coarse = of_lars(), of_lars(gather_wire="16")
@@ -488,24 +488,24 @@ def test_a_state_that_was_dealt_or_rounded_otherwise_is_refused_by_name(standard
             one.update(params, other.init(params), params)
 
 
-def test_a_checkpoint_that_is_not_finite_is_refused_on_all_ranks_alike_unless_that_is_asked_for(folder):
+def test_a_checkpoint_that_is_not_finite_is_refused_on_all_ranks_unless_allowed(shared_folder):
     last = SIZE - 1
-    kept, shared = jaxmpi.Checkpoints(folder), {"w": jnp.ones(2), "best": np.inf}
-    own = {"debt": jnp.full(2, math.nan if RANK == last else 0.0)}
-    for trees, named in (((shared,), "rank 0: .*best"), (({"w": jnp.ones(2)}, own), f"rank {last}: .*debt")):
+    checkpoints, shared = jaxmpi.Checkpoints(shared_folder), {"w": jnp.ones(2), "best": np.inf}
+    own = {"residual": jnp.full(2, math.nan if RANK == last else 0.0)}
+    for trees, named in (((shared,), "rank 0: .*best"), (({"w": jnp.ones(2)}, own), f"rank {last}: .*residual")):
         with pytest.raises(jaxmpi.TrainingError, match=f"{named}.* is not finite after step 3: .*check_finite=False"):
-            kept.save(3, *trees)
-    assert kept.restore(shared, own) is None
-    jaxmpi.Checkpoints(folder, check_finite=False).save(3, shared, own)
-    saved = restored(kept, shared, own)
+            checkpoints.save(3, *trees)
+    assert checkpoints.restore(shared, own) is None
+    jaxmpi.Checkpoints(shared_folder, check_finite=False).save(3, shared, own)
+    saved = restored(checkpoints, shared, own)
     assert saved.shared["best"] == np.inf
-    assert np.isnan(saved.own["debt"]).all() == (RANK == last)
+    assert np.isnan(saved.own["residual"]).all() == (RANK == last)
 
 
-def test_a_checkpoint_that_one_rank_cannot_write_is_refused_on_all_alike(folder, monkeypatch):
+def test_a_checkpoint_that_one_rank_cannot_write_is_refused_on_all(shared_folder, monkeypatch):
     last = SIZE - 1
-    kept = jaxmpi.Checkpoints(folder)
-    kept.save(np.int64(1), {"w": jnp.ones(2)})
+    checkpoints = jaxmpi.Checkpoints(shared_folder)
+    checkpoints.save(np.int64(1), {"w": jnp.ones(2)})
 
     def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -514,23 +514,23 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_refused_on_all_alike(folder,
         if RANK == last:
             patch.setattr(manager, "write_leaves", full)
         with pytest.raises(jaxmpi.TrainingError, match=rf"rank {last}: the checkpoint of step 2 cannot .* No space"):
-            kept.save(2, {"w": jnp.zeros(2)})
-    saved = restored(kept, {"w": jnp.zeros(2)})
+            checkpoints.save(2, {"w": jnp.zeros(2)})
+    saved = restored(checkpoints, {"w": jnp.zeros(2)})
     assert saved.step == 1
-    assert kept.save(2, {"w": jnp.zeros(2)}).exists()
+    assert checkpoints.save(2, {"w": jnp.zeros(2)}).exists()
 
 
 def activation(x):
     return x
 
 
-def tree_with(leaf) -> dict:
+def save_arguments(leaf) -> dict:
     return {"shared": {"net": {"w": jnp.ones(2), "activation": leaf}}}
 
 
 # What a rank gives to `save`, the error, and what it names.
 BAD_SAVES = {
-    "a module's function": (tree_with(activation), jaxmpi.UsageError, "net/activation"),
+    "a module's function": (save_arguments(activation), jaxmpi.UsageError, "net/activation"),
     "one path twice": ({"shared": {"a/b": jnp.ones(2), "a\\": {"b": jnp.ones(2)}}}, jaxmpi.UsageError, "path"),
     "extra": ({"shared": {"w": jnp.ones(2)}, "extra": {"loss": jnp.ones(())}}, jaxmpi.UsageError, "extra"),
     "deep extra": (
@@ -544,15 +544,15 @@ BAD_SAVES = {
 
 @pytest.mark.parametrize("odd", [0, SIZE - 1], ids=["on the first", "on the last"])
 @pytest.mark.parametrize(("given", "error", "named"), BAD_SAVES.values(), ids=BAD_SAVES)
-def test_what_one_rank_cannot_save_is_refused_on_all_and_the_next_call_works(given, error, named, odd, folder):
-    kept = jaxmpi.Checkpoints(folder)
+def test_what_one_rank_cannot_save_is_refused_on_all_ranks(given, error, named, odd, shared_folder):
+    checkpoints = jaxmpi.Checkpoints(shared_folder)
     good = {"shared": {"w": jnp.ones(2)}}
     if named == "w" and odd:  # rank 0's part of what is shared is written
         given = {**good, "own": given["shared"]}
         good = {**good, "own": {"w": jnp.zeros(1, jnp.complex64)}}
     with pytest.raises(error, match=named):
-        kept.save(1, **(given if odd == RANK else good))
-    assert kept.save(1, {"w": jnp.ones(2)}).exists()
+        checkpoints.save(1, **(given if odd == RANK else good))
+    assert checkpoints.save(1, {"w": jnp.ones(2)}).exists()
     assert jaxmpi.metrics.sum(1) == SIZE
 
 
@@ -569,31 +569,31 @@ def unruly(leaves):
     return Unruly()
 
 
-def test_a_tree_that_one_rank_cannot_rebuild_is_refused_on_all(folder):
-    kept = jaxmpi.Checkpoints(folder)
-    kept.save(1, {"w": jnp.ones(2)})
+def test_a_tree_that_one_rank_cannot_rebuild_is_refused_on_all(shared_folder):
+    checkpoints = jaxmpi.Checkpoints(shared_folder)
+    checkpoints.save(1, {"w": jnp.ones(2)})
     with pytest.raises((jaxmpi.UsageError, jaxmpi.TrainingError), match="not this one"):
-        kept.restore({"w": Unruly()})
+        checkpoints.restore({"w": Unruly()})
     assert jaxmpi.metrics.sum(1) == SIZE
 
 
-def test_a_step_is_a_whole_number_of_64_bits(folder):
-    kept = jaxmpi.Checkpoints(folder)
+def test_a_step_is_a_64_bit_integer(shared_folder):
+    checkpoints = jaxmpi.Checkpoints(shared_folder)
     for step in (jnp.int32(5), 1_764_300_000_123_456_789, 2**63 - 1):
-        kept.save(step, {"w": jnp.ones(2)})
-        saved = restored(kept, {"w": jnp.zeros(2)})
+        checkpoints.save(step, {"w": jnp.ones(2)})
+        saved = restored(checkpoints, {"w": jnp.zeros(2)})
         assert saved.step == int(step)
     wrong: list[Any] = [1.9, -1, 2**63, None, True]
     for step in wrong:
         with pytest.raises(jaxmpi.UsageError, match="step"):
-            kept.save(step, {"w": jnp.zeros(2)})
-    saved = restored(kept, {"w": jnp.zeros(2)})
+            checkpoints.save(step, {"w": jnp.zeros(2)})
+    saved = restored(checkpoints, {"w": jnp.zeros(2)})
     assert float(saved.shared["w"][0]) == 1
 
 
 # ---------------------------------------------------------------- docs/porting.md
 
-MOVES = (Path(__file__).parents[2] / "docs" / "porting.md").read_text().partition("## Functions over workers")[0]
+PORTING = (Path(__file__).parents[2] / "docs" / "porting.md").read_text().partition("## Functions over workers")[0]
 ELSEWHERE = (
     "--",
     "jaxmpi run",
@@ -602,26 +602,26 @@ ELSEWHERE = (
 )  # other tests have these
 
 
-def lines_of_ours() -> list[str]:
+def lines_of_jaxmpi() -> list[str]:
     """Second column of the tables of moves, as code."""
-    cells = [row.split(" | ")[-1] for row in MOVES.splitlines() if row.startswith("| ")]
+    cells = [row.split(" | ")[-1] for row in PORTING.splitlines() if row.startswith("| ")]
     spans = [span for cell in cells for span in re.findall(r"`([^`]+)`", cell)]
     parts = {".split(color, key)": "comm.split(color, key)", "jaxmpi.wait(h)": "", "optimizer.stateless_apply": ""}
     lines = [parts.get(span, re.sub("^(exchange_g)", r"jaxmpi.\1", span)) for span in spans]
     return [line for line in dict.fromkeys(lines) if line and not line.startswith(ELSEWHERE)]
 
 
-def test_every_line_of_ours_in_the_table_of_moves_runs(folder):
+def test_every_line_of_the_porting_table_runs(shared_folder):
     params, x = {"w": jnp.ones(2)}, jnp.arange(2.0 * SIZE).reshape(SIZE, 2)
-    known: dict[str, Any] = {"jaxmpi": jaxmpi, "mpi": jaxmpi.collectives, "optax": optax, "comm": COMM, "x": x, "y": x}
-    known |= {"a": RANK, "b": RANK, "color": 0, "key": -RANK, "ranks": [0], "params": params, "grads": params, "k": 2}
-    known |= {"opt": optax.sgd(0.1), "chain": optax.sgd(0.1), "batches": [1, 2], "data": x, "effective_batch": SIZE}
-    known |= {"folder": str(folder), "step": 1, "shared": params, "own": params, "value": 1.5, "count": 3}
-    lines = lines_of_ours()
+    names: dict[str, Any] = {"jaxmpi": jaxmpi, "mpi": jaxmpi.collectives, "optax": optax, "comm": COMM, "x": x, "y": x}
+    names |= {"a": RANK, "b": RANK, "color": 0, "key": -RANK, "ranks": [0], "params": params, "grads": params, "k": 2}
+    names |= {"opt": optax.sgd(0.1), "chain": optax.sgd(0.1), "batches": [1, 2], "data": x, "effective_batch": SIZE}
+    names |= {"folder": str(shared_folder), "step": 1, "shared": params, "own": params, "value": 1.5, "count": 3}
+    lines = lines_of_jaxmpi()
     assert len(lines) > 35
     for line in lines:
         if line.startswith("h = "):
             started = f"def program(x):\n    {line}\n    return jaxmpi.wait(h)"
-            exec(f"import jax\n{started}\njax.jit(program)(x)", known)
+            exec(f"import jax\n{started}\njax.jit(program)(x)", names)
         else:
-            exec(f"{line}: pass" if line.startswith("for ") else line, known)
+            exec(f"{line}: pass" if line.startswith("for ") else line, names)

@@ -40,7 +40,7 @@ def same_everywhere(text: str) -> bool:
     return set(CONTROL.allgather_object(mine)) == {mine}
 
 
-def test_sums_without_a_program_come_behind_programs_that_are_under_way():
+def test_sums_outside_a_program_follow_running_programs():
     """One rank is slow, and sizes differ: in another order they would not match."""
 
     @jax.jit

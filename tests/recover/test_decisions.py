@@ -67,7 +67,7 @@ def test_all_ranks_come_to_the_lowest_worker_and_its_leaf(bad, expected):
     assert votes[0].count() is None
 
 
-def test_an_update_that_only_the_sum_made_infinite_has_no_culprit():
+def test_an_infinite_sum_of_finite_updates_names_no_leaf():
     vote = StepConsensus(SoloProcesses(), Silent(), ["a"])
     vote.cast(3, None, 0, False)
     assert str(vote.count()) == "the sum of all gradients of worker 0 is not finite at step 3"
@@ -88,7 +88,7 @@ def test_a_signal_is_a_vote_of_all():
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_recoveries():
+def test_recoveries_are_limited():
     failure = NonFiniteStep(4, 1, "loss")
     with pytest.raises(AgreedError, match="the loss of worker 1 is not finite at step 4; mend it"):
         Recovery("stop", 9).decide(failure, "mend it")
@@ -134,7 +134,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("case", ROWS)
-def test_whose_params_differ(case):
+def test_workers_whose_params_differ_are_named(case):
     values, message = ROWS[case]
     rows, mine = np.array([[3, value] for value in values], np.uint32), tuple(range(len(values)))
     text = replica_check.compare_replicas({"a": 0, "b": 0}, rows, mine, SoloProcesses(), 9)
@@ -167,7 +167,7 @@ def test_the_budget_of_skipped_data():
 # ---------------------------------------------------------------- saver
 
 
-def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(tmp_path):
+def test_errors_in_the_background_are_raised_by_the_next_call(tmp_path):
     state = create({"w": np.ones(3, np.float32)}, {}, {}, seed=0, worker=0)
     folder = tmp_path / "checkpoints"
     one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=Retention(2))
@@ -217,7 +217,7 @@ print(notice.is_given)
 
 
 @pytest.mark.parametrize(("before", "expected"), [([], "True"), (["nohup"], "False")])
-def test_a_terminal_that_goes_is_one_request_to_leave_and_nohup_none(before, expected):
+def test_a_hangup_is_one_request_to_leave_and_none_under_nohup(before, expected):
     line = [*before, sys.executable, "-c", HANGUP]
     ended = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL)
     assert (ended.stdout.strip(), ended.returncode) == (expected, 0), ended.stderr
@@ -237,7 +237,7 @@ def test_a_terminal_that_goes_is_one_request_to_leave_and_nohup_none(before, exp
         ("exit:hard=no", "hard: got 'no'; expected"),
     ],
 )
-def test_wrong_faults(text, message):
+def test_invalid_faults_are_refused(text, message):
     with pytest.raises(UsageError, match=message):
         fault_injection.parse(text, 4)
 
@@ -296,7 +296,7 @@ Stored = functools.partial(run_directory.StoredSettings, exchange={})
         ({}, None, 3, (0, 0)),
     ],
 )
-def test_the_effective_batch_is_that_of_the_beginning(fields, stored, workers, expected):
+def test_the_effective_batch_is_kept_on_resume(fields, stored, workers, expected):
     got = run_directory.keep_batch_and_groups(schema.Experiment(**fields), stored, workers)
     assert (got.local_batch, got.effective_batch) == expected
 

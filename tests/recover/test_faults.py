@@ -221,7 +221,7 @@ def test_fault(name, model, undisturbed, tmp_path):
 # ---------------------------------------------------------------- faults of what is around the ranks
 
 
-def go_on_and_compare(model: Path, run_dir: Path, undisturbed: Path) -> None:
+def resume_and_compare(model: Path, run_dir: Path, undisturbed: Path) -> None:
     job = start(trainer(model, run_dir, "--resume"))
     assert job.end() == 0, job.out[-4000:]
     assert_equal(run_dir, undisturbed)
@@ -245,7 +245,7 @@ def test_sigterm_to_the_launcher(model, undisturbed, tmp_path):
     step = re.search(r"asked to leave: saved at step (\d+)", job.out)
     assert step is not None
     assert 15 <= int(step[1]) < STEPS
-    go_on_and_compare(model, tmp_path / "run", undisturbed)
+    resume_and_compare(model, tmp_path / "run", undisturbed)
 
 
 def test_a_second_sigterm_ends_the_job_at_once(model, undisturbed, tmp_path):
@@ -257,7 +257,7 @@ def test_a_second_sigterm_ends_the_job_at_once(model, undisturbed, tmp_path):
     begin = time.monotonic()
     assert job.end() not in (0, 75), job.out
     assert time.monotonic() - begin < DIES_S
-    go_on_and_compare(model, tmp_path / "run", undisturbed)
+    resume_and_compare(model, tmp_path / "run", undisturbed)
 
 
 @pytest.mark.parametrize("whom", ["jaxmpi.tools.cli", "prterun"])
@@ -271,7 +271,7 @@ def test_kill_9_of_what_started_the_ranks(whom, model, undisturbed, tmp_path):
         assert time.monotonic() - begin < DIES_S, [words_of(pid) for pid in survivors]
         time.sleep(0.1)
     assert job.end() != 0
-    go_on_and_compare(model, tmp_path / "run", undisturbed)
+    resume_and_compare(model, tmp_path / "run", undisturbed)
 
 
 def same_examples(run_dir: Path, undisturbed: Path) -> None:

@@ -58,8 +58,8 @@ def model(tmp_path_factory) -> Path:
     return path
 
 
-class Part(NamedTuple):
-    """A part of a run: so many workers, up to a step."""
+class Phase(NamedTuple):
+    """A phase of a run: so many workers, up to a step."""
 
     workers: int
     upto: int
@@ -67,18 +67,18 @@ class Part(NamedTuple):
 
 @pytest.fixture(scope="session")
 def reference(model, tmp_path_factory):
-    """(parts of a run) -> what is equal on all workers.
+    """(phases of a run) -> what is equal on all workers.
 
-    It is equal in the end, if each part is resumed from the one before.
+    It is equal in the end, if each phase is resumed from the one before.
     """
 
     @functools.cache
-    def final_state(*parts: Part, args: tuple[str, ...] = ()) -> dict[tuple[str, str], tuple[list[int], int]]:
+    def final_state(*phases: Phase, args: tuple[str, ...] = ()) -> dict[tuple[str, str], tuple[list[int], int]]:
         folder = tmp_path_factory.mktemp("reference") / "run"
-        for part in parts:
-            resume = ["--resume"] * (part is not parts[0])
-            steps = ["--train-for", f"{part.upto}st", "--checkpoint-every", "0st", *resume]
-            job = start(trainer(model, folder, *steps, *args, ranks=part.workers))
+        for phase in phases:
+            resume = ["--resume"] * (phase is not phases[0])
+            steps = ["--train-for", f"{phase.upto}st", "--checkpoint-every", "0st", *resume]
+            job = start(trainer(model, folder, *steps, *args, ranks=phase.workers))
             assert job.end() == 0, job.out
         return saved_state(folder)
 
@@ -86,7 +86,7 @@ def reference(model, tmp_path_factory):
 
 
 def saved_state(run_dir: Path) -> dict[tuple[str, str], tuple[list[int], int]]:
-    """Shapes and checksums of the last checkpoint: step, params and optimizer, slices included; no batch statistics."""
+    """Shapes and checksums of the last checkpoint: step, params and optimizer, shards included; no batch statistics."""
     [last] = [
         path for path in manifests.complete_checkpoints(run_dir / "checkpoints") if manifests.step_of(path) == STEPS
     ]
@@ -142,7 +142,7 @@ ROWS = {
 
 
 @pytest.mark.e2e
-def test_a_worker_goes_on_alone(model, tmp_path):
+def test_the_last_worker_continues_alone(model, tmp_path):
     """Rank 0, which keeps the record, dies at step 4 of 6, with its shard of the optimizer's state.
 
     There is no checkpoint yet, so rank 1 begins anew.
@@ -164,7 +164,7 @@ def test_a_worker_goes_on_alone(model, tmp_path):
 @pytest.mark.faults
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("name", ROWS)
-def test_the_others_do_the_step_again_and_go_on(name, model, reference, tmp_path):
+def test_the_remaining_ranks_repeat_the_step_and_continue(name, model, reference, tmp_path):
     row, folder = ROWS[name], tmp_path / "run"
     job = start(trainer(model, folder, "--on-rank-loss", "shrink", *row.args, *row.flags, ranks=row.ranks))
     code = job.end()
@@ -178,16 +178,16 @@ def test_the_others_do_the_step_again_and_go_on(name, model, reference, tmp_path
     assert column(folder, "eval", "eval_count") == [360, 360]
     if name in ("kill_0_saving", "kill_3_saving"):  # the checkpoint that was dropped is made by those that live
         assert 20 in column(folder, "checkpoint", "step")
-    told_times(job, row, lost)
+    check_times(job, row, lost)
     # 64 examples do not divide by 3 when a run begins, and shared memory adds in another order than the ring.
     if lost[0]["after"] and "shm" not in name:
         args = (*(SHARDED if name.startswith("sharded") else ()), *row.flags)
-        assert saved_state(folder) == reference(*parts_of(row.ranks, lost), args=args)
+        assert saved_state(folder) == reference(*phases_of(row.ranks, lost), args=args)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-def test_a_bad_exit_that_nobody_is_told_of_ends_the_job(model, tmp_path):
+def test_an_unreported_bad_exit_ends_the_job(model, tmp_path):
     """Open MPI neither reports it nor ends the others."""
     folder = tmp_path / "run"
     faults = (*inject("exit:rank=2,step=25,hard=1"), "--stall-timeout-s", "8")
@@ -207,7 +207,7 @@ def test_a_bad_exit_that_nobody_is_told_of_ends_the_job(model, tmp_path):
     ],
     ids=["nan", "sigterm", "kill_all"],
 )
-def test_what_all_decide_together_they_still_do(args, code, message, model, tmp_path):
+def test_joint_decisions_still_end_the_job(args, code, message, model, tmp_path):
     folder = tmp_path / "run"
     job = start(trainer(model, folder, "--on-rank-loss", "shrink", *args))
     assert job.end() == code, job.out
@@ -220,14 +220,14 @@ def expected_steps() -> list[tuple[int, int]]:
     return [(step, epoch * 1437 + batch * 64) for step, (epoch, batch) in enumerate(epochs, 1)]
 
 
-def parts_of(ranks: int, lost: list[dict[str, Any]]) -> list[Part]:
-    """The run as parts with as many workers each; two deaths after one step make one."""
+def phases_of(ranks: int, lost: list[dict[str, Any]]) -> list[Phase]:
+    """The run as phases with as many workers each; two deaths after one step make one."""
     sizes = {0: ranks} | {line["after"]: line["workers"] for line in lost}
     ends = [*sorted(sizes)[1:], STEPS]
-    return [Part(size, end) for (_, size), end in zip(sorted(sizes.items()), ends, strict=True)]
+    return [Phase(size, end) for (_, size), end in zip(sorted(sizes.items()), ends, strict=True)]
 
 
-def told_times(job, row: Row, lost: list[dict[str, Any]]) -> None:
+def check_times(job, row: Row, lost: list[dict[str, Any]]) -> None:
     """Time to notice, and time to the next line of progress.
 
     That line comes with the next step or some later.

@@ -71,7 +71,7 @@ def test_a_rank_that_is_silent_is_named_with_its_last_phase():
     assert output.count("no progress") == 1
 
 
-def test_within_the_time_and_while_ranks_move_nothing_is_said():
+def test_ranks_that_progress_in_time_are_not_reported():
     watch, letters, out = dog()
     live(watch, letters, range(1, 10), lambda now: [beat(r, 5) for r in (1, 2, 3)])
     for now in range(10, 60):
@@ -80,7 +80,7 @@ def test_within_the_time_and_while_ranks_move_nothing_is_said():
     assert out.getvalue() == ""
 
 
-def test_a_job_that_goes_on_after_all_says_so_and_may_stall_again():
+def test_a_job_that_recovers_says_so_and_may_stall_again():
     watch, letters, out = dog()
     live(watch, letters, range(1, 15), lambda now: [beat(r, 5) for r in (1, 2, 3)])
     failures.set_phase("step 8")
@@ -90,7 +90,7 @@ def test_a_job_that_goes_on_after_all_says_so_and_may_stall_again():
     assert out.getvalue().count("no progress") == 2
 
 
-def test_who_has_come_least_far_is_late_else_who_waits_for_no_rank():
+def test_the_rank_with_the_least_progress_is_late_else_the_one_that_does_not_wait():
     watch, letters, out = dog(stall_timeout_s=4.0)
     failures.set_phase("step 8")
     count = failures.current_phase().count
@@ -113,7 +113,7 @@ def test_rank_1_judges_where_rank_0_is_silent_and_leaves_it_to_it_where_it_is_no
     assert "late: rank 0 on node0" in out.getvalue()
 
 
-def test_where_there_are_hosts_the_second_judge_is_on_another_than_the_first():
+def test_the_second_judge_is_on_another_host():
     """A host that hangs takes ranks 0 and 1 with it, as ranks are mostly placed."""
     assert watchdog.choose_judges(["a", "a", "b", "b"]) == (0, 2)
     assert watchdog.choose_judges(["a", "a"]) == (0, 1)
@@ -125,14 +125,14 @@ def test_where_there_are_hosts_the_second_judge_is_on_another_than_the_first():
     assert "late: rank 0 on node0, rank 1 on node1" in out.getvalue()
 
 
-def test_a_clock_that_jumps_or_a_process_that_slept_accuses_nobody():
+def test_a_clock_jump_or_a_suspended_process_accuses_nobody():
     watch, letters, out = dog()
     live(watch, letters, range(1, 5), lambda now: [beat(r, 5) for r in (1, 2, 3)])
     live(watch, letters, range(100_000, 100_004), lambda now: [beat(r, 5) for r in (1, 2, 3)])
     assert out.getvalue() == ""
 
 
-def test_who_waits_while_others_work_is_not_stuck_but_who_is_silent_is():
+def test_a_rank_that_waits_for_working_ranks_is_not_stuck_but_a_silent_one_is():
     watch, letters, out = dog()
     live(watch, letters, range(1, 40), lambda now: [beat(1, 5), beat(2, now), beat(3, now)])
     assert out.getvalue() == ""
@@ -140,7 +140,7 @@ def test_who_waits_while_others_work_is_not_stuck_but_who_is_silent_is():
     assert "late: rank 1 on node1" in out.getvalue()
 
 
-def test_what_compiles_or_writes_may_last_longer():
+def test_compiling_and_writing_may_take_longer():
     watch, letters, out = dog()
     live(watch, letters, range(1, 55), lambda now: [beat(r, 5, patience=6.0 if r == 2 else 1.0) for r in (1, 2, 3)])
     assert out.getvalue() == ""

@@ -154,23 +154,23 @@ def test_numbers_that_a_batch_would_change_are_refused_by_field(values, source):
 # ---------------------------------------------------------------- N workers against one
 
 
-def by_hand(weigh) -> np.ndarray:
+def by_hand(weight_of) -> np.ndarray:
     """Params after STEPS steps of L = sum w l / sum w over the whole step, in 64 bits."""
     data, w, sampler = line(50), np.zeros(3), Sampler(50, 12, 0, 1, 0)
     for step in range(STEPS):
         indices = np.asarray(sampler.indices(step).indices)
-        x, y, weights = data["x"][indices].astype(np.float64), data["y"][indices], weigh(data["tokens"][indices])
+        x, y, weights = data["x"][indices].astype(np.float64), data["y"][indices], weight_of(data["tokens"][indices])
         w = w - 0.01 * (weights * 2 * (x @ w - y)) @ x / weights.sum()
     return w
 
 
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize(("task", "weigh"), [(LINE, np.ones_like), (BY_TOKEN, np.asarray)], ids=["example", "token"])
-def test_any_number_of_workers_makes_the_steps_of_one(devices, task, weigh, tmp_path):
+def test_any_number_of_workers_makes_the_steps_of_one(devices, task, weight_of, tmp_path):
     means = main.train(lines(tmp_path, task, devices=devices), "lines")
     data = line(13, 1)
-    weights = weigh(data["tokens"]).astype(np.float64)
-    losses = np.square(data["x"] @ by_hand(weigh) - data["y"])
+    weights = weight_of(data["tokens"]).astype(np.float64)
+    losses = np.square(data["x"] @ by_hand(weight_of) - data["y"])
     assert means["eval_count"] == 13
     # Seven steps of sums over 12 examples: a few hundred roundings, of values up to 100 times the loss.
     assert means["eval_loss"] == pytest.approx((losses * weights).sum() / weights.sum(), rel=2e4 * U)
@@ -212,7 +212,7 @@ def test_without_train_metrics_lines_have_the_loss_alone_and_metrics_see_evaluat
     assert not any(name.startswith("train_") for row in record(run.run_dir, "train") for name in row)
 
 
-def judge_as_a_whole(outputs, labels):
+def score_whole_set(outputs, labels):
     """Numbers that depend on every example and on their order, and a table."""
     nth = np.arange(1, len(outputs) + 1)
     return {
@@ -224,11 +224,11 @@ def judge_as_a_whole(outputs, labels):
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_function_of_the_whole_set_gets_all_examples_in_order(devices, tmp_path):
-    settings = {"whole_set": judge_as_a_whole, "monitor": "eval_rank", "monitor_mode": "max", "eval_every": "3st"}
+    settings = {"whole_set": score_whole_set, "monitor": "eval_rank", "monitor_mode": "max", "eval_every": "3st"}
     run = lines(tmp_path, devices=devices, **settings)
     figures = main.train(run, "lines")
     data = line(13, 1)
-    expected = judge_as_a_whole(data["x"] @ by_hand(np.ones_like) - data["y"], data)
+    expected = score_whole_set(data["x"] @ by_hand(np.ones_like) - data["y"], data)
     for name in ("rank", "place"):
         assert figures[f"eval_{name}"] == pytest.approx(expected[name], rel=1e-5)
     assert record(run.run_dir, "eval")[-1]["eval_rank"] == pytest.approx(expected["rank"], rel=1e-5)
@@ -261,7 +261,7 @@ SETS = {"clean": line(13, 1), "noisy": line(24, 2)}
 def test_several_validation_sets_are_evaluated_as_each_alone(fields, monitor, best, tmp_path, capsys):
     def train(validation, **more):
         data = Data("array", train=line(50), validation=validation, loader="threads")
-        run = lines(tmp_path, data=data, whole_set=judge_as_a_whole, eval_every="3st", **fields, **more)
+        run = lines(tmp_path, data=data, whole_set=score_whole_set, eval_every="3st", **fields, **more)
         return run, main.train(run, "lines")
 
     run, figures = train(SETS, quiet=False, monitor=monitor)
