@@ -7,6 +7,7 @@ in a script that leads workers. Expected values come from NumPy or from the bare
 import itertools
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -58,32 +59,33 @@ def uneven() -> int:
     return 5 * workers() + 1
 
 
+def reductions(x: np.ndarray, ops: tuple[str, ...]) -> Iterator[tuple[int, str, Any]]:
+    """Results over the first axis, in several numbers of slices."""
+    f = jm.function(lambda x: tuple(getattr(jnp, op)(x, 0) for op in ops), jm.scatter, [getattr(jm, op) for op in ops])
+    for slices in (1, 2, 3, len(x) + 7):
+        for op, got in zip(ops, f(x, slices=slices), strict=True):
+            assert got.dtype == x.dtype
+            yield slices, op, got
+
+
 def check_floats():
-    """Error <= (n + 2 pieces + 4 workers) u op(|x|): a term is rounded once a sum that it is in, and by its weights."""
+    """Error <= (n + 2 slices + 4 workers) u op(|x|): a term is rounded once a sum that it is in, and by its weights."""
     n = uneven()
     x = data(n)
-    outputs = tuple(getattr(jm, op) for op in OPS)
-    f = jm.function(lambda x: tuple(getattr(jnp, op)(x, 0) for op in OPS), jm.scatter, outputs)
-    for slices in (1, 2, 3, n + 7):
-        for op, got in zip(OPS, f(x, slices=slices), strict=True):
-            wide = x.astype(np.float64)
-            bound = (n + 2 * slices + 4 * workers()) * U * NUMPY["prod" if op == "prod" else op](abs(wide), axis=0)
-            error = abs(np.asarray(got, np.float64) - NUMPY[op](wide, axis=0))
-            assert got.dtype == np.float32
-            assert (error <= (0 if op in ("min", "max") else bound)).all(), (op, slices, error, bound)
+    for slices, op, got in reductions(x, OPS):
+        wide = x.astype(np.float64)
+        bound = (n + 2 * slices + 4 * workers()) * U * NUMPY["prod" if op == "prod" else op](abs(wide), axis=0)
+        error = abs(np.asarray(got, np.float64) - NUMPY[op](wide, axis=0))
+        assert (error <= (0 if op in ("min", "max") else bound)).all(), (op, slices, error, bound)
 
 
 def check_integers():
     """In every bit, sums that wrap included."""
     n = uneven()
     x = np.random.default_rng(1).integers(-(2**31), 2**31 - 1, (n, 3), dtype=np.int32)
-    ops = OPS[1:]
-    f = jm.function(lambda x: tuple(getattr(jnp, op)(x, 0) for op in ops), jm.scatter, [getattr(jm, o) for o in ops])
-    for slices in (1, 2, 3, n + 7):
-        for op, got in zip(ops, f(x, slices=slices), strict=True):
-            assert got.dtype == np.int32
-            expected = NUMPY[op](x, axis=0, **({"dtype": np.int32} if op in ("sum", "prod") else {}))
-            assert np.asarray(got).tobytes() == expected.tobytes()
+    for _, op, got in reductions(x, OPS[1:]):
+        expected = NUMPY[op](x, axis=0, **({"dtype": np.int32} if op in ("sum", "prod") else {}))
+        assert np.asarray(got).tobytes() == expected.tobytes()
 
 
 def figures(x, scale=1.0, *, shift=0.0):
@@ -448,10 +450,10 @@ def check_keys():
     k, key = workers(), [jax.random.key(7), jax.random.key(7, impl="rbg")]
     keys = [jax.random.split(each, 3 * k) for each in key]
 
-    def draw(keys: list) -> jax.Array:
+    def draw(keys: Any) -> jax.Array:
         return jnp.stack([jax.random.normal(each, (3,)) for each in keys], 1)
 
-    def same(got: list, expected: list) -> bool:
+    def same(got: Any, expected: Any) -> bool:
         return all(bool((a == b).all()) for a, b in zip(got, expected, strict=True))
 
     one = jm.function(lambda key: draw(key)[None], jm.broadcast, jm.gather)

@@ -52,7 +52,7 @@ DECAYS = [
 ]
 
 
-@pytest.mark.parametrize(("config", "share"), DECAYS)
+@pytest.mark.parametrize(("config", "fraction"), DECAYS)
 def test_decays(config, fraction):
     at = [0, 1, 9, 10, 29, 30, 31, 50, 60, 79, 80, 99, 100, 120]
     # Near the end of a cosine 1 + cos cancels: what is left is the error of the cosine's argument and value.
@@ -66,7 +66,7 @@ LINEAR = [
 ]
 
 
-@pytest.mark.parametrize(("config", "share"), LINEAR)
+@pytest.mark.parametrize(("config", "fraction"), LINEAR)
 def test_linear_warmup(config, fraction):
     at = [0, 1, 5, 19, 20, 21, 99]
     np.testing.assert_allclose(rates(config, at), [PEAK * fraction(t) for t in at], rtol=RELATIVE)

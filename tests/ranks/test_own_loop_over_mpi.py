@@ -68,7 +68,7 @@ def test_a_rank_at_another_call_root_or_step_is_named_on_all():
 
 X, ONES = {"w": jnp.ones(3)}, jnp.ones(SIZE)
 TX = {"topk": jaxmpi.exchange_gradients("topk5"), "sharded": jaxmpi.sharded(optax.sgd(1.0), "element")}
-MASKED = {"w": np.ma.masked_array([1.0, 2.0, 3.0], [False, True, False])}
+MASKED = {"w": np.ma.masked_array([1.0, 2.0, 3.0], [False, True, False], np.float32)}
 # A call of all ranks, what they give, what rank 1 gives in its place, and how its error begins.
 REFUSED_ON_RANK_1: dict[str, tuple[Any, Any, Any, str]] = {
     "strategy": (lambda y: jaxmpi.exchange(X, y), "asa32", "best", "unknown strategy 'best'"),
@@ -97,16 +97,6 @@ REFUSED_ON_RANK_1: dict[str, tuple[Any, Any, Any, str]] = {
     "color": (COMM.split, 0, -1, "split: color"),
     "key": (lambda y: COMM.split(0, y), 0, "text", "TypeError"),
     "local_batch": (lambda y: jaxmpi.InMemory("unused", y), 1, 0, "local_batch: got 0"),
-    **{
-        f"{name}, {kind}": (call, X, odd, r".*(w: got|'(shared/)?w')")
-        for name, call in {
-            "metrics.sum": jaxmpi.metrics.sum,
-            "metrics.mean": jaxmpi.metrics.mean,
-            "broadcast": jaxmpi.broadcast,
-            "save": lambda y: jaxmpi.Checkpoints("never").save(1, y),
-        }.items()
-        for kind, odd in {"masked": MASKED, "float0": {"w": np.zeros(3, jax.dtypes.float0)}}.items()
-    },
 }
 
 
@@ -120,19 +110,28 @@ def test_what_one_rank_refuses_is_raised_on_all_ranks(name):
     jaxmpi.same_on_all_ranks("the next call", 1)
 
 
-def test_metrics_of_any_dtype_are_exact_for_uneven_counts():
-    counts = [2**26 - 3 * rank - 1 for rank in range(SIZE)]  # the largest that are taken
+COUNTS = {
+    "largest that are taken": [2**26 - 3 * rank - 1 for rank in range(SIZE)],
+    "fractions": [2.5 + rank for rank in range(SIZE)],
+    "tiny": [1e-300 * (rank + 1) for rank in range(SIZE)],
+    "equal": [2**30] * SIZE,
+}
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_metrics_of_any_dtype_are_exact_for_any_counts(counts):
     by_rank = [dict(named_leaves(values_of_rank(rank))) for rank in range(SIZE)]
     total = jaxmpi.metrics.sum(values_of_rank(RANK))
-    mean = jaxmpi.metrics.mean(values_of_rank(RANK), counts[RANK])
+    mean = jaxmpi.metrics.mean(values_of_rank(RANK), np.asarray(counts[RANK]))
     assert jax.tree.structure(total) == jax.tree.structure(mean) == jax.tree.structure(values_of_rank(RANK))
     for name in by_rank[0]:
         columns = list(zip(*(exactly(each[name]) for each in by_rank), strict=True))
         is_float = name in ("double", "half", "loss", "none")
         number = float if is_float else int
         assert np.ravel(total[name]).tolist() == [number(sum(column)) for column in columns]
-        weighted = [sum(n * x for n, x in zip(counts, column, strict=True)) for column in columns]
-        assert np.ravel(mean[name]).tolist() == [float(Fraction(x) / sum(counts)) for x in weighted]
+        weights = [*map(Fraction, counts)]
+        weighted = [sum(n * x for n, x in zip(weights, column, strict=True)) for column in columns]
+        assert np.ravel(mean[name]).tolist() == [float(Fraction(x) / sum(weights)) for x in weighted]
     assert (type(total["seen"]), type(total["loss"]), total["double"].shape) == (int, float, (2, 3))
 
 
@@ -151,20 +150,9 @@ def test_ranks_without_examples_do_not_matter_but_their_nan_does():
         jaxmpi.metrics.sum({"a": np.array([1, 2**64 - 1], np.uint64)})
 
 
-@pytest.mark.parametrize(
-    "counts", [[2.5 + rank for rank in range(SIZE)], [1e-300 * (rank + 1) for rank in range(SIZE)], [2**30] * SIZE]
-)
-def test_weights_of_a_mean_may_be_fractions_and_large(counts):
-    losses, hits = [0.1 + rank for rank in range(SIZE)], [7 * rank + 1 for rank in range(SIZE)]
-    mean = jaxmpi.metrics.mean({"loss": losses[RANK], "hits": hits[RANK]}, np.asarray(counts[RANK]))
-    for name, each in (("loss", losses), ("hits", hits)):
-        weighted = sum(Fraction(n) * Fraction(x) for n, x in zip(counts, each, strict=True))
-        assert mean[name] == float(weighted / sum(map(Fraction, counts)))
-    assert jaxmpi.metrics.mean(1.0, 0.5) == 1.0
-
-
 def test_metrics_near_the_limits_of_floats_and_beyond_64_bits():
     assert jaxmpi.metrics.mean(1e308, 100) == 1e308
+    assert jaxmpi.metrics.mean(1.0, 0.5) == 1.0
     assert jaxmpi.metrics.mean(-math.inf if RANK == 0 else 1e308, 100) == -math.inf
     assert SIZE == 1 or math.isnan(jaxmpi.metrics.sum(-math.inf if RANK else math.inf))
     assert jaxmpi.metrics.sum(complex(RANK, 2)) == complex(sum(range(SIZE)), 2 * SIZE)
@@ -172,6 +160,16 @@ def test_metrics_near_the_limits_of_floats_and_beyond_64_bits():
     assert jaxmpi.metrics.sum(2**70 + RANK) == SIZE * 2**70 + sum(range(SIZE))
     small = jaxmpi.metrics.sum({"a": jnp.ones(3, jnp.int4), "b": jnp.ones((), jnp.uint2)})
     assert (small["a"].dtype, small["a"].tolist(), small["b"]) == (np.int64, [SIZE] * 3, SIZE)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [jaxmpi.metrics.sum, jaxmpi.metrics.mean, jaxmpi.broadcast, lambda x: jaxmpi.Checkpoints("never").save(1, x)],
+)
+def test_masks_and_gradients_of_integers_are_refused_on_all_ranks(call):
+    for leaf in (MASKED["w"] if RANK == SIZE - 1 else np.ones(3, np.float32), np.zeros(3, jax.dtypes.float0)):
+        with pytest.raises(jaxmpi.UsageError, match=r"w: got|'(shared/)?w'"):
+            call({"w": leaf})
 
 
 def test_all_64_bits_of_a_seed_are_used():
@@ -291,7 +289,7 @@ def test_complex_numbers_have_the_bits_of_their_two_parts(standard_promotion):
     def complexes(rank: int) -> np.ndarray:
         return np.random.default_rng(rank).standard_normal((5, 7, 2), np.float32).view(np.complex64)[..., 0]
 
-    def exchanged(z: jax.Array) -> list:
+    def exchanged(z: Any) -> list:
         pairs = [({"z": z}, strategy) for strategy in ("asa32", "ring16", "shm")]
         return [(jaxmpi.exchange(*pair), jaxmpi.exchange([z.real, z.imag], pair[1])) for pair in pairs]
 

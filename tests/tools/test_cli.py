@@ -120,16 +120,8 @@ def test_what_no_command_can_take_is_refused_without_jax():
 )
 def test_ctrl_c_in_the_first_second_is_one_line(command, imports, after_s, tmp_path):
     """While Python imports; a job that runs by then may say how it is saved."""
-    line = [
-        sys.executable,
-        "-X",
-        "importtime",
-        "-m",
-        *command,
-        "experiments/digits.py",
-        "--run-dir",
-        str(tmp_path / "run"),
-    ]
+    line = [sys.executable, "-X", "importtime", "-m", *command, "experiments/digits.py"]
+    line += ["--run-dir", str(tmp_path / "run")]
     job = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert job.stderr
     while imports not in (imported := job.stderr.readline()):
