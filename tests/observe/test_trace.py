@@ -65,7 +65,7 @@ def test_asynchronous_workers_write_traces_that_one_merges(tmp_path):
 
 
 def traced(folder: Path, ranks: int) -> list[dict]:
-    """The events of ten steps, with buckets beside the backward pass."""
+    """The events of ten steps, with buckets sent during the backward pass."""
     args = ("--exchange.strategy", "ring32", "--exchange.overlap", "on", "--exchange.bucket-bytes", "40000")
     steps = ("--train-for", "20st", "--eval-every", "0st", "--checkpoint-every", "0st", "--trace", "6:15")
     ended = train(ranks, DIGITS, *args, *steps, "--run-dir", str(folder / "run"), timeout_s=200)

@@ -1,4 +1,4 @@
-"""Data in memory for a loop of one's own, with one worker; several ranks are in tests/ranks/."""
+"""Data in memory for a custom training loop, with one worker; several ranks are in tests/ranks/."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Parts of a loop of one's own that need a job by themselves."""
+"""Parts of a custom training loop that need a job of their own."""
 
 import re
 import sys

@@ -675,7 +675,7 @@ def test_derivatives_of_nonlinear_operations_are_refused(call):
         jax.linear_transpose(call, jnp.ones(2))(jnp.ones(2))
 
 
-# ---------------------------------------------------------------- beside a program
+# ---------------------------------------------------------------- started operations
 
 
 def test_started_operations_equal_blocking_ones():
@@ -747,7 +747,7 @@ def test_a_wait_may_follow_differentiated_values_of_any_shape(after, monkeypatch
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
 def test_started_messages_of_one_tag_come_in_the_order_of_the_program():
-    """Messages of a tree, to both sides, beside ordinary ones: 12 B and 160 kB. With 2 ranks all have one pair."""
+    """Messages of a tree, in both directions, among blocking ones: 12 B and 160 kB. With 2 ranks all have one pair."""
     before, after = (RANK - 1) % SIZE, (RANK + 1) % SIZE
 
     def tree_of_rank(rank: int) -> dict[str, jax.Array]:
@@ -758,7 +758,7 @@ def test_started_messages_of_one_tag_come_in_the_order_of_the_program():
         twice = jax.tree.map(lambda leaf: 2 * leaf, tree)
         right = jaxmpi.start(mpi.sendrecv, tree, tree, before, after)
         left = jaxmpi.start(mpi.sendrecv, twice, twice, after, before)
-        beside = mpi.sendrecv(3 * tree["small"], tree["small"], before, after)
+        blocking = mpi.sendrecv(3 * tree["small"], tree["small"], before, after)
         mpi.send(4 * tree["small"], after)
         sent = jaxmpi.start(mpi.send, 5 * tree["small"], after)
         first = jaxmpi.start(mpi.recv, tree["small"], before)
@@ -767,7 +767,7 @@ def test_started_messages_of_one_tag_come_in_the_order_of_the_program():
         third = mpi.recv(tree["small"].astype(jnp.bfloat16), before, tag=1)
         jaxmpi.wait(sent)
         jaxmpi.wait(short)
-        return [jaxmpi.wait(right), jaxmpi.wait(left), beside, jaxmpi.wait(first), second, third]
+        return [jaxmpi.wait(right), jaxmpi.wait(left), blocking, jaxmpi.wait(first), second, third]
 
     theirs, small = tree_of_rank(before), tree_of_rank(before)["small"]
     expected = [theirs, jax.tree.map(lambda leaf: 2 * leaf, tree_of_rank(after)), 3 * small, 4 * small, 5 * small]

@@ -117,7 +117,7 @@ def test_partitions_take_the_memory_counted_beforehand_in_every_epoch(monkeypatc
 
 
 def test_a_rollback_reads_the_same_batches_again():
-    """As with `on_nonfinite rollback`: the generator is left in the middle, and begun anew at an earlier step."""
+    """As with `on_nonfinite rollback`: the generator is closed in the middle and restarted at an earlier step."""
     feed, per_epoch = in_memory_feed(numbered()), -(-N // (LOCAL * SIZE))
     for start, used in ((2 * per_epoch, per_epoch + 1), (1, 2 * per_epoch), (4 * per_epoch, 3)):
         batches = feed.batches(start, None)
@@ -197,7 +197,7 @@ def gathered_values(values: np.ndarray) -> list[int]:
 
 
 def test_a_custom_loop_reads_each_example_once_before_and_after_a_shuffle():
-    """Its first reading is the trainer's; from a state it goes on with the same batches, and says what moved."""
+    """The first epoch is the trainer's; from a state it resumes with the same batches; shuffles report what moved."""
     progress.drain()
     with jaxmpi.InMemory(numbered(), LOCAL, group_size=0, seed=3) as data:
         epochs = [[data.batch() for _ in range(data.steps_per_epoch)] for _ in range(2)]

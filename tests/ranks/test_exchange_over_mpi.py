@@ -41,8 +41,8 @@ def test_sum_equals_numpy_and_is_bitwise_equal_on_all_ranks(strategy):
     total = jaxmpi.exchange([row[RANK] for row in rows], strategy, op="sum")
     for row, got in zip(rows, total, strict=True):
         # They share a bucket and its scales, so each is off by as much as the largest of all may be.
-        beside = np.concatenate([row, np.full((SIZE, 1), np.abs(rows[-1]).max(), np.float32)], 1)
-        assert (np.abs(np.asarray(got) - sum_over_workers(row)) <= bound(strategy, beside)[:-1]).all()
+        bucket = np.concatenate([row, np.full((SIZE, 1), np.abs(rows[-1]).max(), np.float32)], 1)
+        assert (np.abs(np.asarray(got) - sum_over_workers(row)) <= bound(strategy, bucket)[:-1]).all()
         assert same_bits_everywhere(got)
     rows[-1][SIZE - 1, 7] = np.nan
     assert np.isnan(np.asarray(jaxmpi.exchange([row[RANK] for row in rows], strategy, op="sum")[-1])[7])

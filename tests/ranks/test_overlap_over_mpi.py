@@ -1,4 +1,4 @@
-"""Exchanges beside XLA, between real processes."""
+"""Exchanges that overlap with XLA's computation, between real processes."""
 
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""Parts around the exchange of a loop of one's own: each rank knows what all hold."""
+"""What a custom training loop uses around the exchange; each rank knows the values of all."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from flax import nnx
 
 import jaxmpi
 from jaxmpi import collectives as mpi
-from jaxmpi.allreduce.overlap import exchange as beside
+from jaxmpi.allreduce.overlap import exchange as overlapped
 from jaxmpi.checkpoint import manager
 from jaxmpi.comm import diagnosis
 from jaxmpi.comm.base import SoloComm
@@ -76,7 +76,7 @@ REFUSED_ON_RANK_1: dict[str, tuple[Any, Any, Any, str]] = {
     "bucket_bytes": (lambda y: jaxmpi.exchange(X, bucket_bytes=y), None, -1, ".*bucket_bytes: got -1"),
     "order": (lambda y: jaxmpi.exchange(X, order=y), None, "text", "AttributeError"),
     "in jit": (lambda y: jax.jit(lambda x: jaxmpi.exchange(x, y))(X), "shm", "best", "unknown strategy 'best'"),
-    "beside": (lambda y: jax.jit(lambda x: beside(x, y))(X), "asa32", "best", "unknown strategy 'best'"),
+    "overlapped": (lambda y: jax.jit(lambda x: overlapped(x, y))(X), "asa32", "best", "unknown strategy 'best'"),
     "auto": (lambda y: jaxmpi.exchange(y, "auto"), X, "text", "exchange: leaf .* is str; expected floats"),
     "gradients": (lambda y: TX["topk"].update(y, TX["topk"].init(X)), X, "text", "exchange: leaf .* is str"),
     "params": (lambda y: TX["sharded"].update(X, TX["sharded"].init(X), y), X, None, "sharded: got no params"),
@@ -345,7 +345,7 @@ def test_checkpoints_keep_the_state_of_every_rank(shared_folder):
     with pytest.raises(jaxmpi.UsageError, match=r"w: got float32\[3\], expected float32\[4\]"):
         checkpoints.restore({"w": jnp.zeros(4), "double": shared["double"]}, own)
     processes().barrier()
-    if RANK == 0:  # goes on alone
+    if RANK == 0:  # continues alone
         alone = restored(jaxmpi.Checkpoints(shared_folder, comm=SoloComm()), shared, own | {"key": jax.random.key(9)})
         assert (alone.own["residual"] == (SIZE - 1) / 2).all()
         assert alone.own["key"] == (own["key"] if SIZE == 1 else jax.random.key(9))
@@ -411,7 +411,7 @@ def test_a_sharded_state_is_resharded_for_other_strategies_and_numbers_of_ranks(
         with pytest.raises(jaxmpi.UsageError, match=r"a state with \(0, 1.*; expected \(1, .* restore it by"):
             ring.update(params, by_asa, params)
     processes().barrier()
-    if RANK == 0:  # goes on alone
+    if RANK == 0:  # continues alone
         single, alone = sharded("asa32", comm=SoloComm()), jaxmpi.Checkpoints(shared_folder, comm=SoloComm())
         by_one = after_two_steps(single, params)
         assert is_as_trained(single, by_one, SoloComm())
@@ -432,8 +432,8 @@ def test_a_compressor_resumes_from_the_residual_of_each_rank(strategy, shared_fo
     saved = restored(checkpoints, params, tx.init(params))
     made, again = (tx.update(grads, each, params) for each in (state, saved.own))
     assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), made, again))
-    anew = jax.tree.map(lambda x, y: (x == y).all(), made, tx.update(grads, tx.init(params), params))
-    assert jax.tree.all(anew) == (SIZE == 1)  # which has no residual
+    without = jax.tree.map(lambda x, y: (x == y).all(), made, tx.update(grads, tx.init(params), params))
+    assert jax.tree.all(without) == (SIZE == 1)  # which has no residual
 
 
 def test_a_sharded_state_is_neither_saved_as_shared_nor_broadcast(tmp_path, standard_promotion):
@@ -460,8 +460,8 @@ def test_shards_of_another_optimizer_path_or_wire_are_refused(shared_folder, sta
 @pytest.mark.skipif(SIZE < 2, reason="a part of the ranks is all of them")
 def test_states_of_subcommunicators_and_of_reordered_ranks_stay_with_each_rank(shared_folder, standard_promotion):
     params = {"w": jnp.full((3, 5), float(RANK)), "b": jnp.ones((5, 3))}
-    for turn, comm in enumerate((COMM.split(RANK), COMM.split(0, key=-RANK))):
-        checkpoints = jaxmpi.Checkpoints(shared_folder / str(turn))
+    for number, comm in enumerate((COMM.split(RANK), COMM.split(0, key=-RANK))):
+        checkpoints = jaxmpi.Checkpoints(shared_folder / str(number))
         tx = jaxmpi.sharded(optax.lars(1e-2, momentum=0.5), "tensor", comm=comm)
         checkpoints.save(1, {}, after_two_steps(tx, params))
         saved = restored(checkpoints, {}, tx.init(params))

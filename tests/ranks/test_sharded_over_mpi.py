@@ -85,14 +85,13 @@ def test_shards_sent_while_a_program_runs_equal_those_sent_after_it(strategy):
     """Sums, as XLA may divide by three workers as a product with 1/3 in one of the two programs."""
     exchange_handlers()  # all ranks make them together
 
-    def scatter_and_gather(beside: Order | None) -> Any:
-        zero = make_zero(strategy, "sum", COMM, 16 << 10, clip_norm=1.0, gather_wire="16", order=beside)
-        order = beside or Order()
-        computed = order.record(lambda x: (jax.tree.map(lambda leaf: leaf * 2, x),))
+    def scatter_and_gather(order: Order | None) -> Any:
+        zero = make_zero(strategy, "sum", COMM, 16 << 10, clip_norm=1.0, gather_wire="16", order=order)
+        computed = (order or Order()).record(lambda x: (jax.tree.map(lambda leaf: leaf * 2, x),))
         return jax.jit(lambda x: zero.gather(zero.scatter(computed(x)[0])[0], x, "16"))(tree(RANK))
 
-    beside, alone = scatter_and_gather(Order()), scatter_and_gather(None)
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), beside, alone)
+    overlapped, alone = scatter_and_gather(Order()), scatter_and_gather(None)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), overlapped, alone)
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no shards")

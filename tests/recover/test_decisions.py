@@ -1,4 +1,4 @@
-"""Decisions that ranks make together: votes, recoveries, fingerprints, budgets; and faults as they are spelled."""
+"""Decisions that ranks make together: votes, recoveries, fingerprints, budgets; and the syntax of faults."""
 
 import functools
 import re
@@ -223,7 +223,7 @@ def test_a_hangup_is_one_request_to_leave_and_none_under_nohup(before, expected)
     assert (ended.stdout.strip(), ended.returncode) == (expected, 0), ended.stderr
 
 
-# ---------------------------------------------------------------- faults as they are spelled
+# ---------------------------------------------------------------- syntax of faults
 
 
 @pytest.mark.parametrize(
