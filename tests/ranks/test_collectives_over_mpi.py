@@ -306,12 +306,18 @@ def test_trees_keep_their_structure_and_wider_sums_their_dtype():
 
 
 def test_the_first_rank_of_an_exscan_gets_the_identity_element_of_the_dtype():
-    for dtype, least, largest in (("int8", -128, 127), ("float8_e4m3fn", -448, 448), ("bool", False, True)):
-        x = jnp.ones(2, dtype)
-        got = [float(mpi.exscan(x, op)[0]) for op in ("max", "min")]
-        assert got == ([1, 1] if RANK else [least, largest])
-    for dtype, ones in (("int8", -1), ("uint8", 255), ("bool", True)):
-        assert int(mpi.exscan(jnp.zeros(2, dtype), "and")[0]) == (0 if RANK else ones)
+    limits = {"int8": (-128, 127), "float8_e4m3fn": (-448, 448), "bool": (False, True)}
+    all_bits = {"int8": -1, "uint8": 255, "bool": True}
+
+    @jax.jit
+    def program() -> tuple[list, list]:
+        extremes = [[mpi.exscan(jnp.ones((), dtype), op) for op in ("max", "min")] for dtype in limits]
+        return extremes, [mpi.exscan(jnp.zeros((), dtype), "and") for dtype in all_bits]
+
+    extremes, conjunctions = program()
+    for got, expected in zip(extremes, limits.values(), strict=True):
+        assert [float(x) for x in got] == ([1, 1] if RANK else [*expected])
+    assert [int(x) for x in conjunctions] == [0 if RANK else bits for bits in all_bits.values()]
 
 
 def test_means_of_integers_do_not_wrap():
@@ -326,8 +332,9 @@ def test_means_of_integers_do_not_wrap():
             assert got.dtype == jnp.float32
             assert np.allclose(got, np.asarray(expected[dtype], np.float32), rtol=2.0**-22, atol=0)
     assert mpi.reduce(x["int32"], "mean")[-1] == (-RANK if RANK else -middle)
-    for whole in (jnp.uint8([200]), jnp.uint16([65535]), jnp.int32([2**24 + 1, -(2**24) - 1])):
-        assert_same(mpi.allreduce(whole, "mean", dtype=whole.dtype), whole)  # a mean in float32 could not say these
+    wholes = [jnp.uint8(200), jnp.uint16(65535), jnp.int32([2**24 + 1, -(2**24) - 1])]
+    exact = jax.jit(lambda wholes: [mpi.allreduce(x, "mean", dtype=x.dtype) for x in wholes])
+    jax.tree.map(assert_same, exact(wholes), wholes)  # a mean in float32 could not say these
     assert jaxmpi.exchange({"seen": np.uint8(200), "n": 2**31 - 1}) == {"seen": 200, "n": np.float32(2**31 - 1)}
 
 
