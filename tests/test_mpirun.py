@@ -21,7 +21,7 @@ CORE, COLLECTIVES, PARTITION = (
     f"tests/ranks/test_{name}_over_mpi.py" for name in ("exchange", "collectives", "data_in_memory")
 )
 SOME = "sum_equals or conserve"  # in groups of two a rank reads some records and is sent others
-OF_THREE = "sum or permute or roots or order or move or subcom or messages_between or sendrecv or linear or mapped_axis"
+OF_THREE = "sum or permute or roots or order or move or subcom or null or between or sendrecv or of_linear or mapped_a"
 ALL = ["tests/ranks", "-m", "not slow and not faults"]
 MORE_RANKS = [  # by two, a + b = b + a hides the order of ranks
     (3, [CORE, COLLECTIVES, "-k", OF_THREE, *ALL[1:]]),

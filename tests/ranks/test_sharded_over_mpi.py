@@ -66,17 +66,18 @@ def run_steps(tx: optax.GradientTransformation, jit: Any, steps: int = 3) -> tup
     ids=["in jit", "outside", "in shared memory"],
 )
 def test_updates_are_those_of_the_chain_and_equal_on_all_ranks(strategy, jit):
-    chain = optax.chain(jaxmpi.exchange_gradients(strategy, bucket_bytes=4), optax.adam(1e-2))
+    tx = optax.adam(1e-2) if jit is jax.jit else optax.sgd(1e-2, momentum=0.9)  # outside jit Adam compiles for seconds
+    chain = optax.chain(jaxmpi.exchange_gradients(strategy, bucket_bytes=4), tx)
     steps = 3 if jit is jax.jit else 12
     whole, _ = run_steps(chain, jit, steps)
-    params, state = run_steps(jaxmpi.sharded(optax.adam(1e-2), "element", strategy), jit, steps)
+    params, state = run_steps(jaxmpi.sharded(tx, "element", strategy), jit, steps)
     # In one program XLA may multiply constants beforehand: 8 roundings of a step of 0.01, one of the sum.
     off = 3 * 2.0**-24 * (8 * 0.01 + 8) if jit is jax.jit else 0.0
     for name in SHAPES:
         assert np.abs(params[name]).max() < 8
         np.testing.assert_allclose(np.asarray(params[name]), np.asarray(whole[name]), rtol=0, atol=off, err_msg=name)
     assert len(set(processes().allgather_object(tree_digest(jax.device_get(params))))) == 1
-    assert state.shard[0].mu["kernel"].size == -(-97 * 31 // SIZE)
+    assert -(-97 * 31 // SIZE) in [leaf.size for leaf in jax.tree.leaves(state.shard)]
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no shards")
@@ -165,10 +166,10 @@ def test_ranks_agree_on_the_name_of_a_new_shared_sum():
 
 @on_cpus
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no shards")
-@pytest.mark.parametrize("name", ["adam", "lars"])
+@pytest.mark.parametrize("name", ["sgd", "lars"])
 def test_shared_params_equal_gathered_ones_and_stay_in_place(name):
     assignment = assign_tensors(tree(0), SIZE) if name == "lars" else None
-    tx, control = getattr(optax, name)(1e-2), processes()
+    tx, control = getattr(optax, name)(1e-2, momentum=0.9), processes()
 
     def steps(host: Any) -> Iterator[Any]:
         """Params after each step, with gradients of its own on every rank."""
