@@ -4,6 +4,8 @@ Tried and dropped: to infer the word from the equations of `init` and `update`. 
 interpretation, which every new JAX primitive could break, and refused loops and callbacks.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,31 +45,32 @@ def check_sharding(tx: Any, params: PyTree, by: str, workers: int, option: str =
     # The first and the last tensor of each number of axes: a trial of all 128 of GoogLeNet compiles for 9 s.
     first = {leaf.ndim: i for i, leaf in reversed([*enumerate(leaves)])}
     indices = {*first.values(), *{leaf.ndim: i for i, leaf in enumerate(leaves)}.values()}
-    leaves_to_try = [x if i in indices else optax.MaskedNode() for i, x in enumerate(leaves)]
-    cause = None
+    few = tuple(x if i in indices else optax.MaskedNode() for i, x in enumerate(leaves))
     try:
-        with jax.ensure_compile_time_eval():
-            try:
-                objection = _trial(tx, jax.tree.unflatten(structure, leaves_to_try), by)
-            except Exception:  # it may know its tensors by name
-                objection = _trial(tx, jax.tree.unflatten(structure, leaves), by)
+        try:
+            objection = _trial(tx.init, tx.update, structure, few, by)
+        except Exception:  # it may know its tensors by name
+            objection = _trial(tx.init, tx.update, structure, tuple(leaves), by)
         if not objection and by == "element":
             objection = _state_by_size(tx, jax.tree.unflatten(structure, leaves), workers)
     except Exception as error:  # whatever a user's code raises that knows the model's tensors alone
-        cause, objection = error, f"a shard alone fails ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        objection = f"a shard alone fails ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     if objection:
         what = f"{option}: got {by!r}, but {objection} with this optimizer"
         raise UsageError(
             f"{what}; expected {WORDS}; clipping by the global norm is an argument, clip_norm=; else leave it unsharded"
-        ) from cause
+        )
 
 
-def _trial(tx: Any, like: PyTree, by: str) -> str:
+@functools.lru_cache(64)
+@jax.ensure_compile_time_eval()
+def _trial(init: Callable, update: Callable, structure: Any, leaves: tuple[Any, ...], by: str) -> str:
     """What differs between updates of whole tensors and of two shards; empty if nothing does."""
-    leaves, structure = jax.tree.flatten(like)
-    halves = TensorSharding(structure, (), tuple(i % 2 for i in range(len(leaves))), 2)
+    like = jax.tree.unflatten(structure, leaves)
+    count, structure = len(jax.tree.leaves(like)), jax.tree.structure(like)  # without those that are left out
+    halves = TensorSharding(structure, (), tuple(i % 2 for i in range(count)), 2)
     shard = ElementSharding(2).shard if by == "element" else halves.select
-    shards = range(2 if by == "element" else min(2, len(leaves)))
+    shards = range(2 if by == "element" else min(2, count))
     rng = np.random.default_rng(0)
 
     def draw(size: float, *steps: int) -> PyTree:
@@ -82,11 +85,11 @@ def _trial(tx: Any, like: PyTree, by: str) -> str:
 
     def step(carry: tuple[PyTree, list[PyTree]], grads: PyTree) -> tuple[tuple[PyTree, list[PyTree]], list[PyTree]]:
         params, states = carry
-        whole, after = tx.update(grads, states[0], params)
+        whole, after = update(grads, states[0], params)
         distances, afters = [], [after]
         for index in shards:
-            update, after = tx.update(shard(grads, index), states[1 + index], shard(params, index))
-            distances.append(jax.tree.map(distance, update, shard(whole, index)))
+            part, after = update(shard(grads, index), states[1 + index], shard(params, index))
+            distances.append(jax.tree.map(distance, part, shard(whole, index)))
             afters.append(after)
         return (optax.apply_updates(params, whole), afters), distances
 
@@ -96,7 +99,7 @@ def _trial(tx: Any, like: PyTree, by: str) -> str:
         grads = jax.tree.map(lambda a, b: a + b / 2, draw(scale), draw(scale, TRIAL_STEPS))  # params go far one way
         for leaf in jax.tree.leaves(grads)[:1]:
             leaf[-1:].reshape(-1)[:1] = np.inf
-        states = [tx.init(params), *(tx.init(shard(params, index)) for index in shards)]
+        states = [init(params), *(init(shard(params, index)) for index in shards)]
         # Roundings are 1e-6 of a tensor's largest update; what depends on other entries is off by tenths.
         with jax.disable_jit(False):  # else JAX_DISABLE_JIT compiles each slice of 20 unrolled updates, a minute of it
             trial = run((params, states), grads)

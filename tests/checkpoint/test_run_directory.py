@@ -200,12 +200,11 @@ def test_a_file_is_written_atomically(tmp_path, monkeypatch):
     path = tmp_path / "config.json"
     write_whole(path, b"old")
 
-    def full(self, raw):
-        with open(self, "wb") as file:
-            file.write(raw[:1])
+    def full(file, raw):
+        file.write(raw[:1])
         raise OSError("no space left")
 
-    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    monkeypatch.setattr("jaxmpi.core.files.write_all", full)
     with pytest.raises(TrainingError, match="no space left"):
         write_whole(path, b"new")
     assert path.read_bytes() == b"old"

@@ -30,7 +30,6 @@ ORDERED = ("bool", "int8", "uint16", "int32", *FLOATS)
 # All reductions look dtypes up alike, which are a kind of one of these.
 WITH_ALL_REDUCTIONS = ("int32", "bfloat16", "complex64")
 OF_64_BITS = ("int64", "uint64", "float64", "complex128")
-pytestmark = pytest.mark.usefixtures("untried")
 
 
 def in_jit(*dtypes: str) -> list[tuple[str, Any]]:

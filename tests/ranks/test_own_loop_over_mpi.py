@@ -29,7 +29,7 @@ from jaxmpi.core.pytrees import named_leaves
 
 COMM: Any = jaxmpi.world()
 SIZE, RANK = COMM.size, int(COMM.rank)
-pytestmark = pytest.mark.usefixtures("untried")
+ADAM, LARS = optax.adam(1e-2), optax.lars(1e-2, momentum=0.5)  # one of each, since each is tried out once
 
 
 def values_of_rank(rank: int) -> dict:
@@ -305,7 +305,7 @@ def test_complex_numbers_have_the_bits_of_their_two_parts(standard_promotion):
 
     adam = optax.contrib.split_real_and_imaginary(optax.adam(1e-2))
     both = []
-    for tx in (optax.chain(jaxmpi.exchange_gradients(), adam), jaxmpi.sharded(optax.adam(1e-2), "element")):
+    for tx in (optax.chain(jaxmpi.exchange_gradients(), adam), jaxmpi.sharded(ADAM, "element")):
         params: Any = {"z": jnp.ones((5, 7), jnp.complex64), "b": jnp.zeros(3)}
         state, update = tx.init(params), jax.jit(tx.update)
         for _ in range(3):
@@ -443,7 +443,7 @@ def test_a_compressor_resumes_from_the_residual_of_each_rank(strategy, shared_fo
 
 def test_a_sharded_state_is_neither_saved_as_shared_nor_broadcast(tmp_path, standard_promotion):
     params = {"w": jnp.arange(7.0)}
-    tx = jaxmpi.sharded(optax.adam(1e-2), "element")
+    tx = jaxmpi.sharded(ADAM, "element")
     with pytest.raises(jaxmpi.UsageError, match=r"shared: got a state of jaxmpi.sharded, .* give it in own"):
         jaxmpi.Checkpoints(tmp_path).save(3, {"opt": tx.init(params)})
     with pytest.raises(jaxmpi.UsageError, match=r"broadcast: got a state of jaxmpi.sharded, which is each rank's own"):
@@ -454,8 +454,8 @@ def test_shards_of_another_optimizer_path_or_wire_are_refused(shared_folder, sta
     """Their leaves can have names and shapes of those that are asked for."""
     checkpoints = jaxmpi.Checkpoints(shared_folder)
     params = {"w": jnp.arange(7.0), "b": jnp.ones((2, 3))}
-    adam, lion = (jaxmpi.sharded(tx, "element").init(params) for tx in (optax.adam(1e-2), optax.lion(1e-2)))
-    coarse = jaxmpi.sharded(optax.adam(1e-2), "element", "ring32", gather_wire="16").init(params)
+    adam, lion = (jaxmpi.sharded(tx, "element").init(params) for tx in (ADAM, optax.lion(1e-2)))
+    coarse = jaxmpi.sharded(ADAM, "element", "ring32", gather_wire="16").init(params)
     checkpoints.save(1, params, {"a": adam, "b": adam})
     for own in ({"a": adam, "b": lion}, {"b": adam, "c": adam}, {"a": coarse, "b": coarse}):
         with pytest.raises(jaxmpi.UsageError, match=rf"saved by {SIZE} ranks, with .*: take the same trees"):
@@ -467,11 +467,11 @@ def test_states_of_subcommunicators_and_of_reordered_ranks_stay_with_each_rank(s
     params = {"w": jnp.full((3, 5), float(RANK)), "b": jnp.ones((5, 3))}
     for number, comm in enumerate((COMM.split(RANK), COMM.split(0, key=-RANK))):
         checkpoints = jaxmpi.Checkpoints(shared_folder / str(number))
-        tx = jaxmpi.sharded(optax.lars(1e-2, momentum=0.5), "tensor", comm=comm)
+        tx = jaxmpi.sharded(LARS, "tensor", comm=comm)
         checkpoints.save(1, {}, after_two_steps(tx, params))
         saved = restored(checkpoints, {}, tx.init(params))
         assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), saved.own, after_two_steps(tx, params)))
-        others = jaxmpi.sharded(optax.lars(1e-2, momentum=0.5), "tensor")
+        others = jaxmpi.sharded(LARS, "tensor")
         with pytest.raises(
             jaxmpi.UsageError, match=r"of parts of them: ranks \[\[.*; expected \['all'\] .* comm=that part"
         ):
@@ -480,7 +480,7 @@ def test_states_of_subcommunicators_and_of_reordered_ranks_stay_with_each_rank(s
 
 def test_a_state_with_another_assignment_or_rounding_is_refused(standard_promotion):
     params = {"w": jnp.arange(12.0).reshape(3, 4), "b": jnp.ones((4, 3)), "c": jnp.ones((2, 2))}
-    of_lars = partial(jaxmpi.sharded, optax.lars(1e-2, momentum=0.5), "tensor")
+    of_lars = partial(jaxmpi.sharded, LARS, "tensor")
     tx, coarse = of_lars(), of_lars(gather_wire="16")
     pairs: list[tuple[Any, Any, str]] = [(tx, coarse, "masters"), (coarse, tx, "masters")]
     if SIZE > 1:
