@@ -21,7 +21,7 @@ example: jaxmpi completion > ~/.local/share/bash-completion/completions/jaxmpi""
 SCRIPT = """[ -z "$ZSH_VERSION" ] || {{ autoload -U +X compinit bashcompinit && compinit && bashcompinit; }}
 _jaxmpi() {{
   local words
-  case "$COMP_CWORD ${{COMP_WORDS[1]}}" in
+  case "$COMP_CWORD ${{COMP_WORDS[1]}} ${{COMP_WORDS[2]}} " in
     "1 "*) words="{commands}" ;;
 {cases}
   esac
@@ -34,17 +34,20 @@ def main(argv: Sequence[str]) -> None:
     """Print the script, or the usage."""
     if argv not in ([], ["--help"], ["-h"]):
         raise UsageError(f"got {' '.join(argv)}\n{USAGE}")
-    cases = [f'    *" {name}") words="{" ".join(words_behind(name))}" ;;' for name in COMMANDS if name != "completion"]
+    behind = {name: words_behind(name) for name in COMMANDS if name != "completion"}
+    longer = [f"data {word}" for word in behind["data"] if not word.startswith("-")]  # before the shorter one
+    behind = {name: words_behind(*name.split()) for name in longer} | behind
+    cases = [f'    *" {name} "*) words="{" ".join(words)}" ;;' for name, words in behind.items()]
     print(USAGE if argv else SCRIPT.format(commands=" ".join(COMMANDS), cases="\n".join(cases)))
 
 
-def words_behind(command: str) -> list[str]:
+def words_behind(command: str, *more: str) -> list[str]:
     """The options and commands that a command's help names, and what may be trained."""
     text, spec = io.StringIO(), COMMANDS[command]
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-        import_function(spec.options or spec.run)(["--help"])
+        import_function(spec.options or spec.run)([*more, "--help"])
     words = set(re.findall(r"(?<![\w'\"-])--?[a-z](?:[\w.-]*\w)?", text.getvalue()))
     words |= set(re.findall(rf"^(?:usage:)? +jaxmpi {command} ([a-z]+)", text.getvalue(), re.MULTILINE))
     if command in ("train", "sweep"):
         words |= {f"--{name}" for name in flags(Experiment())} | experiment_file.find_shipped().keys()
-    return sorted(words)
+    return sorted(words - {"--field"})  # which stands for any

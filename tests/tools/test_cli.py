@@ -56,6 +56,7 @@ def test_version(monkeypatch, capsys):
         ("plan --ga", ["--gamma-s-per-byte"]),
         ("evaluate --data.v", ["--data.validation-split"]),
         ("data ''", ["pack", "check", "words", "tokens"]),
+        ("data pack a b --hol", ["--holdout"]),
     ],
 )
 def test_bash_completes_commands_flags_and_experiments(words, offered):
