@@ -22,7 +22,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     os.environ["XDG_CACHE_HOME"] = os.path.join(caches, worker)
-    # A rank that spins while it waits, as Open MPI's do if a job has no more ranks than cores, takes another job's core.
+    # Open MPI's ranks spin while they wait if a job has no more of them than cores: here other jobs need the cores.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     # Jobs of a few steps: machine code takes longer to optimise than to run. Files run by hand have it as users do.
     # Fusions compile several times as fast without the emitters over MLIR, and a module in one piece faster than in 32.
