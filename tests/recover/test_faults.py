@@ -133,7 +133,9 @@ ROWS = {
     "exit_3": Row(inject("exit:rank=1,step=25"), "rank 1 on .*ended the job"),
     "exit_hard": Row(inject("exit:rank=2,step=25,hard=1"), "rank 2 ended the job"),
     "stop": Row(
-        inject("stop:rank=2,step=25"), r"rank 2 ended the job.*(rank 2 on \S+ did not|for rank 2 on )", within_s=HANGS_S
+        inject("stop:rank=2,step=25"),
+        r"rank 2 on \S+ ended the job.*(rank 2 on \S+ did not|for rank 2 on )",
+        within_s=HANGS_S,
     ),
     "stop_watched": Row(
         (*inject("stop:rank=2,step=25"), "--stall-timeout-s", "8"),
