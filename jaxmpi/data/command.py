@@ -56,10 +56,12 @@ def pack_main(argv: list[str]) -> None:
     )
     shard_bytes = max(int(options.shard_mb * 2**20), 1)
     packing = PackingOptions(options.resize, options.quality, shard_bytes, options.on_error)
-    for split in ("train", "validation") if options.validation_split else ("train",):
+    splits = ("train", "validation") if options.validation_split else ("train",)
+    with _own_flags():  # a split that is missing is refused before the other is packed
+        sources = {split: open_source(data, split) for split in splits}
+    for split, source in sources.items():
         folder = options.dst / split
         with _own_flags():
-            source = open_source(data, split)
             with _progress_bar(split, len(source)) as progress:
                 packed = pack(source, folder, packing, options.threads, progress)
         print(f"{folder}: {packed.records} records, {packed.size_bytes / 1e6:,.1f} MB, skipped {packed.skipped}")

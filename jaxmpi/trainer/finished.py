@@ -115,11 +115,12 @@ class Finished:
         return getattr(self.feed.source, "is_labelled", True)
 
     def example_names(self) -> dict[str, np.ndarray]:
-        """`file` of each example, and `class_names`, where the source knows them."""
+        """`file` of each example, where the source knows it, and `class_names` of training, else of the source."""
         source, names = self.feed.source, dict[str, np.ndarray]()
         if where := getattr(source, "where", None):
             names["file"] = np.array([where(i) for i in range(len(source))], np.str_)
-        if self.is_labelled and len(classes := getattr(source, "names", ())):
+        own_classes = getattr(source, "names", ()) if self.is_labelled else ()
+        if len(classes := self.class_names or own_classes):
             names["class_names"] = np.array(classes, np.str_)
         return names
 

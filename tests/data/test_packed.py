@@ -180,6 +180,17 @@ def test_what_cannot_be_asked_for(line, named, tmp_path):
         command.main([word.format(tmp_path) for word in line])
 
 
+def test_a_split_that_is_missing_is_refused_before_the_other_is_packed(folder, tmp_path):
+    """A pack of training alone would be in the way of the advice, --holdout."""
+    shutil.rmtree(folder / "validation", ignore_errors=True)
+    out = tmp_path / "out"
+    with pytest.raises(UsageError, match="--holdout"):
+        command.main(["pack", str(folder), str(out)])
+    assert not out.exists()
+    command.main(["pack", str(folder), str(out), "--holdout", "0.5"])
+    assert (out / "validation").is_dir()
+
+
 # ---------------------------------------------------------------- stopped, and continued
 
 

@@ -395,7 +395,8 @@ def test_predictions_of_other_folders_have_labels_and_names_of_classes_and_files
     other = ["--data.dir", str(tmp_path / "photos"), "--data.validation-split", "new"]
     cli.run(["predict", *command[:1], str(tmp_path / "new.npz"), *command[1:], *other])
     with np.load(tmp_path / "new.npz") as out:
-        assert sorted(out) == ["file", "outputs"]
+        assert sorted(out) == ["class_names", "file", "outputs"]
+        assert out["class_names"].tolist() == classes  # of training
         assert [Path(name).name for name in out["file"]] == list(images)
         pixels = np.stack([*images.values()])[..., None]
         experiment = experiment_file.parse([str(file), "--run-dir", str(run_dir)])[0]
