@@ -147,9 +147,10 @@ def _own_flags() -> Iterator[None]:
     """Errors name the trainer's flags; these commands' have no `data.` in front."""
     try:
         yield
-    except (CorruptExample, UsageError) as error:
-        message = str(error).replace("data.on_error=skip", "--on-error skip, given with the same line,")
-        raise UsageError(message.replace("--data.dir DIR", "DIR as SRC").replace("--data.", "--")) from error
+    except CorruptExample as error:
+        raise UsageError(f"{error.fault}; --on-error skip, given with the same line, goes on without") from error
+    except UsageError as error:
+        raise UsageError(str(error).replace("--data.dir DIR", "DIR as SRC").replace("--data.", "--")) from error
 
 
 def _parser(name: str, description: str, example: str) -> argparse.ArgumentParser:

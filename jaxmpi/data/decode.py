@@ -32,7 +32,7 @@ class CorruptExample(TrainingError):
 
     def __init__(self, where: str, index: int, reason: str) -> None:
         self.fault = f"{where} (example {index}) is corrupt: {reason}"
-        super().__init__(f"{self.fault}; data.on_error=skip goes on without such examples")
+        super().__init__(f"{self.fault}; --data.on-error skip goes on without, --data.max-skipped sets how many")
         self.where, self.index, self.reason = where, index, reason
 
     def __reduce__(self) -> tuple[Any, ...]:
