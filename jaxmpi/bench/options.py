@@ -10,8 +10,9 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple
 
+from jaxmpi.core.arguments import Parser
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.launch.options import default_launcher
 
@@ -34,14 +35,6 @@ PEERS = {  # `baselines.CALLS` has how each is called
 }
 
 
-class Parser(argparse.ArgumentParser):
-    """Parser that raises this project's errors."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise `UsageError`."""
-        raise UsageError(f"{message}\n{self.format_usage()}")
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options; `words` are these arguments.
 
@@ -53,7 +46,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Time exchanges beside those of other libraries and the bound.",
         epilog="example: jaxmpi bench -n 4 --tree resnet50 --strategies auto ring32",
     )
-    parser.allow_abbrev = False
     add = parser.add_argument
     add("-n", type=int, help="ranks (default: 2; under a launcher: its ranks)")
     add("--launcher", default=default_launcher(os.environ), help="mpirun or srun (default: as jaxmpi train)")

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +13,11 @@ from rich import progress
 from rich.console import Console
 
 from jaxmpi.config.data import Data
+from jaxmpi.core.arguments import Parser
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.packing import PackingOptions, Progress, find_damage, pack, splits_in
+from jaxmpi.data.sources.base import HOLD_OUT
 from jaxmpi.data.sources.packed import PackedSource
 from jaxmpi.data.sources.registry import SOURCES, open_source
 from jaxmpi.data.sources.text import SUFFIX
@@ -22,6 +25,7 @@ from jaxmpi.data.tokens import list_documents, write_tokens, write_words
 
 SHOWN = 20  # damaged records that are named
 NEED_NO_FOLDER = ("digits", "animals", "synthetic")
+FIELD = re.compile(r"(?<![\w./-])(?:--)?data\.(?=columns|tokenizer|name|holdout|train-split|validation-split)")
 
 
 def pack_main(argv: list[str]) -> None:
@@ -93,7 +97,7 @@ def words_main(argv: list[str]) -> None:
     parser.add_argument("file", metavar="FILE", type=Path, help="JSON of the library tokenizers")
     parser.add_argument("--words", type=int, default=72_000, help="the most that it has (default: 72000)")
     options = parser.parse_args(argv)
-    with _own_flags():
+    with _own_flags(is_text=True):
         vocab = write_words(_text(options), options.file, options.words, options.column)
     known = f"; {100 * vocab.known:.1f} % of the held-out ones are among them" if options.validation_split else ""
     print(f"{options.file}: {vocab.words:,} words{known}")
@@ -108,7 +112,7 @@ def tokens_main(argv: list[str]) -> None:
     options = _parse(parser, argv)
     data, names = _text(options), {"train": options.train_split, "validation": options.validation_split}
     splits = [split for split, name in names.items() if name]
-    with _own_flags():
+    with _own_flags(is_text=True):
         for split in splits:  # one that is missing is refused before the other is written
             list_documents(data, split, options.column)
         for split in splits:
@@ -117,7 +121,7 @@ def tokens_main(argv: list[str]) -> None:
             print(f"{path}: {facts.ends[-1]:,} tokens of {facts.text_bytes / 1e3:,.1f} kB of text")
 
 
-def _text_parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
+def _text_parser(name: str, description: str, example: str) -> Parser:
     parser = _parser(name, description, example)
     add = parser.add_argument
     add("src", metavar="SRC", help="folder with train/ and validation/, or stdlib, which needs none")
@@ -127,7 +131,7 @@ def _text_parser(name: str, description: str, example: str) -> argparse.Argument
     return parser
 
 
-def _add_splits(parser: argparse.ArgumentParser) -> None:
+def _add_splits(parser: Parser) -> None:
     parser.add_argument("--train-split", default="train", help="its name in SRC (default: train)")
     parser.add_argument("--validation-split", default="validation", help="its name in SRC; '' for none")
 
@@ -143,22 +147,26 @@ def _text(options: argparse.Namespace) -> Data:
 
 
 @contextlib.contextmanager
-def _own_flags() -> Iterator[None]:
-    """Errors name the trainer's flags; these commands' have no `data.` in front."""
+def _own_flags(*, is_text: bool = False) -> Iterator[None]:
+    """Errors name the trainer's flags; these commands' have no `data.` in front, and the folder is SRC."""
     try:
         yield
     except CorruptExample as error:
         raise UsageError(f"{error.fault}; --on-error skip, given with the same line, goes on without") from error
     except UsageError as error:
-        raise UsageError(str(error).replace("--data.dir DIR", "DIR as SRC").replace("--data.", "--")) from error
+        text = str(error).replace("--data.dir DIR", "DIR as SRC").replace("data.dir", "SRC")
+        if is_text:
+            text = text.replace(HOLD_OUT, "--validation-split '' if there is none")
+            text = text.replace("--data.columns", "--column")
+        raise UsageError(FIELD.sub("--", text)) from error
 
 
-def _parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
+def _parser(name: str, description: str, example: str) -> Parser:
     line = f"jaxmpi data {name}"
-    return argparse.ArgumentParser(line, description=description, epilog=f"example: {line} {example}")
+    return Parser(line, description=description, epilog=f"example: {line} {example}")
 
 
-def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
     options = parser.parse_args(argv)
     if options.threads < 1:

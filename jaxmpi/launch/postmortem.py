@@ -9,7 +9,6 @@ from typing import NamedTuple
 from jaxmpi.runtime.process import LAUNCHERS
 
 TAIL_BYTES = 200_000  # bytes at the end of a job's output, searched for the culprit
-SHOWN_LINES = 12  # lines of the culprit's last message
 
 
 class Culprit(NamedTuple):
@@ -17,13 +16,13 @@ class Culprit(NamedTuple):
 
     rank: str  # empty if it is the whole host
     host: str  # empty if unknown
-    words: str  # its last message
+    words: str  # what others say of it; empty if it has said itself why, right above
 
     def __str__(self) -> str:
         if not self.rank:
             return f"host {self.host} ended the job: {self.words}"
         place = f" on {self.host}" if self.host else ""
-        return f"rank {self.rank}{place} ended the job: {self.words}"
+        return f"rank {self.rank}{place} ended the job" + (f": {self.words}" if self.words else ", as it says above")
 
 
 # A host is gone, and mpirun's daemon with it: mpirun ends with the daemon's exit code, which may be 0.
@@ -49,12 +48,8 @@ TRACES = [
     re.compile(
         r"error: (?P<words>rank (?P<rank>\d+)(?: on (?P<host>[^\s,]+))?, which keeps the (?:center|record), is gone)"
     ),
-    re.compile(
-        r"^jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+)(?: \([^)]*\))?:\n"
-        r"(?P<words>.*?)(?=^jaxmpi: |^-{20,}|^\[\S+:\d+\] \*\*\*|\Z)",  # start of Open MPI's notices
-        re.M | re.S,
-    ),
-    re.compile(r"^jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+) (?P<words>(?:left early|has ended).*)$", re.M),
+    re.compile(r"^jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+)(?: \([^)]*\))?:\n", re.M),
+    re.compile(r"^jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+) (?:left early|has ended)", re.M),
     re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) (?P<words>calling\s+.abort.)"),
     re.compile(r"Process name: \[.*,(?P<rank>\d+)\]\s+(?P<words>Exit code:\s+\d+)"),
     re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<rank>[\d,-]+): (?P<words>.*)"),
@@ -66,11 +61,8 @@ def culprit(text: str) -> Culprit | None:
     first_match = next((match for trace in TRACES if (match := trace.search(text))), None)
     if first_match is None:
         return None
-    lines = [line.rstrip() for line in first_match["words"].strip().splitlines()]
-    words = "\n".join(lines[-SHOWN_LINES:]) if len(lines) > 3 else " ".join(lines)
-    groups = first_match.groupdict()
-    rank = groups.get("rank") or ""
-    return Culprit(rank.replace(" ", ""), groups.get("host") or "", words)
+    groups = first_match.groupdict("")
+    return Culprit(groups.get("rank", ""), groups.get("host", ""), " ".join(groups.get("words", "").split()))
 
 
 # ---------------------------------------------------------------- who is alive

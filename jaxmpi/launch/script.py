@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from jaxmpi.core.arguments import Parser
 from jaxmpi.core.errors import UsageError
 from jaxmpi.launch import supervisor
 from jaxmpi.launch.command import command
@@ -25,8 +26,8 @@ from jaxmpi.runtime import failures, process
 
 def main(argv: Sequence[str]) -> None:
     """Run the script as Python would, or start ranks that do."""
-    parser = argparse.ArgumentParser(
-        prog="jaxmpi run",
+    parser = Parser(
+        "jaxmpi run",
         description="Run a script on each rank of a job: an error or an exit code on one ends all, and is named.",
         epilog="example: jaxmpi run -n 8 train.py",
     )

@@ -1,9 +1,9 @@
 """`jaxmpi report RUN [RUN...]`: a page of runs."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxmpi.core.arguments import Parser
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import refuse_ways_out
 from jaxmpi.observe.record_reader import read
@@ -12,8 +12,8 @@ from jaxmpi.observe.report_page import page
 
 def main(argv: Sequence[str]) -> None:
     """Read, draw, write, and print the page's path."""
-    parser = argparse.ArgumentParser(
-        prog="jaxmpi report",
+    parser = Parser(
+        "jaxmpi report",
         description="Make an HTML page from the records of one run, or of several to compare them.",
         epilog="example: jaxmpi report runs/first runs/second --out report",
     )

@@ -1,18 +1,18 @@
 """`jaxmpi experiments`: the experiments that ship with jaxmpi, also without a clone."""
 
-import argparse
 import ast
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxmpi.config.experiment_file import PROGRAMS, shipped_experiments
+from jaxmpi.core.arguments import Parser
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.core.files import made_whole
 
 
 def main(argv: Sequence[str]) -> None:
     """Print the list, or copy one."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "jaxmpi experiments",
         description="List the experiments that come with jaxmpi, which `jaxmpi train NAME` runs.",
         epilog="example: jaxmpi experiments --copy digits",

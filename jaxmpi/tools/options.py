@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 
 from jaxmpi.config import experiment_file
+from jaxmpi.core.arguments import Parser
 from jaxmpi.core.errors import UsageError
 from jaxmpi.launch import command, supervisor
 from jaxmpi.launch.options import parse
@@ -56,8 +57,8 @@ def plan(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         UsageError: options that contradict one another, or an experiment that is not there.
     """
-    parser = argparse.ArgumentParser(
-        prog="jaxmpi plan",
+    parser = Parser(
+        "jaxmpi plan",
         description="Predict step time and best strategy for 2 to 4,096 workers, from prices of links: those given, or "
         "those of a probe of the ranks that a launcher has started.",
         epilog="example: mpirun -n 8 jaxmpi plan --step-s 0.3 --experiment googlenet",
@@ -101,7 +102,7 @@ def seconds(text: str) -> float:
 
 def models(argv: Sequence[str]) -> argparse.Namespace:
     """Parse options of `jaxmpi models`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "jaxmpi models",
         description="Print depth, params, input size, operations and gradient bytes of each model.",
         epilog="example: jaxmpi models --tree alexnet",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmpi.config import experiment_file, flags
+from jaxmpi.core.arguments import Parser
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import write_whole
 from jaxmpi.launch import options as launcher
@@ -50,14 +51,13 @@ def grid(vary: Mapping[str, Sequence[str]]) -> list[Cell]:
 
 def main(argv: Sequence[str]) -> None:
     """Run what is missing, print the table, and draw the runs."""
-    parser = argparse.ArgumentParser(
-        prog="jaxmpi sweep",
+    parser = Parser(
+        "jaxmpi sweep",
         usage="jaxmpi sweep [-n N] EXPERIMENT [--field value ...] --vary FIELD=V1,V2 [FIELD=LOW..HIGH ...]\n"
         "                    [--seeds K] [--first-seed S] [--out FOLDER] [--metric NAME] [--show]",
         description="Train all combinations of the fields' values, and print each one's mean and standard error over "
         "seeds. A sweep that was stopped goes on where it was.",
         epilog="example: jaxmpi sweep digits --vary optim.lr=0.01,0.02 n=1,2 --seeds 3",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--vary", type=setting, nargs="+", required=True, metavar="FIELD=VALUES", help="n varies the number of ranks")
@@ -82,7 +82,7 @@ def setting(text: str) -> tuple[str, list[str]]:
     """A field and its values: `optim.lr=0.1,0.2`, or the whole numbers of `rule.tau=1..4`."""
     name, _, values = flags.hyphens(f"--{text}")[2:].partition("=")
     if not values or name in RESERVED:
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected FIELD=VALUE,... of a field that is not {RESERVED}")
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected FIELD=VALUE,..., not of {', '.join(RESERVED)}")
     if bounds := re.fullmatch(r"(-?\d{1,9})\.\.(-?\d{1,9})", values):
         low, high = int(bounds[1]), int(bounds[2])
         if not low <= high < low + MOST_RUNS:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxmpi.config import experiment_file
+from jaxmpi.core.arguments import Parser
 from jaxmpi.core.errors import UsageError
 
 PROGRAM = ".jaxexport"  # ends the name of a file with a model's program
@@ -20,8 +21,8 @@ KNOWN_PLATFORMS = (*PLATFORMS, "rocm")  # JAX lowers for any other name as well
 
 def forecast(argv: Sequence[str]) -> argparse.Namespace:
     """Parse options of `jaxmpi forecast`; `fields` are the experiment and its flags."""
-    parser = argparse.ArgumentParser(
-        prog="jaxmpi forecast",
+    parser = Parser(
+        "jaxmpi forecast",
         usage="jaxmpi forecast EXPERIMENT [-n WORKERS] [--slots RANKS] [--field value ...]",
         description="Forecast the memory of each worker, part by part, with sharded updates and without. Fields are "
         "those of the experiment, as of `jaxmpi train`.",
@@ -84,11 +85,10 @@ def export(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def run_parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
+def run_parser(name: str, description: str, example: str) -> Parser:
     """Options that commands on a finished run share."""
-    parser = argparse.ArgumentParser(
-        prog=f"jaxmpi {name}",
-        allow_abbrev=False,
+    parser = Parser(
+        f"jaxmpi {name}",
         description=f"{description} Any further --field value changes the experiment, as in training: --data.dir, "
         "--data.validation-split.",
         epilog=f"example: mpirun -n 8 jaxmpi {name} {example}",
@@ -102,7 +102,7 @@ def run_parser(name: str, description: str, example: str) -> argparse.ArgumentPa
     return parser
 
 
-def parse_run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+def parse_run(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command on a finished run; `fields` are the experiment's flags."""
     options, options.fields = parser.parse_known_args(list(argv))
     if several := next((field for field in options.fields if re.fullmatch(r"-n\d*", field)), ""):

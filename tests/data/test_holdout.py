@@ -32,9 +32,11 @@ def test_a_folder_of_classes_needs_no_split(tmp_path):
         folder = tmp_path / "ab"[k % 2]
         folder.mkdir(exist_ok=True)
         Image.new("L", (4, 4), k).save(folder / f"{k:02}.png")
+    (tmp_path / "a" / "notes.txt").touch()
     config = Data("imagefolder", dir=str(tmp_path), holdout=0.2, channels=1)
     train, held = (open_source(config, split) for split in ("train", "validation"))
     assert (len(train), len(held), held.classes) == (16, 4, 2)
+    assert (len(train.notes), len(held.notes)) == (1, 0)  # the entry that is no image is said once
     assert sorted(held[i][1] for i in range(4)) == [0, 0, 1, 1]
     assert sorted({int(part[i][0][0, 0, 0]) for part in (train, held) for i in range(len(part))}) == [*range(20)]
 

@@ -365,8 +365,9 @@ def test_tokens_without_a_validation_split_are_refused_before_any_are_written_an
     write_documents(tmp_path / "text", "text")
     shutil.rmtree(tmp_path / "text" / "validation")
     line = ["tokens", str(tmp_path / "text"), str(tmp_path / "out")]
-    with pytest.raises(UsageError, match=" --validation-split"):
-        command.main(line)
+    for given, named in ((line, " --validation-split ''"), (["tokens", __file__, "out"], "the file .* as SRC")):
+        with pytest.raises(UsageError, match=named):
+            command.main(given)
     command.main([*line, "--validation-split", ""])
     with pytest.raises(UsageError, match=r"validation\.tokens: No such file.*--data\.holdout"):
         opened(tmp_path / "out", "validation")

@@ -180,8 +180,9 @@ def choose_columns(config: Data, fields: Iterable[str], path: str) -> tuple[str,
     if odd:
         likely = sorted(fields, key=lambda name: name in ("label", "labels", "target", "y"))  # the label comes last
         raise UsageError(
-            f"{path}: expected column {', '.join(odd)} once; there are {', '.join(fields) or 'none'}: choose input and "
-            f"label, in this order, with data.columns, such as --data.columns {' '.join((likely * 2)[:2])}"
+            f"{path}: expected column {', '.join(odd)} once; there are {', '.join(fields) or 'none'}: choose "
+            f"{'it' if len(wanted) == 1 else 'input and label, in this order,'} with --data.columns, such as "
+            f"--data.columns {' '.join((likely * 2)[: min(len(wanted), 2)])}"
         )
     return wanted
 
@@ -214,6 +215,14 @@ def split_name(config: Data, split: str) -> str:
     return config.train_split if split == "train" else config.validation_split
 
 
+HOLD_OUT = "--data.holdout 0.1 for a share of the training examples"
+
+
+def name_split(split: str) -> str:
+    """The way out if a split is not there."""
+    return f"name the split with --data.{split}-split" + (f", or {HOLD_OUT}" if split == "validation" else "")
+
+
 def data_root(config: Data, layout: str) -> str:
     """`data.dir`, or JAXMPI_DATA; refuse neither."""
     root = data_dir(config)
@@ -233,15 +242,15 @@ def split_files(config: Data, split: str, suffix: str) -> list[str]:
         try:
             names = sorted(os.listdir(folder)) if folder == base or os.path.isdir(folder) else []
         except OSError as error:
-            raise UsageError(f"{folder} cannot be listed: {error.strerror}; expected {layout}") from error
+            expected = f"expected {layout} with --data.dir DIR"
+            raise UsageError(f"{folder} cannot be listed: {error.strerror}; {expected}") from error
         names = [file for file in names if file.endswith(suffix) and file.startswith(starts) and file[0] != "."]
         if files and names:
             raise UsageError(f"got {files[0]} and {os.path.join(folder, names[0])}; expected one of {layout}, not both")
         files += [os.path.join(folder, file) for file in names]
     if not files:
         raise UsageError(
-            f"{config.source}: found no {suffix} file for {split} in {base}; expected {layout}; name the split with "
-            f"--data.{split}-split"
+            f"{config.source}: found no {suffix} file for {split} in {base}; expected {layout}; {name_split(split)}"
         )
     check_plain_files(files, layout)
     check_complete(files)

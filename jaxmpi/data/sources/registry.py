@@ -144,7 +144,9 @@ def hold_out(source: Source, share: float, split: str) -> Source:
     is_validation[order] = counts[1:] > counts[:-1]
     if not 0 < is_validation.sum() < n:
         raise UsageError(f"data.holdout: got {share} of {n} examples, which leaves one part empty")
-    return Subset(source, np.flatnonzero(is_validation if split == "validation" else ~is_validation))
+    subset = Subset(source, np.flatnonzero(is_validation if split == "validation" else ~is_validation))
+    subset.notes = subset.notes if split == "train" else ()  # training has said them of the same files
+    return subset
 
 
 class Mixture(View):

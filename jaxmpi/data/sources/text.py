@@ -28,7 +28,15 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.json_tree import parse_json
 from jaxmpi.core.shared_memory import available_bytes
-from jaxmpi.data.sources.base import check_plain_files, import_package, place_in_parts, refusing, sha256, split_name
+from jaxmpi.data.sources.base import (
+    check_plain_files,
+    import_package,
+    name_split,
+    place_in_parts,
+    refusing,
+    sha256,
+    split_name,
+)
 from jaxmpi.data.sources.numpy_files import Expected, Header, read_header
 from jaxmpi.data.sources.reading import OpenFiles
 
@@ -221,11 +229,13 @@ def list_parts(config: Data, split: str) -> tuple[Path, list[Part]]:
         root = Path(sysconfig.get_path("stdlib"))
         files = library_files(list_files(root, ".py"), held_out=split != "train")
     else:
-        root = Path(config.dir) / split_name(config, split)
+        base = Path(config.dir)
+        root = base / split_name(config, split)
         if not config.dir or not root.is_dir():
+            got = f"the file {base}" if base.is_file() else f"no folder {root if base.is_dir() else base}"
             raise UsageError(
-                f"text: set data.dir to a folder DIR with files in DIR/train/ and DIR/validation/, or with "
-                f"train{SUFFIX}; got no folder {root}; name the right one with --data.{split}-split"
+                f"text: got {got if config.dir else 'no folder'}; expected files in DIR/train/ and DIR/validation/, or "
+                f"DIR/train{SUFFIX}, with --data.dir DIR; {name_split(split)}"
             )
         files = list_files(root)
 
