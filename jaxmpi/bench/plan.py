@@ -160,5 +160,5 @@ ARRAYS = 7
 
 
 def needed_bytes(case: Case, ranks: int) -> int:
-    """Bytes of these ranks at most (scripts/exchange_memory.py measures what each strategy takes)."""
+    """Bytes of these ranks at most."""
     return ranks * (RANK_BYTES + ARRAYS * 4 * case.floats)
