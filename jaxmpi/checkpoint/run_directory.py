@@ -295,6 +295,7 @@ def facts_of(
     return {
         "experiment": flags.to_json(experiment),
         "workers": workers.size,
+        "ranks": workers.processes.size,
         "strategy": f"wire {strategy.partition(':')[2]}" if workers.asynchronous else strategy,
         "form": form,
         "backend": jax.default_backend(),

@@ -105,15 +105,10 @@ def take_run(argv: Sequence[str]) -> list[str]:
 
     A flag that is given besides takes the place of the run's. With `--resume` and no `--run-dir` RUN itself goes on.
     """
-    at = next((i for i, arg in enumerate(argv) if arg.partition("=")[0] == "--from"), None)
-    if at is None:
-        return list(argv)
-    run_dir, after = argv[at].partition("=")[2], argv[at + 1 :]
-    if not run_dir and after:
-        run_dir, after = after[0], after[1:]
-    if not run_dir or run_dir.startswith("-"):
-        raise UsageError("--from: got no run directory; expected one, as in --from runs/first")
-    given_flags = {flags.hyphens(arg)[2:].partition("=")[0].removeprefix("no-") for arg in [*argv[:at], *after]}
+    before, run_dir, after = split_from(argv)
+    if not run_dir:
+        return before
+    given_flags = {flags.hyphens(arg)[2:].partition("=")[0].removeprefix("no-") for arg in [*before, *after]}
     if {"local-batch", "effective-batch"} & given_flags:  # either replaces the other
         given_flags |= {"local-batch", "effective-batch"}
     file, *words = command_of(Path(run_dir))
@@ -125,7 +120,20 @@ def take_run(argv: Sequence[str]) -> list[str]:
     ]
     if "resume" in given_flags and "run-dir" not in given_flags:
         inherited_args += ["--run-dir", run_dir]
-    return [*argv[:at], file, *inherited_args, *after]
+    return [*before, file, *inherited_args, *after]
+
+
+def split_from(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """The arguments before `--from RUN`, RUN, empty if it is not among them, and those behind."""
+    at = next((i for i, arg in enumerate(argv) if arg.partition("=")[0] == "--from"), None)
+    if at is None:
+        return [*argv], "", []
+    run_dir, after = argv[at].partition("=")[2], [*argv[at + 1 :]]
+    if not run_dir and after:
+        run_dir, *after = after
+    if not run_dir or run_dir.startswith("-"):
+        raise UsageError("--from: got no run directory; expected one, as in --from runs/first")
+    return [*argv[:at]], run_dir, after
 
 
 def command_of(run_dir: Path) -> list[str]:

@@ -45,22 +45,42 @@ def lookup(table: Mapping[str, T], name: str, kind: str) -> T:
 
 
 # Words of other libraries, and the parts of an experiment, for fields of ours, which no spelling leads to.
-ELSEWHERE = {
-    "learning-rate": "optim.lr",
-    "optim.learning-rate": "optim.lr",
-    "batch-size": "local-batch",
-    "epochs": "train-for",
-    "steps": "train-for",
-    "max-steps": "train-for",
-    "optimizer": "optim.name",
-    "output-dir": "run-dir",
-    "rule": "rule.name",
-    "optim": "optim.name",
-    "strategy": "exchange.strategy",
-    "exchange": "exchange.strategy",
-    "schedule": "schedule.decay",
-    "data": "data.source",
+WORDS = {
+    "run-dir": "out output output-dir save-dir log-dir logdir default-root-dir base-output-directory",
+    "train-for": "epochs num-epochs max-epochs num-train-epochs steps max-steps total-steps",
+    "local-batch": "batch-size train-batch-size per-device-batch-size per-device-train-batch-size",
+    "effective-batch": "global-batch-size",
+    "micro-batch": "accumulate-grad-batches gradient-accumulation-steps",
+    "eval-every": "eval-steps val-check-interval",
+    "checkpoint-every": "save-steps checkpoint-period",
+    "keep-checkpoints": "save-total-limit",
+    "log-every": "logging-steps log-every-n-steps",
+    "monitor": "metric-for-best-model",
+    "resume": "resume-from-checkpoint ckpt-path",
+    "params": "pretrained",
+    "sinks": "report-to logger wandb",
+    "dry-run": "fast-dev-run",
+    "quiet": "silent",
+    "seed": "seed-everything",
+    "devices": "gpus num-gpus",
+    "compute-dtype": "precision bf16 fp16",
+    "optim.name": "optim optimizer",
+    "optim.lr": "learning-rate optim.learning-rate",
+    "optim.momentum": "momentum",
+    "optim.b1": "beta1 adam-beta1",
+    "optim.b2": "beta2 adam-beta2",
+    "optim.clip-norm": "max-grad-norm gradient-clip-val",
+    "schedule.decay": "schedule lr-scheduler lr-scheduler-type",
+    "schedule.warmup": "warmup-steps warmup-ratio",
+    "data.source": "data dataset",
+    "data.dir": "data-path dataset-path train-dir",
+    "data.window": "block-size seq-len max-seq-length context-length",
+    "data.crop": "image-size img-size",
+    "data.loaders": "num-workers dataloader-num-workers",
+    "rule.name": "rule",
+    "exchange.strategy": "strategy exchange",
 }
+ELSEWHERE = {word: field for field, words in WORDS.items() for word in words.split()}
 
 
 def nearest(name: str, known: Mapping[str, Any]) -> str:
@@ -70,15 +90,15 @@ def nearest(name: str, known: Mapping[str, Any]) -> str:
 
 def hint(name: str, known: Mapping[str, Any]) -> str:
     """The nearest known name as a question, whatever the case; empty if none is near."""
-    by_lower = {other.lower(): other for other in known} | {
-        dashes + other: dashes + field
-        for other, field in ELSEWHERE.items()
-        for dashes in ("", "--")
-        if dashes + field in known
-    }
-    swapped = [other for other in by_lower if sorted(other) == sorted(name.lower())]  # two edits to difflib
-    close = swapped or difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.4)
-    return f"did you mean {by_lower[close[0]]!r}? " if close else ""
+    name = name.lower()
+    own = {other.rpartition(".")[2].lower(): other for other in reversed([*known])}  # `weight-decay` alone
+    own |= {other.lower(): other for other in known}
+    pairs = ((dashes + other, dashes + field) for other, field in ELSEWHERE.items() for dashes in ("", "--"))
+    elsewhere = {other: field for other, field in pairs if field in known}
+    swapped = [other for other in own if sorted(other) == sorted(name)]  # two edits to difflib
+    close = [name] * (name in elsewhere) or swapped or difflib.get_close_matches(name, own, n=1)
+    close = close or difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.8)
+    return f"did you mean {(own | elsewhere)[close[0]]!r}? " if close else ""
 
 
 def check(holds: bool, message: str) -> None:

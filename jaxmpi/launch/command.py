@@ -39,6 +39,8 @@ def main(argv: list[str]) -> NoReturn:
         raise SystemExit(0)
     options = parse(experiment_file.take_run(argv))
     experiment_file.refuse_early(options.train_args, file_is_here=options.are_ranks_here)
+    if run_dir := experiment_file.split_from(argv)[1]:
+        say_other_ranks(Path(run_dir), options.workers)
     launch(options)
 
 
@@ -78,6 +80,13 @@ def launch(options: Options) -> NoReturn:
         line = print_line(options)
         os.execv(line[0], line)
     raise SystemExit(supervise(options, facts, print_line, lambda name: answers(name, options, **host)))
+
+
+def say_other_ranks(run_dir: Path, ranks: int) -> None:
+    """Say that the run of `--from` had another number of ranks: `-n` is no field of it."""
+    before = experiment_file.read_config(run_dir).get("ranks", ranks)  # older runs do not say it
+    if before != ranks:
+        print(f"jaxmpi: {run_dir} had -n {before}, this run has -n {ranks}", file=sys.stderr, flush=True)
 
 
 def has_network() -> bool:

@@ -53,13 +53,17 @@ def test_whole_numbers_of_steps_and_epochs_are_exact(number, epoch):
         ("adamm", r"unknown optimizer 'adamm'; did you mean 'adam'\? there are: adam, adamax, adamw, optim.lr"),
         ("adamW", "did you mean 'adamw'"),  # whatever the case
         ("adma", "did you mean 'adam'"),  # not adamax, to which it has more letters in order
-        ("optim.learning-rate", "did you mean 'optim.lr'"),  # a word of other libraries
+        ("optim.learning-rate", "did you mean 'optim.lr'"),  # words of other libraries
+        ("out", "did you mean 'run-dir'"),
+        ("weight-decay", "did you mean 'optim.weight-decay'"),
         ("", "unknown optimizer ''; there are: "),
     ],
 )
 def test_an_unknown_name_lists_what_exists_and_the_nearest(name, message):
     with pytest.raises(UsageError, match=message):
-        lookup(dict.fromkeys(["adam", "adamax", "adamw", "optim.lr"]), name, "optimizer")
+        lookup(
+            dict.fromkeys(["adam", "adamax", "adamw", "optim.lr", "optim.weight-decay", "run-dir"]), name, "optimizer"
+        )
 
 
 OUT_OF_RANGE: list[tuple[type, dict[str, Any]]] = [

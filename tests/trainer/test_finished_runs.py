@@ -99,10 +99,11 @@ def test_a_notebook_trains_with_processes(tmp_path, capfd, no_launcher):
 def test_a_run_is_started_again_by_its_own_line(tmp_path):
     """`--from RUN` has its file and flags, but for those given; with `--resume` the run goes on."""
     begun = ("--train-for", "4st", "--local-batch", "8", "--optim.lr", "0.02", "--run-dir", "first")
-    assert train(1, "digits", *begun, cwd=tmp_path).code == 0
+    assert train(2, "digits", *begun, cwd=tmp_path).code == 0
     other = ("--optim.lr", "0.03", "--from", "first", "--effective-batch", "16", "--run-dir", "other")
     ended = run([sys.executable, "-m", "jaxmpi.tools.cli", "train", *other], timeout_s=120, cwd=tmp_path)
     assert ended.code == 0, ended.out
+    assert "first had -n 2, this run has -n 1" in ended.out
     config = json.loads((tmp_path / "other" / "config.json").read_text())
     assert (config["experiment"]["optim"]["lr"], config["effective_batch"]) == (0.03, 16)
     assert config["experiment"]["train_for"] == "4st"
