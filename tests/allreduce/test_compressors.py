@@ -110,7 +110,7 @@ def test_what_was_sent_and_what_is_owed_is_what_was_meant(spelling):
         assert np.abs(sent[name] - meant[name]).max() > 0.1
 
 
-COMBINED = ["lowrank2/color4:8", "topk5", "topk5/ring16"]
+COMBINED = ["lowrank2/color4:8", "topk5/ring16"]
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,6 @@ def least_squares(spelling: str, steps: int, forget: bool = False) -> list[float
 
 @pytest.mark.parametrize("spelling", ["lowrank1", "topk5"])
 def test_sgd_on_least_squares_comes_to_the_same_point(spelling):
-    assert least_squares("asa32", 300)[-1] < 1e-4
     assert least_squares(spelling, 300)[-1] < 1e-4
     assert least_squares(spelling, 300, forget=True)[-1] > 1e-2  # what is not sent must be owed
 

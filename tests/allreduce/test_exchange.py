@@ -58,8 +58,7 @@ def assert_mean_of_workers(got, tree, strategy: str, op: str = "mean") -> None:
         assert (np.abs(np.asarray(leaf, np.float64) - exact) <= error).all()
 
 
-@pytest.mark.parametrize(("op", "bucket_bytes"), [("mean", None), ("sum", 4)])
-@pytest.mark.parametrize("strategy", ["ar", "asa16", "ring16", "tree:8"])
+@pytest.mark.parametrize(("strategy", "op", "bucket_bytes"), [("ar", "mean", None), ("tree:8", "sum", 4)])
 def test_any_tree_keeps_structure_shapes_and_dtypes(strategy, op, bucket_bytes):
     tree = nested()
     got = over_workers(exchange, strategy=strategy, op=op, bucket_bytes=bucket_bytes)(tree)
@@ -76,7 +75,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(
     st.lists(trees, min_size=20, max_size=20),
     st.sampled_from(["asa32", "asa16", "ring16", "asa8"]),
@@ -221,7 +220,7 @@ def test_numbers_that_would_wrap_or_become_infinite_are_refused(number, op):
     both = lambda x, n: exchange({"x": x, "tokens": n}, op=op, comm=comm)  # noqa: E731
     with pytest.raises(UsageError, match="leaf 'tokens"):
         jax.vmap(lambda x: both(x, number), axis_name="w")(jnp.ones(4))
-    fits = jax.vmap(lambda x: both(x, 2**29 - 1), axis_name="w")(jnp.ones(4))["tokens"]
+    fits = jax.jit(jax.vmap(lambda x: both(x, 2**29 - 1), axis_name="w"))(jnp.ones(4))["tokens"]
     assert fits.tolist() == ([2**31 - 4] * 4 if op == "sum" else [float(np.float32(2**29 - 1))] * 4)
 
 
@@ -230,12 +229,12 @@ def test_the_mean_of_complex_gradients_is_the_gradient_of_the_mean_loss():
     comm, x = AxisComm("w", WORKERS), (noise(1, (4,)) + 1j * noise(2, (4,))).astype(np.complex64)
     z = jnp.asarray([1 + 2j, -1j, 3, 0.5], jnp.complex64)
     loss = lambda z, x: jnp.sum(jnp.abs(z - x) ** 2 + (z * x).real)  # noqa: E731
-    mean = jax.vmap(lambda x: exchange(jax.grad(loss)(z, x), comm=comm), axis_name="w")(x)
-    whole = jax.grad(lambda z: sum(loss(z, each) for each in x) / np.float32(WORKERS))(z)
+    mean = jax.jit(jax.vmap(lambda x: exchange(jax.grad(loss)(z, x), comm=comm), axis_name="w"))(x)
+    whole = jax.jit(jax.grad(lambda z: sum(loss(z, each) for each in x) / np.float32(WORKERS)))(z)
     np.testing.assert_allclose(mean, np.tile(whole, (WORKERS, 1)), rtol=1e-5, atol=1e-5)
     one, cotangents = (lambda x: exchange(x, comm=comm)), x[::-1]
-    _, back = jax.vjp(jax.vmap(one, axis_name="w"), x)
-    np.testing.assert_allclose(back(cotangents)[0], np.tile(x.mean(0), (WORKERS, 1)), rtol=1e-5, atol=1e-5)
+    back = jax.jit(lambda x, c: jax.vjp(jax.vmap(one, axis_name="w"), x)[1](c)[0])
+    np.testing.assert_allclose(back(x, cotangents), np.tile(x.mean(0), (WORKERS, 1)), rtol=1e-5, atol=1e-5)
 
 
 def test_a_compressor_is_not_differentiated():
@@ -248,7 +247,8 @@ def test_a_compressor_is_not_differentiated():
 @pytest.mark.parametrize("strategy", ["ar", "asa32", "tree:8", "shm"])
 def test_another_axis_may_be_mapped_inside_and_outside_that_of_the_workers(strategy):
     x, each = noise(9, (4, 7)), functools.partial(exchange, strategy=strategy, comm=AxisComm("w", WORKERS))
-    expected = np.stack([over_workers(exchange, strategy=strategy)(x[:, i]) for i in range(4)], 1)
+    alone = over_workers(exchange, strategy=strategy)
+    expected = np.stack([alone(x[:, i]) for i in range(4)], 1)
     for maps in [({"axis_name": "w"}, {}), ({"in_axes": 1, "out_axes": 1}, {"axis_name": "w"})]:
         outer, inner = (functools.partial(jax.vmap, **kwargs) for kwargs in maps)
         assert np.array_equal(jax.jit(outer(inner(each)))(x), expected)

@@ -224,7 +224,7 @@ def test_params_are_those_of_workers_that_update_all_bit_for_bit(workers, hosts,
     assert floats(state) <= floats(all_of_it) / workers + 4 * moments * len(weights)
 
 
-QUICK = ("momentum", "adam", "lion", "rmsprop")
+QUICK = ("adam", "lion")
 BY_ELEMENT = [name for name, row in OPTIMIZERS.items() if row.by == "element"]
 
 
@@ -255,7 +255,7 @@ def test_whole_tensors_are_updated_as_by_workers_that_update_all_bit_for_bit(nam
     tx = optimizer(Optim(name, weight_decay=0.01, decay_bias=False, bias_lr_factor=2.0), lambda step: jnp.float32(0.01))
     rules = [rule_of(tx, "asa32", comm, is_sharded=flag, sharding=dealt, program=on_devices) for flag in (False, True)]
     begin = (begun(rule, 2, PAIRS, on_devices) for rule in rules)
-    both = [trained(*each, range(50), on_devices) for each in zip(rules, begin, strict=True)]
+    both = [trained(*each, range(20), on_devices) for each in zip(rules, begin, strict=True)]
     (whole, all_of_it), (params, state) = jax.device_get(both)
     assert is_same(params, whole)
     assert not is_same(params, tiled(PAIRS, 2))
@@ -289,8 +289,7 @@ def test_changes_in_fewer_bits_leave_replicas_equal_and_within_a_rounding_of_mas
         assert np.abs(masters["big"] - FEW["big"]).max() > 10 * off
 
 
-@pytest.mark.parametrize("by", ["element", "tensor"])
-@pytest.mark.parametrize("strategy", ["asa:8", "hier-ring:16"])
+@pytest.mark.parametrize(("strategy", "by"), [("asa:8", "tensor"), ("hier-ring:16", "element")])
 def test_tensors_of_a_bucket_do_not_share_a_scale(strategy, by):
     """The error of each leaf is that of the leaf alone, in the sum and when gathered; a NaN stays in its leaf."""
     comm = AxisComm("w", 4, (0, 0, 1, 1))
@@ -323,10 +322,8 @@ def test_tensors_of_a_bucket_do_not_share_a_scale(strategy, by):
 def test_a_flipped_bit_of_params_is_found_by_a_comparison_after_the_next_step_only_if_changes_travel(
     wire, entry, apart, same
 ):
-    comm, tx = AxisComm("w", 2), optimizer(Optim("momentum"), lambda step: jnp.float32(0.01))
-    rule, grads = rule_of(tx, "asa32", comm, is_sharded=True, wire=wire), tiled(FEW, 2)
-    before, state = trained(rule, begun(rule, 2, FEW), range(2))
-    before, flipped = jax.device_get(before), jax.device_get(before)
+    rule, before, state = after_steps_of_two(wire)
+    flipped, grads = dict(before), tiled(FEW, 2)
     flipped["kernel"] = flipped["kernel"].copy()
     flipped["kernel"][1].view(np.uint32).reshape(-1)[entry] ^= 1 << 22
     copied = lambda tree: jax.tree.map(jnp.array, tree)  # noqa: E731
@@ -334,6 +331,14 @@ def test_a_flipped_bit_of_params_is_found_by_a_comparison_after_the_next_step_on
     assert not is_same(before, flipped)
     assert apart != is_same(*(jax.tree.map(lambda x, w=w: x[w], got) for w in range(2)))
     assert same == is_same(got["kernel"][0], want["kernel"][0])
+
+
+@functools.cache
+def after_steps_of_two(wire: str) -> tuple[base.Rule, Any, Any]:
+    """A rule of two workers, and their params and state after some steps."""
+    tx = optimizer(Optim("momentum"), lambda step: jnp.float32(0.01))
+    rule = rule_of(tx, "asa32", AxisComm("w", 2), is_sharded=True, wire=wire)
+    return rule, *jax.device_get(trained(rule, begun(rule, 2, FEW), range(2)))
 
 
 def test_a_rate_that_a_callback_lowers_reaches_tensors_that_are_updated_whole():
@@ -422,7 +427,8 @@ class Counting(AxisComm):
 def test_googlenet_s_slices_are_as_many_bytes_on_the_wire_as_its_sums_and_clipping_a_float_to_each(
     strategy, wire, hosts
 ):
-    like = {name: jax.ShapeDtypeStruct((8, *shape), jnp.float32) for name, shape in tree("googlenet").items()}
+    few = sorted(tree("googlenet").items(), key=lambda item: -math.prod(item[1]))[:40]  # all take long to trace
+    like = {name: jax.ShapeDtypeStruct((8, *shape), jnp.float32) for name, shape in few}
     whole, cut = (Counting(tuple(hosts)) for _ in range(2))
     clipped = make_zero(strategy, "mean", cut, BUCKET_BYTES, clip_norm=1.0, gather_wire=wire)
 
@@ -474,8 +480,7 @@ def test_the_trial_agrees_with_the_table(name):
 @pytest.mark.parametrize(
     ("tx", "allowed"),
     [
-        # One norm of all tensors: from the start, every so many steps, of some tensors, in a loop, by a reference.
-        (CLIPPED, ""),
+        # One norm of all tensors: every so many steps, of some tensors, in a loop, by a reference.
         (optax.MultiSteps(CLIPPED, 30).gradient_transformation(), ""),
         (optax.chain(optax.clip_by_global_norm(100.0), optax.sgd(1e-3)), ""),
         (optax.partition({"bias": ADAM, "kernel": optax.contrib.prodigy(), "scale": ADAM}, by_name), ""),
@@ -485,12 +490,10 @@ def test_the_trial_agrees_with_the_table(name):
         (on_updates(lambda u: u | {"first": jax.tree.map(lambda x: x - u["second"]["bias"].mean(), u["first"])}), ""),
         (optax.chain(ADAM, growing()), ""),
         (optax.chain(optax.monitor({"norm": optax.tree.norm}), ADAM), ""),
-        (optax.MultiSteps(optax.lamb(1e-3), 30).gradient_transformation(), "tensor"),
         (optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(1e-3)), "tensor"),
         (on_updates(lambda u: jax.tree.map(lambda x: x * x.shape[0], u)), "tensor"),
         (optax.chain(ADAM, with_history()), "tensor"),
         (optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-3, 0.0, 100)), "element tensor"),
-        (optax.adam(lambda step: jnp.array([1e-3, 1e-4])[jnp.sum(jnp.asarray(step) >= 100)]), "element tensor"),
         (on_updates(lambda u: jax.tree.map(lambda x: jax.pure_callback(np.asarray, x, x), u)), "element tensor"),
         # A name that a shard of other tensors lacks.
         (on_updates(lambda u: u | {"first": jax.tree.map(lambda x: x / 2, u["first"])}), "element tensor"),
@@ -568,16 +571,7 @@ def test_padding_is_not_sent():
 # ---------------------------------------------------------------- checkpoints
 
 LAMB = optax.lamb(1e-2)
-FORMS = [
-    "whole",
-    "entries 1",
-    "entries 2",
-    "entries 8",
-    "leaves 2",
-    "leaves 3",
-    "masters, entries 3",
-    "masters, leaves 8",
-]
+FORMS = ["whole", "entries 1", "entries 8", "leaves 3", "masters, entries 3", "masters, leaves 8"]
 BY_HOST = (4, 0, 5, 1, 6, 2, 7, 3)  # shards of eight workers, as a hierarchy of two hosts gives them
 
 
