@@ -87,7 +87,7 @@ print("numbers", h(x, rank == 0), flush=True)
     ("strategy", "script"),
     [
         ("asa32", OF_OTHER_SIZES),
-        ("shm", IN_A_BRANCH),
+        pytest.param("shm", IN_A_BRANCH, marks=pytest.mark.slow),  # like a collective's
         pytest.param("topk5/ring32", COMPRESSED, marks=pytest.mark.slow),
         ("ring32", BESIDE),
         ("asa32", AS_ON_A_GPU + STUCK),
@@ -113,69 +113,35 @@ for step in range(9):
 print("end", params["w"].tolist(), flush=True)
 """
 SKIPS = "optax.apply_if_finite(optax.chain(jaxmpi.exchange_gradients(strategy), optax.adam(0.1)), 3)"
-WORKS = "optax.chain(jaxmpi.exchange_gradients(strategy), optax.apply_if_finite(optax.adam(0.1), 3))"
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("odd", [0, 4])
-def test_a_rank_that_skipped_an_exchange_is_named_with_its_turn_at_the_next(odd: int):
-    """In the first run, too, of which XLA does not tell a handler that it is not called in it."""
-    out = out_of(IF_FINITE.format(tx=SKIPS, odd=odd), "shm")
-    assert f"rank 0 at turn {odd + 1}, rank 1 at turn {odd + 2}" in out
-    assert f"step {odd + 2}" not in out
+def test_a_rank_that_skipped_its_first_exchange_is_named_with_its_turn_at_the_next():
+    """XLA does not tell a handler that it is not called in a program's first run."""
+    out = out_of(IF_FINITE.format(tx=SKIPS, odd=0), "shm")
+    assert "rank 0 at turn 1, rank 1 at turn 2" in out
+    assert "step 2" not in out
 
 
 SKIPS_A_SUM = """
 from jaxmpi import collectives
 f = jax.jit(lambda x, takes: jax.lax.cond(takes, lambda: collectives.allreduce(x), lambda: x))
 for step in range(9):
-    print("step", step, f(x, step != {skipped} + rank).sum().item(), flush=True)
+    print("step", step, f(x, step != 3 + rank).sum().item(), flush=True)
 """
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("skipped", [0, 3])
-def test_ranks_that_skip_a_collective_in_other_runs_are_named(skipped: int):
+def test_ranks_that_skip_a_collective_in_other_runs_are_named():
     """The sum of each rank's third and the other's fourth array came out."""
-    out = out_of(SKIPS_A_SUM.format(skipped=skipped))
+    out = out_of(SKIPS_A_SUM)
     assert "at different turns" in out
-    assert f"step {skipped + 2}" not in out
+    assert "step 5" not in out
 
 
 @pytest.mark.e2e
 def test_a_rank_that_skipped_the_last_exchange_does_not_leave_the_other_waiting():
     assert "whose script has ended" in out_of(IF_FINITE.format(tx=SKIPS, odd=8), code=1)
-
-
-TRACED_IN_ANOTHER_ORDER = """
-def same_lines(x):
-    return jaxmpi.exchange(x, strategy)
-
-f = jax.jit(lambda x: same_lines(x))
-g = jax.jit(
-    lambda x: same_lines(2 * x))
-first, second = (f, g) if rank == 0 else (g, f)
-print("numbers", first(x).sum(), second(x).sum(), flush=True)
-"""
-
-
-@pytest.mark.e2e
-def test_ranks_that_trace_in_another_order_are_named():
-    """Both traced exchange 1, and so exchanged with each other for good."""
-    out, place = out_of(TRACED_IN_ANOTHER_ORDER), r"<string>:\d+ in <lambda>, <string>:\d+ in same_lines"
-    found = re.search(rf"rank 1: .*\bat: got ({place}), expected ({place}) \(rank 0\)", out)
-    assert found, out
-    assert found[1] != found[2]
-
-
-CALLED_FROM_OTHER_LINES = """
-step = jax.jit(jaxmpi.exchange_gradients(strategy).update)
-if rank == 0:
-    total, _ = step(x, step(x, jaxmpi.exchange_gradients(strategy).init(x))[1])
-else:
-    total, _ = step(x, step(x, jaxmpi.exchange_gradients(strategy).init(x))[1])
-print("numbers", float(total.sum()), flush=True)
-"""
 
 
 AFTER_A_FAILURE = """
@@ -220,49 +186,6 @@ def test_ranks_of_two_hosts_at_different_exchanges_are_named():
     assert not ended.timed_out, ended.out
     assert ended.code != 0, ended.out
     check_both_are_named(ended.out)
-
-
-SECOND_THREAD = """
-import time
-said = []
-
-def first():
-    said.append(float(jaxmpi.exchange(x, strategy)[0, 0]))
-
-def second():
-    try:
-        jaxmpi.exchange(x, strategy)
-    except jaxmpi.UsageError as error:
-        said.append(str(error))
-
-if rank == 0:  # the others' exchange waits for rank 1, so both threads of rank 0 are in it for certain
-    one = threading.Thread(target=first, name="trainer")
-    one.start()
-    from jaxmpi.allreduce import call_order
-    while call_order._door.holder != "trainer":
-        time.sleep(0.01)
-    two = threading.Thread(target=second, name="logger")
-    two.start(), two.join()
-    print("refused:", said, flush=True)
-    one.join()
-else:
-    time.sleep(2)
-    first()
-print("mean", said[-1], float(jaxmpi.exchange(x, strategy)[0, 0]), flush=True)
-"""
-
-
-@pytest.mark.e2e
-def test_what_ranks_may_do_and_a_second_thread_may_not():
-    """Skip alike, with equal bits; call one program from different lines; exchange in two threads."""
-    script = IF_FINITE.format(tx=WORKS, odd=4) + CALLED_FROM_OTHER_LINES + SECOND_THREAD
-    out = out_of(script, code=0)
-    ends = [line.partition("end")[2] for line in out.splitlines() if "end [" in line]
-    assert len(ends) == 2, out
-    assert ends[0] == ends[1]
-    assert out.count("numbers 96.0") == 2, out
-    assert "thread 'logger' calls it while thread 'trainer' is in an exchange" in out
-    assert out.count("mean 1.5 1.5") == 2, out
 
 
 @pytest.mark.e2e

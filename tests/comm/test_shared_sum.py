@@ -211,7 +211,7 @@ def test_an_absent_rank_is_named_when_time_is_up(n, tiny):
         for _ in range(2 if rank == 1 else 3):
             engine.add([x], [x.copy()])
 
-    came = together(3, work, timeout_s=3)
+    came = together(3, work, timeout_s=1.5)
     assert came[1] is None
     assert all(isinstance(came[rank], TrainingError) for rank in (0, 2))
     texts = [str(came[rank]) for rank in (0, 2)]

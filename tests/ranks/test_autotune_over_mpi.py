@@ -47,6 +47,13 @@ def cache(monkeypatch):
         yield Path(folder)
 
 
+@pytest.fixture
+def timed(cache, monkeypatch):
+    """The same for choices of which it matters that they are made: all strategies take a millisecond."""
+    monkeypatch.setattr(autotune.Trials, "seconds", lambda *_: 1e-3)
+    return cache
+
+
 def choices(cache: Path) -> list[Path]:
     return sorted((cache / "jaxmpi" / "auto").glob("*"))
 
@@ -72,16 +79,16 @@ def test_auto_sums_inside_and_outside_jit_and_says_once_what_it_chose(cache, cap
     assert len(choices(cache)) == (RANK == 0)
 
 
-def test_each_size_has_a_choice_of_its_own_and_keeps_it(cache, capsys):
+def test_each_size_has_a_choice_of_its_own_and_keeps_it(timed, capsys):
     comm = workers()
     for length in (1, 1 << 16, 3, 1 << 16, (1 << 17) - 1):
         assert float(jaxmpi.exchange(np.ones(length, np.float32), "auto", "sum", comm)[-1]) == SIZE
     lines = [line for line in capsys.readouterr().out.splitlines() if "auto: " in line]
     assert len(lines) == 3 * (RANK == 0)  # 1, 3, and 2^16 to 2^17 - 1 floats
-    assert len(choices(cache)) == 3 * (RANK == 0)
+    assert len(choices(timed)) == 3 * (RANK == 0)
 
 
-def test_auto_for_overlap_chooses_what_can_overlap(cache, capsys):
+def test_auto_for_overlap_chooses_what_can_overlap(timed, capsys):
     comm = workers()
     total = jax.jit(lambda tree: overlap.exchange(jax.tree.map(lambda x: x * 1, tree), "auto", op="sum", comm=comm))
     for row, got in zip(rows(), total([row[RANK] for row in rows()]), strict=True):
@@ -103,25 +110,25 @@ def test_all_ranks_choose_alike_and_reuse_a_cached_choice_unless_a_fresh_one_is_
     assert all(path.stat().st_mtime_ns > old for path, old in zip(choices(cache), before, strict=True))
 
 
-def test_all_are_timed_again_if_the_cached_one_takes_another_time_now(cache, monkeypatch):
+def test_all_are_timed_again_if_the_cached_one_takes_another_time_now(timed, monkeypatch):
     """As after a change of the network, or if other processes computed when it was timed."""
     autotune.choose(workers(), SIZES)
     monkeypatch.setattr(autotune, "CHANGED", 3.0)
-    for path in choices(cache):  # on rank 0
+    for path in choices(timed):  # on rank 0
         value = json.loads(path.read_text())
         value["strategy"], value["seconds"] = "ring:32", {"ring:32": 1e3}
         path.write_text(json.dumps(value))
     again = autotune.choose(workers(), SIZES)
     assert "when it was cached" in again.why
     assert set(processes().allgather_object(again.strategy)) == {again.strategy}
-    for path in choices(cache):
+    for path in choices(timed):
         assert len(json.loads(path.read_text())["seconds"]) == 4
 
 
-def test_what_was_timed_while_others_compute_is_not_cached(cache, monkeypatch):
+def test_what_was_timed_while_others_compute_is_not_cached(timed, monkeypatch):
     monkeypatch.setattr(autotune, "STEADY", 0.0)
     assert "other processes compute" in autotune.choose(workers(), SIZES).why
-    assert not choices(cache)
+    assert not choices(timed)
 
 
 def test_the_fastest_is_found_while_others_compute(cache, monkeypatch):
@@ -167,7 +174,7 @@ def test_a_probe_for_plan_has_prices_and_seconds(cache):
     assert measuring.probe(comm, ("32",)) == got
 
 
-def test_a_wire_is_used_only_when_asked_for(cache):
+def test_a_wire_is_used_only_when_asked_for(timed):
     autotune.choose(workers(), SIZES, "auto:16")
     assert autotune.choose(workers(), SIZES, "auto").strategy.endswith(":32")
     with pytest.raises(jaxmpi.UsageError, match="unknown wire '17'"):
@@ -175,15 +182,15 @@ def test_a_wire_is_used_only_when_asked_for(cache):
 
 
 @pytest.mark.parametrize("text", ["{", '{"strategy": "warp:32", "seconds": {}, "floats": 1}'])
-def test_a_damaged_file_is_timed_again(cache, text):
+def test_a_damaged_file_is_timed_again(timed, text):
     autotune.choose(workers(), SIZES)
-    for path in choices(cache):
+    for path in choices(timed):
         path.write_text(text)
     assert "cached)" not in autotune.choose(workers(), SIZES).why
-    assert all(json.loads(path.read_text())["seconds"] for path in choices(cache))
+    assert all(json.loads(path.read_text())["seconds"] for path in choices(timed))
 
 
-def test_ranks_that_disagree_are_named(cache):
+def test_ranks_that_disagree_are_named(timed):
     with pytest.raises(jaxmpi.UsageError, match=r"rank 1: floats: got \[3000, 6, 700\], expected \[3000, 5, 700\]"):
         autotune.choose(workers(), [3000, 5 + (RANK == 1), 700])
     with pytest.raises(jaxmpi.UsageError, match="different calls: rank 0 to 'auto', rank 1 to 'exchange'"):

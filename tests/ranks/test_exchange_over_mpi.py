@@ -1,6 +1,8 @@
 """MpiComm against NumPy."""
 
 import copy
+import re
+import threading
 import time
 from collections import OrderedDict
 from typing import Any
@@ -8,13 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxmpi
+from jaxmpi.allreduce import call_order
 from jaxmpi.comm.base import ring_order
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.runtime import progress
+from launching import wait_until
 from references import sum_over_workers
 from tolerances import bound
 
@@ -246,3 +251,61 @@ def test_what_differs_is_named_by_rank_and_path():
         with pytest.raises(jaxmpi.UsageError, match=message):
             call()
     jaxmpi.same_on_all_ranks("plan", {"lr": 0.1, "sizes": [1, 2]})
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+def test_ranks_that_trace_in_another_order_are_named():
+    """Both traced exchange 1, and so would exchange with each other for good."""
+
+    def same_lines(x: Any) -> Any:
+        return jaxmpi.exchange(x)
+
+    f = jax.jit(lambda x: same_lines(x))
+    g = jax.jit(
+        lambda x: same_lines(2 * x))  # fmt: skip
+    place = r"\S+:\d+ in <lambda>, \S+:\d+ in same_lines"
+    with pytest.raises(jaxmpi.UsageError, match=rf"rank 1: .*\bat: got \S*{place}.* expected .*{place}") as error:
+        (g if RANK == 1 else f)(jnp.ones(8))
+    lines = set(re.findall(r":(\d+) in <lambda>", str(error.value)))
+    assert len(lines) == 2
+
+
+def test_ranks_may_skip_alike_with_equal_bits(standard_promotion):
+    tx = optax.chain(jaxmpi.exchange_gradients("asa32"), optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 3))
+    params, update = jnp.ones(4), jax.jit(tx.update)
+    state = tx.init(params)
+    for step in range(4):
+        updates, state = update(jnp.full(4, jnp.nan if step == 2 and RANK == SIZE - 1 else 1.0 + RANK), state, params)
+        jnp.sin(RANK + jnp.ones(RANK + 1))  # ranks run other programs in between, each its own
+        params = jax.block_until_ready(optax.apply_updates(params, updates))
+    assert same_bits_everywhere(params)
+    assert np.isfinite(params).all()
+
+
+def test_ranks_may_call_a_program_from_different_lines():
+    tx, x = jaxmpi.exchange_gradients(), jnp.full(3, 1.0 + RANK)
+    step = jax.jit(tx.update)
+    if RANK == 0:
+        total, _ = step(x, step(x, tx.init(x))[1])
+    else:
+        total, _ = step(x, step(x, tx.init(x))[1])
+    assert total.tolist() == [(SIZE + 1) / 2] * 3
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank waits for nobody")
+def test_a_second_thread_may_not_exchange_meanwhile():
+    from mpi4py import MPI
+
+    found, x, control = list[Any](), jnp.full(3, 1.0 + RANK), MPI.COMM_WORLD.Dup()
+    trainer = threading.Thread(target=lambda: found.append(jaxmpi.exchange(x).tolist()), name="trainer")
+    if RANK == 0:  # whose exchange waits for the others'
+        trainer.start()
+        wait_until(lambda: call_order._door.holder == "trainer")
+        with pytest.raises(jaxmpi.UsageError, match="thread 'MainThread' calls it while thread 'trainer' is in an"):
+            jaxmpi.exchange(x)
+    control.Barrier()
+    if RANK:
+        trainer.start()
+    trainer.join()
+    assert [*found, jaxmpi.exchange(x).tolist()] == [[(SIZE + 1) / 2] * 3] * 2
+    control.Free()

@@ -172,4 +172,11 @@ def live_objects() -> list[int]:
     return [len(gc.get_objects()), threading.active_count()]
 
 
-# ---------------------------------------------------------------- training
+def test_what_cannot_overlap_is_said_on_all_ranks(monkeypatch):
+    with pytest.raises(jaxmpi.UsageError, match="got on, but strategy root:32 does not run beside a program; asa, rin"):
+        overlap.resolve("on", "root:32", COMM)
+    with pytest.raises(jaxmpi.UsageError, match=r"rank 1: bucket_bytes: got 5, expected 4 \(rank 0\)"):
+        jax.jit(lambda x: overlap.exchange(x * 2, bucket_bytes=4 + (RANK == 1)))(jnp.ones(1000))
+    monkeypatch.setattr(CONTROL, "may_overlap", False)
+    with pytest.raises(jaxmpi.UsageError, match="MPI_THREAD_MULTIPLE"):
+        overlap.resolve("on", "ring32", COMM)
