@@ -41,10 +41,9 @@ def test_a_folder_of_classes_needs_no_split(tmp_path):
     assert sorted({int(part[i][0][0, 0, 0]) for part in (train, held) for i in range(len(part))}) == [*range(20)]
 
 
-@pytest.mark.parametrize("devices", [1, 3])
-def test_a_run_validates_on_what_is_held_out(devices, tmp_path):
+def test_a_run_validates_on_what_is_held_out(tmp_path):
     data = Data("array", train=line(40), holdout=0.25, loader="threads")
-    assert jaxmpi.Trainer(lines(tmp_path, data=data, devices=devices)).fit()["eval_count"] == 10
+    assert jaxmpi.Trainer(lines(tmp_path, data=data, devices=3)).fit()["eval_count"] == 10
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from PIL import Image
 import jaxmpi
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import Loader, Sampler, open_source
+from jaxmpi.data import open_source
 
 ROWS = 12
 PIXELS = np.random.default_rng(0).integers(0, 256, (ROWS, 4, 5, 3), np.uint8)
@@ -126,18 +126,6 @@ def test_numbers_are_an_input_as_they_are_and_three_columns_a_dict(written):
     np.testing.assert_array_equal(rows[9][names[0]], PIXELS[9])
     np.testing.assert_array_equal(rows[9][names[2]], NUMBERS[9])
     assert rows[9][names[1]] == LABELS[9]
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_any_number_of_workers_sees_the_examples_of_one(written, size):
-    """Resumed at step 4, in the second epoch."""
-    seen = []
-    for rank in range(size):
-        sampler, source = Sampler(ROWS, 5, rank, size, seed=1), open_source(written[0], "train")
-        with Loader(source, sampler, written[0], train=True, start_step=4, stop_step=5) as loader:
-            batch = next(loader)
-            seen += [image.tobytes() for image in batch.image[batch.weight > 0]]
-    assert sorted(seen) == sorted(PIXELS[i].tobytes() for i in Sampler(ROWS, 5, seed=1).indices(4).indices)
 
 
 def test_a_column_that_is_not_there_is_named_with_those_there_are(written):

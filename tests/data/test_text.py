@@ -15,7 +15,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.data import command, open_source, tokens, write_tokens, write_words
 from jaxmpi.data.memory_source import MemorySource
 from jaxmpi.data.sources.text import TextSource, library_files
-from launching import train
+from launching import train_here
 from runs import column
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -278,12 +278,13 @@ experiment = Experiment(model=model, data=Data("text", window=16), effective_bat
 
 
 @pytest.mark.e2e
-def test_two_ranks_learn_alike_from_a_file_of_tokens_and_from_memory(tokens_of, tmp_path):
+def test_two_workers_learn_alike_from_a_file_of_tokens_and_from_memory(tokens_of, tmp_path):
     folders, rows = {"memory": tmp_path / "text", "file": tokens_of()[0]}, {}
     (tmp_path / "bigrams.py").write_text(BIGRAMS)
     for name, folder in folders.items():
         run_dir = str(tmp_path / name)
-        done = train(2, str(tmp_path / "bigrams.py"), "--data.dir", str(folder), "--run-dir", run_dir)
+        options = ("--devices", "2", "--data.dir", str(folder), "--run-dir", run_dir)
+        done = train_here(str(tmp_path / "bigrams.py"), *options)
         assert done.code == 0, done.out
         rows[name] = [column(run_dir, "train", "loss"), column(run_dir, "eval", "eval_bits_per_byte")]
     assert len(rows["file"][0]) == 6

@@ -281,8 +281,8 @@ MODES = {  # ways in which a library's modules are told that they train
 @pytest.mark.parametrize("name", [*KINDS, *MODES])
 def test_a_good_model_passes_in_16_bits_too_and_knows_whether_it_trains(name, as_users_have_it):
     model = (KINDS | MODES)[name]
-    check_model(model)
     if name in KINDS:
+        check_model(model)
         check_model(model, compute_dtype="bfloat16")
     if name != "plain":
         assert_trains_and_evaluates(model)
