@@ -87,7 +87,7 @@ print("numbers", h(x, rank == 0), flush=True)
     ("strategy", "script"),
     [
         ("asa32", OF_OTHER_SIZES),
-        pytest.param("shm", IN_A_BRANCH, marks=pytest.mark.slow),  # like a collective's
+        ("shm", IN_A_BRANCH),
         pytest.param("topk5/ring32", COMPRESSED, marks=pytest.mark.slow),
         ("ring32", BESIDE),
         ("asa32", AS_ON_A_GPU + STUCK),

@@ -25,7 +25,7 @@ from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, Source, op
 from jaxmpi.data.feed import open_feed
 from jaxmpi.data.sources import arrays
 from jaxmpi.experiments.tfds import experiment as tfds_experiment
-from launching import PATH, ROOT, train
+from launching import PATH, ROOT
 from test_decode import COLOUR, blob
 
 RNG = np.random.default_rng(0)
@@ -321,15 +321,6 @@ class TestTfds:
         with contextlib.closing(feed.batches(0, 1)) as batches:
             assert next(batches)["image"].shape == (3, 32, 32, 3)
         feed.pool.stop()
-
-    @pytest.mark.e2e
-    @pytest.mark.slow  # a GoogLeNet compiles for half a minute
-    def test_the_shipped_experiment_trains_on_a_data_set_by_name_and_folder(self, prepared, tmp_path):
-        flags = f"--data.dir {prepared} --data.name tiny_colours --data.validation-split train --data.loaders 1"
-        lengths = f"--local-batch 3 --train-for 2st --run-dir {tmp_path / 'run'}"
-        ended = train(1, "experiments/tfds.py", *flags.split(), *lengths.split(), timeout_s=280)
-        assert ended.code == 0, ended.out
-        assert "evaluation on 12" in ended.out
 
     def test_what_is_not_there_is_named_with_the_way_out(self, prepared):
         for data, named in (

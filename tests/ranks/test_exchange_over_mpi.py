@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -293,19 +294,17 @@ def test_ranks_may_call_a_program_from_different_lines():
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank waits for nobody")
-def test_a_second_thread_may_not_exchange_meanwhile():
-    from mpi4py import MPI
-
-    found, x, control = list[Any](), jnp.full(3, 1.0 + RANK), MPI.COMM_WORLD.Dup()
+def test_a_second_thread_may_not_exchange_meanwhile(tmp_path):
+    found, x, refused = list[Any](), jnp.full(3, 1.0 + RANK), Path(processes().bcast_object(str(tmp_path / "refused")))
     trainer = threading.Thread(target=lambda: found.append(jaxmpi.exchange(x).tolist()), name="trainer")
     if RANK == 0:  # whose exchange waits for the others'
         trainer.start()
         wait_until(lambda: call_order._door.holder == "trainer")
         with pytest.raises(jaxmpi.UsageError, match="thread 'MainThread' calls it while thread 'trainer' is in an"):
             jaxmpi.exchange(x)
-    control.Barrier()
-    if RANK:
+        refused.touch()
+    else:
+        wait_until(refused.exists)
         trainer.start()
     trainer.join()
     assert [*found, jaxmpi.exchange(x).tolist()] == [[(SIZE + 1) / 2] * 3] * 2
-    control.Free()

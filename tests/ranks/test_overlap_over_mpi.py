@@ -180,3 +180,4 @@ def test_what_cannot_overlap_is_said_on_all_ranks(monkeypatch):
     monkeypatch.setattr(CONTROL, "may_overlap", False)
     with pytest.raises(jaxmpi.UsageError, match="MPI_THREAD_MULTIPLE"):
         overlap.resolve("on", "ring32", COMM)
+    assert CONTROL.allgather_object(str(RANK)) == [*map(str, range(SIZE))]  # after what runs, then

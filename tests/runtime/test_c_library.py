@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,8 @@ LOAD = """
 import sys
 from pathlib import Path
 from jaxmpi.runtime import compile_cache
-print(compile_cache.load_c(Path(sys.argv[1]), constants={"ANSWER": 3}).answer())
+path, *answers = sys.argv[1:]
+print(*(compile_cache.load_c(Path(path), constants={"ANSWER": answer}).answer() for answer in answers))
 """
 
 
@@ -44,24 +46,22 @@ def test_cc_names_the_compiler_whose_words_are_in_the_error(source, monkeypatch)
     assert compile_cache.load_c(source).answer() == 9
 
 
-@pytest.mark.parametrize("damage", ["cut by a byte", "a flipped bit", "foreign"])
-def test_a_damaged_library_is_noticed_and_compiled_again(source, tmp_path, damage):
-    assert load(source, 4) == 4
-    [other] = (tmp_path / "jaxmpi" / "c").glob("*.so")
-    foreign = other.read_bytes()
-    other.unlink()
-    assert load(source, 3) == 3
-    [cached] = (tmp_path / "jaxmpi" / "c").glob("*.so")
-    whole = cached.read_bytes()
-    flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 1
-    cached.unlink()  # this process has the old one mapped
-    cached.write_bytes({"cut by a byte": whole[:-1], "a flipped bit": flipped, "foreign": foreign}[damage])
-    loading = [
-        subprocess.Popen([sys.executable, "-c", LOAD, str(source)], stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
-    assert [each.communicate()[0] for each in loading] == ["3\n"] * 2  # processes that find it at once
-    assert [path.read_bytes() for path in cached.parent.iterdir()] == [whole]
+def test_a_damaged_library_is_noticed_and_compiled_again(source, tmp_path):
+    """One is cut by a byte, one has a flipped bit, and one is another; two processes find them at once."""
+    whole: dict[Path, bytes] = {}
+    for answer in (3, 5, 7):
+        assert load(source, answer) == answer
+        whole |= {path: path.read_bytes() for path in (tmp_path / "jaxmpi" / "c").glob("*.so") if path not in whole}
+    first, second, third = whole
+    flipped = bytearray(whole[second])
+    flipped[len(flipped) // 2] ^= 1
+    for path, content in {first: whole[first][:-1], second: flipped, third: whole[first]}.items():
+        path.unlink()  # this process has the old one mapped
+        path.write_bytes(content)
+    line = [sys.executable, "-c", LOAD, str(source), "3", "5", "7"]
+    loading = [subprocess.Popen(line, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [each.communicate()[0] for each in loading] == ["3 5 7\n"] * 2
+    assert {path: path.read_bytes() for path in first.parent.iterdir()} == whole
 
 
 def test_where_nothing_can_be_kept_it_is_compiled_each_time(source, tmp_path, monkeypatch):
