@@ -82,12 +82,19 @@ def format_value(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else with_article(value)
 
 
-def check_image(name: str, shape: tuple[int, ...], input_shape: tuple[int, ...]) -> None:
+def check_image(name: str, shape: tuple[int, ...], input_shape: tuple[int, ...], *, takes_tokens: bool = False) -> None:
     """Raise `UsageError` unless `shape` is that of a batch of `input_shape`."""
-    if tuple(shape[1:]) == tuple(input_shape):
+    got, expected = tuple(shape[1:]), tuple(input_shape)
+    if got == expected:
         return
-    expectation = "images of (height, width, channels)" if len(input_shape) == 3 else "examples of shape"
-    raise UsageError(
-        f"{name}: got {expectation} {tuple(shape[1:])}; expected {tuple(input_shape)}: change the data's crop, resize, "
-        "channels or window, or the model's size"
-    )
+    kind, flags = "images of (height, width, channels)" if len(expected) == 3 else "examples of shape", list[str]()
+    if takes_tokens and len(expected) == 1:
+        flags.append(f"--data.window {expected[0]}")
+    elif len(got) == len(expected) == 3:
+        size = expected[0]
+        if got[:2] != expected[:2] and size == expected[1]:
+            flags.append(f"--data.resize {size} " * (min(got[:2]) < size) + f"--data.crop {size}")
+        if got[2] != expected[2]:
+            flags.append(f"--data.channels {expected[2]}")
+    ways_out = [" ".join(flags)] * bool(flags) + ["a model of that size"]
+    raise UsageError(f"{name}: got {kind} {got}; expected {expected}: give {', or '.join(ways_out)}")

@@ -5,11 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.model.check import EXAMPLES, as_float_shapes, check_state, init_shapes, mode
-from jaxmpi.model.contract import format_value, with_article
+from jaxmpi.model.contract import Model, format_value, with_article
 from jaxmpi.tasks.base import Batch, Task
+from jaxmpi.tasks.supervised import prepare_batch
 
 
 def check_task(
@@ -40,6 +42,15 @@ def check_task(
             got, expected = format_value(got), f"{[EXAMPLES]}, one number an example"
             raise UsageError(f"task {task.name}: weight: got {got}; expected {expected}")
     jax.clear_caches()  # jits in the model were traced without what training does around them
+
+
+def check_inputs(model: Model, example: Batch, data: Data) -> None:
+    """Raise `UsageError` unless a model takes a source's examples.
+
+    Args:
+        example: shapes of a batch of one, with the source's dtypes.
+    """
+    jax.eval_shape(lambda image: prepare_batch(image, model, data, jnp.float32), example["image"])
 
 
 def metric_names(task: Task, example: Batch) -> list[str]:

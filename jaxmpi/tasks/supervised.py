@@ -85,7 +85,7 @@ def example_count(counted: jax.Array) -> jax.Array:
 
 def prepare_batch(image: jax.Array, model: Model, data: Data, dtype: Any) -> jax.Array:
     """The model's input: normalised images in `dtype`, tokens in `model.input_dtype`."""
-    check_image(model.name, image.shape, model.input_shape)
+    check_image(model.name, image.shape, model.input_shape, takes_tokens=model.takes_tokens)
     if not model.takes_tokens:
         return normalise(image, data).astype(dtype)
     if not jnp.issubdtype(image.dtype, jnp.integer):

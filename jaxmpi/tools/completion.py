@@ -1,5 +1,6 @@
 """`jaxmpi completion`: what a shell offers behind `jaxmpi`, as a script of words, so that Tab starts no Python."""
 
+import ast
 import contextlib
 import io
 import re
@@ -8,7 +9,9 @@ from collections.abc import Sequence
 from jaxmpi.config import experiment_file
 from jaxmpi.config.flags import flags
 from jaxmpi.config.schema import Experiment
+from jaxmpi.config.validate import literal_words
 from jaxmpi.core.errors import UsageError
+from jaxmpi.runtime.provenance import PACKAGE
 from jaxmpi.tools.cli import COMMANDS, import_function
 
 USAGE = """usage: jaxmpi completion > FILE
@@ -25,9 +28,24 @@ _jaxmpi() {{
     "1 "*) words="{commands}" ;;
 {cases}
   esac
+  case "${{COMP_WORDS[COMP_CWORD-1]}}" in
+{values}
+  esac
   COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
 }}
 complete -o default -F _jaxmpi jaxmpi"""
+
+# Values of a flag are the rows of a table: its file, which is read since it imports JAX, and its name there.
+TABLES = {
+    "rule.name": ("rules/registry.py", "RULES"),
+    "exchange.strategy": ("allreduce/algorithms/table.py", "STRATEGIES"),
+    "data.source": ("data/sources/registry.py", "SOURCES"),
+    "optim.name": ("optim/optimizers.py", "OPTIMIZERS"),
+    "schedule.decay": ("optim/schedules.py", "DECAYS"),
+    "schedule.warmup-shape": ("optim/schedules.py", "WARMUPS"),
+    "sinks": ("observe/sinks/registry.py", "SINKS"),
+}
+ON_EXPERIMENTS, ON_RUNS = ("train", "sweep", "forecast"), ("evaluate", "predict", "export")  # take fields, too
 
 
 def main(argv: Sequence[str]) -> None:
@@ -38,7 +56,23 @@ def main(argv: Sequence[str]) -> None:
     longer = [f"data {word}" for word in behind["data"] if not word.startswith("-")]  # before the shorter one
     behind = {name: words_behind(*name.split()) for name in longer} | behind
     cases = [f'    *" {name} "*) words="{" ".join(words)}" ;;' for name, words in behind.items()]
-    print(USAGE if argv else SCRIPT.format(commands=" ".join(COMMANDS), cases="\n".join(cases)))
+    values = [f'    --{flag}) words="{" ".join(words)}" ;;' for flag, words in words_by_flag().items()]
+    script = SCRIPT.format(commands=" ".join(COMMANDS), cases="\n".join(cases), values="\n".join(values))
+    print(USAGE if argv else script)
+
+
+def words_by_flag() -> dict[str, list[str]]:
+    """The values of each flag that takes only some."""
+    words = {name: [*literal_words(flag.type)] for name, flag in flags(Experiment()).items()}
+    for name, (file, table) in TABLES.items():
+        for node in ast.parse((PACKAGE / file).read_text()).body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Dict):
+                [target] = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if isinstance(target, ast.Name) and target.id == table:
+                    rows = [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
+                    words[name] = [row for row in map(str, rows) if "<" not in row]  # a blank is the user's to fill
+    words["exchange.strategy"].append("auto")
+    return {name: values for name, values in words.items() if values}
 
 
 def words_behind(command: str, *more: str) -> list[str]:
@@ -48,6 +82,8 @@ def words_behind(command: str, *more: str) -> list[str]:
         import_function(spec.options or spec.run)([*more, "--help"])
     words = set(re.findall(r"(?<![\w'\"-])--?[a-z](?:[\w.-]*\w)?", text.getvalue()))
     words |= set(re.findall(rf"^(?:usage:)? +jaxmpi {command} ([a-z]+)", text.getvalue(), re.MULTILINE))
-    if command in ("train", "sweep"):
-        words |= {f"--{name}" for name in flags(Experiment())} | experiment_file.find_shipped().keys()
+    if command in (*ON_EXPERIMENTS, *ON_RUNS):
+        words |= {f"--{name}" for name in flags(Experiment())}
+    if command in ON_EXPERIMENTS:
+        words |= experiment_file.find_shipped().keys()
     return sorted(words - {"--field"})  # which stands for any

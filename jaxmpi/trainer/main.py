@@ -42,6 +42,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import write_whole
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data import SOURCES
+from jaxmpi.data.decode import CorruptExample
 from jaxmpi.model.check import check_model
 from jaxmpi.observe.flops import total_peak
 from jaxmpi.observe.record_format import FORMAT
@@ -54,7 +55,7 @@ from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.rules import registry
 from jaxmpi.rules.asynchronous.worker import AsyncStart
 from jaxmpi.runtime import failures, fault_injection, job_folder, process, progress, provenance
-from jaxmpi.tasks.check import check_task, metric_names
+from jaxmpi.tasks.check import check_inputs, check_task, metric_names
 from jaxmpi.tasks.registry import find_spec
 from jaxmpi.trainer import callbacks, memory
 from jaxmpi.trainer.asynchronous import run_asynchronously
@@ -239,6 +240,9 @@ def gather_all(experiment: Experiment) -> Workers:
 def check_with_data(plan: Plan) -> None:
     """Raise `UsageError` unless the task fits the data and has `monitor`."""
     experiment, spec = plan.experiment, find_spec(plan.experiment)
+    for feed in (plan.feed, *plan.validation.values()) if experiment.model else ():
+        with contextlib.suppress(CorruptExample):  # which a loader reports, or skips
+            check_inputs(experiment.model, feed.source_example(), feed.data)
     if spec is None or spec.labels == "numbers":
         train = plan.feed.example()
         for feed in plan.validation.values():

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi.tools import cli
+from jaxmpi.tools import cli, completion
+from jaxmpi.trainer import main
 from launching import ROOT
 
 
@@ -57,6 +58,10 @@ def test_version(monkeypatch, capsys):
         ("evaluate --data.v", ["--data.validation-split"]),
         ("data ''", ["pack", "check", "words", "tokens"]),
         ("data pack a b --hol", ["--holdout"]),
+        ("predict --data.s", ["--data.source"]),
+        ("train digits --rule.name lo", ["local_sgd"]),
+        ("train digits --exchange.strategy a", ["ar", "asa", "auto"]),
+        ("train digits --compute-dtype b", ["bfloat16"]),
     ],
 )
 def test_bash_completes_commands_flags_and_experiments(words, offered):
@@ -66,6 +71,11 @@ def test_bash_completes_commands_flags_and_experiments(words, offered):
     out = subprocess.run(["bash", "-c", completed], input=script, capture_output=True, text=True, timeout=20).stdout
     assert set(offered) <= {*out.split()}
     assert "--seed" not in out
+
+
+def test_flags_are_completed_by_the_rows_of_their_tables():
+    offered = {name: {*completion.words_by_flag()[name]} for name in main.TABLES}
+    assert offered == {name: {row for row in table if "<" not in row} for name, table in main.TABLES.items()}
 
 
 def test_an_unknown_command_lists_what_exists(monkeypatch, capsys):

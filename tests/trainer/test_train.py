@@ -142,6 +142,20 @@ def test_bad_input_is_named(case):
     assert message in re.sub(r"[\s│]+", " ", ended.out), ended.out
 
 
+@pytest.mark.parametrize(
+    ("args", "way_out"),
+    [
+        ([DIGITS, "--data.crop", "4"], "--data.resize 8 --data.crop 8"),
+        ([DIGITS, "--data.channels", "3"], "--data.channels 1"),
+        (["gpt", "--data.window", "64"], "--data.window 128"),
+    ],
+)
+def test_data_that_do_not_fit_the_model_are_refused_before_there_is_a_run_directory(args, way_out, tmp_path):
+    ended = train_here(*args, "--run-dir", str(tmp_path / "run"))
+    assert (ended.code, (tmp_path / "run").exists()) == (failures.MISUSED, False), ended.out
+    assert f": give {way_out}, or a model of that size" in ended.out
+
+
 @pytest.mark.e2e
 def test_a_wrong_field_is_said_once_by_several_ranks():
     ended = train(2, DIGITS, "--optim.lr", "x", timeout_s=60)
