@@ -1,9 +1,12 @@
 """Command lines, for every launcher that a PATH may hold."""
 
+import re
 import shlex
 import signal
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxmpi.core.errors import UsageError
@@ -11,6 +14,7 @@ from jaxmpi.launch import command
 from jaxmpi.launch.options import Options, parse
 from jobs import start
 from launching import run
+from runs import TINY, saved_leaves, steps_saved
 
 VERSIONS = {
     "openmpi": "mpirun (Open MPI) 5.0.11",
@@ -199,27 +203,42 @@ def test_help_on_an_experiment_starts_no_ranks():
 
 
 @pytest.mark.e2e
-def test_a_job_needs_no_home_but_a_network(tmp_path):
-    line = ["python", "-m", "jaxmpi.tools.cli", "train", "-n", "2", "digits", "--train-for", "1st"]
-    ended = run(["env", "-u", "HOME", *line, "--run-dir", str(tmp_path / "run")], timeout_s=100)
-    assert ended.code == 0, ended.out
+def test_a_job_needs_a_network():
     if run(["unshare", "-n", "true"], timeout_s=10).code:
         pytest.skip("network namespaces are not permitted here")
+    line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "2", "digits", "--train-for", "1st"]
     ended = run(["unshare", "-n", *line], timeout_s=60)
     assert (ended.code, "--devices" in ended.out) == (2, True), ended.out
     assert "PMIX" not in ended.out.upper()
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("mistake", [("--monitor", "nothing"), ("--optim.lr", "1e9")])
-def test_a_mistake_is_said_once(mistake, tmp_path):
-    """Found before or after the first step, by all ranks; Open MPI's own notices are left out."""
-    line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "2", "experiments/digits.py", *mistake]
-    ended = run([*line, "--run-dir", str(tmp_path / "run")], timeout_s=100)
+def said_once(folder: Path, *flags: str) -> str:
+    """What `jaxmpi train` prints, without a home, of a mistake of two ranks; Open MPI's notices are left out."""
+    (folder / "tiny.py").write_text(TINY)
+    line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "2", str(folder / "tiny.py"), *flags]
+    ended = run(["env", "-u", "HOME", *line, "--run-dir", str(folder / "run")], timeout_s=100)
     assert ended.code
+    assert not ended.timed_out
     assert ended.out.count("\nerror: ") == 1
     assert "MPI_ABORT" not in ended.out
     assert "prterun" not in ended.out.partition("\n")[2]
+    return ended.out
+
+
+@pytest.mark.e2e
+def test_a_mistake_that_all_ranks_find_before_the_first_step_is_said_once(tmp_path):
+    said_once(tmp_path, "--monitor", "nothing")
+
+
+@pytest.mark.e2e
+def test_a_step_that_is_not_finite_is_said_once_and_leaves_the_checkpoint_before_it(tmp_path):
+    flags = ("--inject", "nan:rank=1,step=4", "--checkpoint-every", "1st", "--keep-checkpoints", "9")
+    said = said_once(tmp_path, *flags)
+    assert re.search(r"of worker 1 is not finite at step 4; last good checkpoint: \S+step_00000003", said)
+    kept = steps_saved(tmp_path / "run")
+    assert kept == [1, 2, 3]
+    for step in kept:
+        assert all(np.isfinite(leaf).all() for leaf in saved_leaves(tmp_path / "run", step)["common.bin"].values())
 
 
 FAILS = "import jaxmpi\nif jaxmpi.world().rank == 1:\n    raise ValueError('boom')\nimport time; time.sleep(60)\n"
@@ -234,6 +253,7 @@ def test_other_commands_that_start_ranks_leave_out_notices_too(words, said, code
     (tmp_path / "fails.py").write_text(FAILS)
     ended = run([sys.executable, "-m", "jaxmpi.tools.cli", *words.split()], timeout_s=100, cwd=tmp_path)
     assert (ended.code, ended.timed_out, ended.out.count(said)) == (code, False, 1), ended.out
+    assert ("Traceback" in ended.out) == (code == 1)
     assert "MPI_ABORT" not in ended.out
     assert "prterun" not in ended.out.partition("\n")[2]
     assert "\0" not in ended.out

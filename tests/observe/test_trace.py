@@ -1,19 +1,11 @@
-"""A trace is what Perfetto reads, on one clock, with overlap to be seen."""
+"""A trace is what Perfetto reads, on one clock; tests/trainer/test_train.py has one of a run."""
 
-import itertools
 import json
-from pathlib import Path
-
-import pytest
 
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.observe.trace import Tracer, UncoordinatedTrace, merge_events, select_steps
 from jaxmpi.runtime.progress import Span
-from launching import train
-from runs import column, record
 from traces import check_schema
-
-DIGITS = "experiments/digits.py"
 
 
 def test_clocks_are_aligned():
@@ -62,41 +54,3 @@ def test_asynchronous_workers_write_traces_that_one_merges(tmp_path):
     nobody = UncoordinatedTrace((10, 20), SoloProcesses(), tmp_path / "none.json")
     assert nobody.merge(1) == "no trace: no worker came to step 10"
     assert UncoordinatedTrace((0, 0), SoloProcesses(), path).merge(1) == ""
-
-
-def traced(folder: Path, ranks: int) -> list[dict]:
-    """The events of ten steps, with buckets sent during the backward pass."""
-    args = ("--exchange.strategy", "ring32", "--exchange.overlap", "on", "--exchange.bucket-bytes", "40000")
-    steps = ("--train-for", "20st", "--eval-every", "0st", "--checkpoint-every", "0st", "--trace", "6:15")
-    ended = train(ranks, DIGITS, *args, *steps, "--run-dir", str(folder / "run"), timeout_s=200)
-    assert ended.code == 0, ended.out
-    assert f"trace of steps 6 to 15: {folder / 'run' / 'trace.json'}" in ended.out
-    return check_schema(json.loads((folder / "run" / "trace.json").read_text()), ranks)
-
-
-@pytest.mark.e2e
-def test_a_trace_of_all_ranks(tmp_path):
-    ranks = 2
-    events = traced(tmp_path, ranks)
-    for rank in range(ranks):
-        mine = [e for e in events if e["pid"] == rank]
-        assert {f"batch of step {k}" for k in range(6, 16)} <= {e["name"] for e in mine if e["cat"] == "data"}
-        assert {f"step {k}" for k in range(6, 16)} <= {e["name"] for e in mine if e["cat"] == "compute"}
-        sends = [e for e in mine if e["cat"] == "travel"]
-        labels = {e["name"] for e in sends}
-        assert len(labels) >= 3
-        assert all(len([e for e in sends if e["name"] == label]) >= 10 for label in labels)
-    # A sum ends on no rank before the last rank has started it, so on one clock it overlaps with itself on each other
-    # rank. Those at the ends may be of the step before or after: see `select_steps`.
-    label = min(e["name"] for e in events if e["cat"] == "travel")
-    sums = [
-        sorted((e["ts"], e["ts"] + e["dur"]) for e in events if (e["pid"], e["cat"], e["name"]) == (r, "travel", label))
-        for r in range(ranks)
-    ]
-    for mine, others in itertools.permutations(sums, 2):
-        for begin, end in mine[1:-1]:  # a ping-pong finds the clocks of one host, which are one, to microseconds
-            assert any(b < end + 500 and e > begin - 500 for b, e in others)
-    last = record(tmp_path / "run", "train")[-1]
-    assert last["exchange_time"] == "measured"
-    assert last["anatomy"]["exchange"][1] > 0
-    assert column(tmp_path / "run", "exchange", "buckets")[-1]
