@@ -1,7 +1,8 @@
 """The blocks of README and of the pages for users run, and what README and docs name exists.
 
 A block is a fence under `<!-- block: NAME -->`. One whose name ends in .py is a file; the others are shell lines. Every
-block is in SCENARIOS, which run here, or in NOT_RUN, with the reason. The quickstart repeats some without a name.
+block is in SCENARIOS, FILES or PLANS, which run here, or in NOT_RUN, with the reason. The quickstart repeats some
+without a name.
 """
 
 import ast
@@ -58,21 +59,13 @@ SCENARIOS = [
     Scenario(("solo",), ("1 workers", "step 3/3", "top-1"), THREE_STEPS),
     Scenario(("devices",), ("4 workers", "step 3/3", "top-1"), THREE_STEPS),
     Scenario(("own_loop.py", "own_loop"), ("2 workers: 2.000 -3.000 1.000",)),
-    Scenario(("with_optax.py",), ()),
     Scenario(
         ("zero_loop.py", "zero_loop"),
-        ("3,001 floats of state on this rank of 1", "751 floats of state on this rank of 4"),
+        ("3,001 floats of state on this rank of 1", "1,501 floats of state on this rank of 2"),
+        TWO_RANKS,
     ),
     Scenario(("around.py", "around"), ("step 100 loss 0.0", "step 200 loss 0.000000")),
     Scenario(("doctor",), ("ranks     2 on 1 hosts", "right"), TWO_RANKS),
-    Scenario(("plan",), ("given prices", "4096  512 x 8")),
-    Scenario(
-        ("problems",),
-        ("0.1406     0.1406     0.4406      68.1 %", "100.0 %", "80.7 %", "6.8 %", "color4:32         0.0004088"),
-    ),
-    Scenario(("overlap.py",), ("[0.0666",)),
-    Scenario(("bigrams.py",), ()),
-    Scenario(("bits.py",), ("0.0 1.0", "16 2.1e-04", "bf16 1.7e-03", "8 6.9e-03")),
     Scenario(
         ("stripes.py", "experiments/stripes.py", "stripes"),
         ("step 192/192", "top-1 9", '"eval_count": 500', "outputs float32[500, 2]"),
@@ -126,27 +119,37 @@ SCENARIOS = [
     Scenario(
         ("batch_files.py", "batch_files"), ("2 workers", "step 3/3", "top-1"), (("files\n", "files --train-for 3st\n"),)
     ),
-    *(Scenario((f"{name}.py",), ("10 classes",)) for name in ("numpy_files", "parquet", "huggingface", "webdataset")),
-    Scenario(("grain_maps.py",), ("100 examples",)),
-    Scenario(("grain_streams.py",), ("data.train",)),
-    Scenario(("raw_images.py",), ("2 classes",)),
-    Scenario(("augment.py",), ("(32, 8, 8, 1)",)),
-    Scenario(("words.py",), ("100 classes",)),
     Scenario(("words",), ("words.json: 8,000 words", "8000 classes", "step 2/2", "bits per byte"), (("20st", "2st"),)),
-    Scenario(("mixture.py",), ("2874 examples",)),
     Scenario(("functions.py",), ("finite: True",)),
     Scenario(
         ("model_state.py",),
         ("straggler", "errors (1000,) mean (1, 5)", "only ['total']", "rows 1000", "on each worker {1000}"),
     ),
     Scenario(("colors.py", "colors"), ("color4 1.5", "pipering 1.5"), TWO_RANKS),
-    Scenario(("gather.py",), ("[[3. 4.]\n [3. 4.]\n [3. 4.]\n [3. 4.]]",)),
-    Scenario(("wire24.py",), ("[[1.       1.3333",)),
 ]
+FILES = {  # and what each prints; one process runs them all
+    "with_optax.py": (),
+    "overlap.py": ("[0.0666",),
+    "bigrams.py": (),
+    "bits.py": ("0.0 1.0", "16 2.1e-04", "bf16 1.7e-03", "8 6.9e-03"),
+    **dict.fromkeys(("numpy_files.py", "parquet.py", "huggingface.py", "webdataset.py"), ("10 classes",)),
+    "grain_maps.py": ("100 examples",),
+    "grain_streams.py": ("data.train",),
+    "raw_images.py": ("2 classes",),
+    "augment.py": ("(32, 8, 8, 1)",),
+    "words.py": ("100 classes",),
+    "mixture.py": ("2874 examples",),
+    "gather.py": ("[[3. 4.]\n [3. 4.]\n [3. 4.]\n [3. 4.]]",),
+    "wire24.py": ("[[1.       1.3333",),
+}
+PLANS = {  # blocks of lines of `jaxmpi plan`, and what they print
+    "plan": ("given prices", "4096  512 x 8"),
+    "problems": ("0.1406     0.1406     0.4406      68.1 %", "100.0 %", "80.7 %", "6.8 %", "color4:32         0.00040"),
+}
 # Jobs of longer runs or of what has tests of its own, in slow tests.
 BY_HAND = (
     "words report around batch_files equinox linen collectives in_memory majority chain pack weights mpirun devices "
-    "nnx solo help hang full_disk bitflip resize hier_hosts doctor_hosts slow32 slow8 slowrank"
+    "nnx solo help hang full_disk bitflip resize two_hosts hier_hosts doctor_hosts slow32 slow8 slowrank"
 ).split()
 NOT_RUN = {
     "tests": "it is this very suite",
@@ -221,11 +224,43 @@ def test_blocks_run(scenario, clone):
         assert text in printed, printed[-4000:]
 
 
+RUN_FILES = """
+import runpy, sys
+for name in sys.argv[1:]:
+    print("====", name, flush=True)
+    runpy.run_path(name, run_name="__main__")
+"""
+
+
+@pytest.mark.e2e
+def test_files_run(clone):
+    for name in FILES:
+        (clone / name).write_text(NAMED[name][1])
+    ended = run([sys.executable, "-c", RUN_FILES, *FILES], timeout_s=120, cwd=clone)
+    assert ended.code == 0, ended.out[-4000:]
+    printed = dict(part.split("\n", 1) for part in ended.out.split("==== ")[1:])
+    for name, expected in FILES.items():
+        assert all(text in printed[name] for text in expected), (name, printed[name])
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_are_printed(name, clone, monkeypatch, capsys, no_launcher):
+    monkeypatch.chdir(clone)
+    monkeypatch.delenv("JAXMPI_DATA", raising=False)
+    for line in NAMED[name][1].splitlines():
+        program, *words = line.split()
+        assert program == "jaxmpi"
+        cli.run(words)
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in PLANS[name]), printed
+
+
 def test_every_block_runs_or_says_why_not():
     names = [name for page, name, _, _ in BLOCKS if name or page != "quickstart"]
     assert all(names), "a fence without a name"
     assert len(names) == len(set(names)), "two fences of one name"
-    ran = {name for scenario in SCENARIOS for name in scenario.blocks}
+    ran = {name for scenario in SCENARIOS for name in scenario.blocks} | {*FILES, *PLANS}
     assert ran | set(NOT_RUN) == set(NAMED)
     assert not ran & set(NOT_RUN)
 
