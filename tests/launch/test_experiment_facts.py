@@ -1,10 +1,15 @@
 """Facts of an experiment that the launcher finds out before it starts ranks."""
 
+import os
+import sys
+from unittest import mock
+
 import pytest
 
 from jaxmpi.core.errors import UsageError
 from jaxmpi.launch import experiment_facts
 from jaxmpi.launch.experiment_facts import ExperimentFacts, facts_of, may_differ
+from jaxmpi.rules.registry import RULES
 from launching import ROOT
 
 DIGITS = str(ROOT / "experiments" / "digits.py")
@@ -27,7 +32,22 @@ OUTLIVES = {  # lines of a file, and flags: the run outlives ranks
 }
 
 
-@pytest.mark.e2e
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """The child's part runs here, where JAX is loaded; other tests start it as a process of its own."""
+
+    def run(words, output):
+        with mock.patch.dict(RULES):
+            experiment_facts.main(str(os.getppid()), *words)
+        output.touch()
+
+    monkeypatch.setattr(experiment_facts, "run_in_another_process", run)
+    monkeypatch.setattr(experiment_facts.process, "end_with_parent", lambda pid: None)
+    yield
+    sys.modules.pop("mine", None)
+
+
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("case", OUTLIVES)
 def test_a_run_that_outlives_ranks_is_known_by_running_its_file(case, tmp_path):
     lines, flags, outlives = OUTLIVES[case]
@@ -36,7 +56,21 @@ def test_a_run_that_outlives_ranks_is_known_by_running_its_file(case, tmp_path):
     assert facts.outlives_ranks is outlives
 
 
-@pytest.mark.e2e
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize(
+    ("fields", "flags", "expected"),
+    [
+        ("run_dir='own', resume=True", ("--seed", "3"), ExperimentFacts(run_dir="own", resume=True)),
+        ("run_dir='own', resume=True", ("--run_dir=b", "--no-resume"), ExperimentFacts(run_dir="b")),
+        ("from_start=True", ("--resume", "--no-from-start"), ExperimentFacts(resume=True)),  # as in a restart
+    ],
+)
+def test_the_run_directory_and_start_of_an_experiment_file_are_known(fields, flags, expected, tmp_path):
+    (tmp_path / "mine.py").write_text(FILE.format(f"experiment = Experiment({fields})"))
+    assert facts_of([str(tmp_path / "mine.py"), *flags]) == expected
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_a_mistake_is_named_before_ranks_start():
     with pytest.raises(UsageError, match=r"optim\.lr: got -1\.0"):
         facts_of([DIGITS, "--optim.lr", "-1"])
@@ -44,7 +78,7 @@ def test_a_mistake_is_named_before_ranks_start():
         facts_of([DIGITS, "--rule.tau", "often"])
 
 
-@pytest.mark.e2e
+@pytest.mark.usefixtures("in_this_process")
 def test_a_batch_that_workers_do_not_divide_is_named_before_ranks_start(tmp_path):
     line = "experiment = Experiment(rule=RuleConfig('easgd', servers=1), effective_batch=64)"
     (tmp_path / "mine.py").write_text(FILE.format(line))

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from jaxmpi.launch import supervisor
-from jaxmpi.launch.experiment_facts import ExperimentFacts, facts_of
 from jaxmpi.launch.options import Options
 from jaxmpi.launch.postmortem import Culprit, children_of, culprit, ranks_under
 from jaxmpi.runtime import failures, job_folder
@@ -61,21 +60,6 @@ ENDINGS = {
 def test_who_ended_a_job(case):
     text, expected = ENDINGS[case]
     assert culprit("something before\n" + text) == expected
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize(
-    ("fields", "flags", "expected"),
-    [
-        ("run_dir='own', resume=True", ("--seed", "3"), ExperimentFacts(run_dir="own", resume=True)),
-        ("run_dir='own', resume=True", ("--run_dir=b", "--no-resume"), ExperimentFacts(run_dir="b")),
-        ("from_start=True", ("--resume", "--no-from-start"), ExperimentFacts(resume=True)),  # as in a restart
-    ],
-)
-def test_the_supervisor_knows_the_run_directory_and_start_of_an_experiment_file(fields, flags, expected, tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text(f"from jaxmpi.config.schema import Experiment\nexperiment = Experiment({fields})\n")
-    assert facts_of([str(file), *flags]) == expected
 
 
 @pytest.mark.parametrize(
