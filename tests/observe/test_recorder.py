@@ -27,7 +27,7 @@ from jaxmpi.observe.terminal import Plain
 from jaxmpi.runtime.progress import Span
 from jaxmpi.trainer.plan import make_plan
 from jaxmpi.trainer.run import unit_of
-from launching import small_disk, train
+from launching import small_disk, train, train_here
 from line_task import LINE
 
 TRAIN = {
@@ -288,7 +288,7 @@ experiment = Experiment(digits_cnn_tiny(), data=data, effective_batch=60, log_ev
 
 
 @pytest.mark.e2e
-def test_a_full_disk_ends_a_run_with_the_file_and_the_way_out(tmp_path):
+def test_a_full_disk_ends_a_run_with_the_file_and_the_way_out(tmp_path, monkeypatch):
     (tmp_path / "filling.py").write_text(FILLING)
     with small_disk(tmp_path / "disk", "4m") as disk:
         folder, env = disk / "run", {"DISK": str(disk)}
@@ -300,7 +300,8 @@ def test_a_full_disk_ends_a_run_with_the_file_and_the_way_out(tmp_path):
         assert f"--resume --run-dir {folder}\n" in ended.out
         assert not list(folder.glob("*.tmp"))
         (disk / "fill").unlink()
-        resumed = train(1, *line, "--resume", env=env)
+        monkeypatch.setenv("DISK", str(disk))
+        resumed = train_here(*line, "--resume")
         assert resumed.code == 0, resumed.out
         assert [row["step"] for row in rows(folder, "train")] == [*range(1, 21)]
 

@@ -159,8 +159,9 @@ def by_hand(weigh) -> np.ndarray:
     return w
 
 
-@pytest.mark.parametrize("devices", [1, 3])
-@pytest.mark.parametrize(("task", "weigh"), [(LINE, np.ones_like), (BY_TOKEN, np.asarray)], ids=["example", "token"])
+@pytest.mark.parametrize(
+    ("devices", "task", "weigh"), [(1, LINE, np.ones_like), (3, BY_TOKEN, np.asarray)], ids=["example", "token"]
+)
 def test_any_number_of_workers_makes_the_steps_of_one(devices, task, weigh, tmp_path):
     means = main.train(lines(tmp_path, task, devices=devices), "lines")
     data = line(13, 1)
@@ -217,10 +218,9 @@ def score_whole_set(outputs, labels):
     }
 
 
-@pytest.mark.parametrize("devices", [1, 3])
-def test_a_function_of_the_whole_set_gets_all_examples_in_order(devices, tmp_path):
+def test_a_function_of_the_whole_set_gets_all_examples_in_order(tmp_path):
     settings = {"whole_set": score_whole_set, "monitor": "eval_rank", "monitor_mode": "max", "eval_every": "3st"}
-    run = lines(tmp_path, devices=devices, **settings)
+    run = lines(tmp_path, devices=3, **settings)
     figures = main.train(run, "lines")
     data = line(13, 1)
     expected = score_whole_set(data["x"] @ by_hand(np.ones_like) - data["y"], data)
@@ -231,9 +231,8 @@ def test_a_function_of_the_whole_set_gets_all_examples_in_order(devices, tmp_pat
     assert jaxmpi.Trainer(run).evaluate()["eval_rank"] == pytest.approx(expected["rank"], rel=1e-5)
 
 
-@pytest.mark.parametrize("devices", [1, 3])
-def test_an_evaluation_may_take_the_first_batches_alone(devices, tmp_path):
-    run = lines(tmp_path, devices=devices, eval_for="5ex", data=DATA_OF_TWO_BATCHES)
+def test_an_evaluation_may_take_the_first_batches_alone(tmp_path):
+    run = lines(tmp_path, devices=3, eval_for="5ex", data=DATA_OF_TWO_BATCHES)
     figures = main.train(run, "lines")
     data = line(24, 1)
     far = data["x"] @ by_hand(np.ones_like) - data["y"]
@@ -298,10 +297,9 @@ def pairwise(params, model_state, batch, key, train):
     return distances.sum(-1) / jnp.maximum(real.sum(dtype=jnp.float32), 1), model_state, errors
 
 
-@pytest.mark.parametrize("devices", [1, 3])
-def test_a_loss_that_compares_examples_sees_the_real_ones_of_its_worker(devices, tmp_path):
+def test_a_loss_that_compares_examples_sees_the_real_ones_of_its_worker(tmp_path):
     data, w = line(50), np.zeros(3)
-    samplers = [Sampler(50, 12, worker, devices, 0) for worker in range(devices)]
+    samplers = [Sampler(50, 12, worker, 3, 0) for worker in range(3)]
     for step in range(STEPS):  # the fifth has two examples
         gradient, examples = np.zeros(3), 0
         for sampler in samplers:
@@ -311,7 +309,7 @@ def test_a_loss_that_compares_examples_sees_the_real_ones_of_its_worker(devices,
             gradient += 2 / n * ((r[:, None] - r)[..., None] * (x[:, None] - x)).sum((0, 1))
             examples += len(mine)
         w = w - 0.01 * gradient / examples
-    run = lines(tmp_path, dataclasses.replace(LINE, loss=pairwise), devices=devices)
+    run = lines(tmp_path, dataclasses.replace(LINE, loss=pairwise), devices=3)
     main.train(run, "lines")
     np.testing.assert_allclose(jaxmpi.load(run.run_dir).params["w"], w, rtol=2e4 * U)
 

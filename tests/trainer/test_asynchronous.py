@@ -189,7 +189,7 @@ QUICK_FAULTS = ("worker",)
 @pytest.mark.parametrize("name", [n if n in QUICK_FAULTS else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS])
 def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, tmp_path):
     fault, run_dir = FAULTS[name], tmp_path / "run"
-    args = [*COMMON, *fault.args, "--train-for", "8ep", "--checkpoint-every", "1ep", "--eval-every", "8ep"]
+    args = [*COMMON, *fault.args, "--train-for", "4ep", "--checkpoint-every", "1ep", "--eval-every", "4ep"]
     args += ["--run-dir", str(run_dir)]
     slowly = ("--inject", "slow:rank=all,seconds=0.01,times=0")  # so that the death comes before the end
     code, printed = signalled(surviving(fault.ranks, *args, *slowly), fault.killed, signal.SIGKILL, run_dir)
@@ -198,19 +198,19 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
     if fault.code == 0:
         assert record(run_dir, "workers")[-1]["alive"] == 2
         last = record(run_dir, "train")[-1]
-        assert last["examples"] >= 8 * EXAMPLES
+        assert last["examples"] >= 4 * EXAMPLES
         check_lines(run_dir)
         seen = [row for row in record(run_dir, "train") if "own_s" in row][-1]  # no step, no anatomy
         assert seen["own_s"][fault.killed] == 0 < max(seen["own_s"])
         assert seen["anatomy"]["compute"][3] != fault.killed
         assert 0.01 < seen["gradient_norm"] < 100
-        assert steps_saved(run_dir)[-1] == 8 * 30
+        assert steps_saved(run_dir)[-1] == 4 * 30
     else:
         last = steps_saved(run_dir)[-1]
         ended = train(fault.ranks, *args, "--resume")  # from the last checkpoint, to the end
         assert ended.code == 0, ended.out
         assert f"resumed at step {last}" in ended.out
-        assert record(run_dir, "eval")[-1]["step"] == 8 * 30
+        assert record(run_dir, "eval")[-1]["step"] == 4 * 30
 
 
 def signalled(line: list[str], rank: int, number: int, run_dir: Path) -> tuple[int, str]:

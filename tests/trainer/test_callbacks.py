@@ -20,10 +20,9 @@ from line_task import lines
 from runs import checkpoint_files, record, resumed, steps_saved
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_run_that_does_not_improve_stops_with_a_checkpoint(devices, tmp_path):
+def test_a_run_that_does_not_improve_stops_with_a_checkpoint(tmp_path):
     frozen = Optim("sgd", lr=1e-30)
-    asked = {"callbacks": (jaxmpi.EarlyStop(patience=2),), "checkpoint_every": "0st", "devices": devices}
+    asked = {"callbacks": (jaxmpi.EarlyStop(patience=2),), "checkpoint_every": "0st", "devices": 2}
     experiment = lines(tmp_path, optim=frozen, train_for="40st", eval_every="3st", **asked)
     means = main.train(experiment, "lines")
     [stopped] = record(experiment.run_dir, "stopped")

@@ -8,17 +8,8 @@ from typing import Any
 import pytest
 
 from launching import PATH, ROOT, Ended, mpirun
-from runs import TINY
 
 ON_CPU = {"JAX_PLATFORMS": "cpu"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny experiment, and the runs of this module."""
-    made = tmp_path_factory.mktemp("xla")
-    (made / "tiny.py").write_text(TINY)
-    return made
 
 
 @pytest.mark.slow  # compiles every strategy; over devices of one process they are in test_strategies.py
@@ -89,16 +80,16 @@ def job(folder: Path, name: str, before: str, fault: str, env: dict[str, str]) -
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("fault", ["raise", "terminated", *slow("exit_0_early", "killed")])
-def test_one_rank_fails_and_the_job_ends(fault, folder):
+def test_one_rank_fails_and_the_job_ends(fault, tmp_path):
     code, message = FAULTS[fault]
-    ended = job(folder, fault, "", code, {"JAXMPI_EXIT_TIMEOUT_S": "2"})
+    ended = job(tmp_path, fault, "", code, {"JAXMPI_EXIT_TIMEOUT_S": "2"})
     assert message in ended.out, ended.out[-3000:]
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("start", ["device_used", *slow("absent", "other_mesh")])
-def test_a_start_that_cannot_be_is_named(start, folder):
+def test_a_start_that_cannot_be_is_named(start, tmp_path):
     code, message = STARTS[start]
-    ended = job(folder, start, code, "pass", {"JAXMPI_AGREE_TIMEOUT_S": "3"})
+    ended = job(tmp_path, start, code, "pass", {"JAXMPI_AGREE_TIMEOUT_S": "3"})
     assert message in ended.out, ended.out[-3000:]
     assert "Traceback" not in ended.out

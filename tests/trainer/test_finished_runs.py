@@ -96,10 +96,14 @@ def test_a_notebook_trains_with_processes(tmp_path, capfd, no_launcher):
 
 
 @pytest.mark.e2e
-def test_a_run_is_started_again_by_its_own_line(tmp_path):
+def test_a_run_is_started_again_by_its_own_line(tmp_path, monkeypatch):
     """`--from RUN` has its file and flags, but for those given; with `--resume` the run goes on."""
-    begun = ("--train-for", "4st", "--local-batch", "8", "--optim.lr", "0.02", "--run-dir", "first")
-    assert train(2, "digits", *begun, cwd=tmp_path).code == 0
+    monkeypatch.chdir(tmp_path)
+    begun = ("digits", "--train-for", "4st", "--local-batch", "8", "--optim.lr", "0.02", "--run-dir", "first")
+    monkeypatch.setattr(sys, "argv", ["jaxmpi/train.py", *begun])
+    assert train_here(*begun).code == 0
+    assert json.loads(Path("first/config.json").read_text())["ranks"] == 1
+    edit(Path("first/config.json"), ranks=2)
     other = ("--optim.lr", "0.03", "--from", "first", "--effective-batch", "16", "--run-dir", "other")
     ended = run([sys.executable, "-m", "jaxmpi.tools.cli", "train", *other], timeout_s=120, cwd=tmp_path)
     assert ended.code == 0, ended.out
@@ -108,10 +112,11 @@ def test_a_run_is_started_again_by_its_own_line(tmp_path):
     assert (config["experiment"]["optim"]["lr"], config["effective_batch"]) == (0.03, 16)
     assert config["experiment"]["train_for"] == "4st"
     assert "--from" not in config["command"]
-    ended = train(1, "--from=other", "--resume", "--train-for", "6st", cwd=tmp_path)
+    ended = train_here(*experiment_file.take_run(["--from=other", "--resume", "--train-for", "6st"]))
     assert ended.code == 0, ended.out
     assert column(tmp_path / "other", "train", "step")[-1] == 6
-    assert train(1, "--from", "nowhere", cwd=tmp_path).code == 2
+    with pytest.raises(UsageError, match="nowhere"):
+        experiment_file.take_run(["--from", "nowhere"])
 
 
 def test_what_cannot_go_to_processes_is_named(tmp_path):
@@ -147,7 +152,7 @@ def digits_run(tmp_path_factory):
 
 
 @pytest.mark.e2e
-def test_the_command_line_by_one_and_by_three_workers(digits_run, tmp_path, capsys):
+def test_the_command_line_by_one_and_by_two_workers(digits_run, tmp_path, capsys):
     run_dir, figures = digits_run
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
         cli.run(["evaluate", str(run_dir)])
@@ -156,22 +161,25 @@ def test_the_command_line_by_one_and_by_three_workers(digits_run, tmp_path, caps
     assert got["step"] == 6
     for name in ("eval_count", "eval_top1", "eval_top5", "eval_loss"):
         assert got[name] == pytest.approx(figures[name], rel=2e-6)  # the record has six digits
-    done = run([*mpirun_line(3), "jaxmpi", "predict", str(run_dir), str(tmp_path / "three.npz")], timeout_s=100)
+    done = run([*mpirun_line(2), "jaxmpi", "predict", str(run_dir), str(tmp_path / "two.npz")], timeout_s=100)
     assert "outputs float32[360, 10], by the model of step 6" in done.out
-    outputs = [np.load(tmp_path / f"{name}.npz")["outputs"] for name in ("one", "three")]
+    outputs = [np.load(tmp_path / f"{name}.npz")["outputs"] for name in ("one", "two")]
     np.testing.assert_allclose(*outputs, atol=1e-5)
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("rule", ["gradients", pytest.param("easgd", marks=pytest.mark.slow)])
-def test_two_ranks_evaluate_several_splits_as_one_process_evaluates_each(rule, tmp_path, capsys):
+def test_two_workers_evaluate_several_splits_as_one_evaluates_each(rule, tmp_path, capsys, monkeypatch):
+    """Two devices; two ranks of an asynchronous rule, whose first evaluates alone."""
     rng, counts = np.random.default_rng(0), {"train": 256, "val": 113, "test": 87}
     for name, n in counts.items():
         image = rng.integers(0, 256, (n, 8, 8, 1), np.uint8)
         np.savez(tmp_path / f"{name}.npz", image=image, label=rng.integers(0, 10, n))
     data = ("--data.source", "numpy", "--data.dir", str(tmp_path), "--data.validation-split", "val,test")
     run_dir, more = str(tmp_path / "run"), ("--train-for", "4st", "--monitor", "eval_test_top1", "--rule.name", rule)
-    done = train(2, "digits", *data, *more, "--run-dir", run_dir)
+    line = ("digits", *data, *more, "--run-dir", run_dir)
+    monkeypatch.setattr(sys, "argv", ["jaxmpi/train.py", *line])
+    done = train(2, *line) if rule == "easgd" else train_here(*line, "--devices", "2")
     assert done.code == 0, done.out
     assert "evaluation on 200: val_loss" in done.out
     [figures] = record(run_dir, "eval")

@@ -13,21 +13,13 @@ import pytest
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.local_devices import layout_of
 from jaxmpi.comm.axis import AxisComm
-from launching import Ended, mpirun, train
+from launching import Ended, train
 from runs import TINY, checkpoint, checkpoint_files, column, copy_until, saved_leaves
 from tolerances import U
 
 ON_CPU = {"JAX_PLATFORMS": "cpu"}
 PROCESSES, DEVICES = 3, 2
 A_PROXY = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # nobody is there
-# `python -m jaxmpi.train`, with the first half of the ranks on one host and the other half on another.
-TWO_HOSTS = """
-import os, socket, sys
-rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
-socket.gethostname = lambda: f"node{2 * rank // size}"
-from jaxmpi.trainer.main import main
-main(sys.argv[1:])
-"""
 
 
 @pytest.mark.parametrize(
@@ -61,33 +53,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny experiment, and the runs of this module."""
     made = tmp_path_factory.mktemp("devices")
     (made / "tiny.py").write_text(TINY)
-    (made / "two_hosts.py").write_text(TWO_HOSTS)
     return made
 
 
-def of_devices(folder: Path, name: str, *args: str) -> Ended:
+def of_devices(folder: Path, name: str, *args: str, env: dict[str, str] | None = None) -> Ended:
     """Two processes of two devices."""
     args = (str(folder / "tiny.py"), "--run-dir", str(folder / name), "--devices", "2", *args)
-    return ended_well(train(2, *args, env=ON_CPU))
-
-
-def of_processes(folder: Path, name: str, *args: str) -> Ended:
-    """Four processes of one device, on two hosts."""
-    args = (str(folder / "two_hosts.py"), str(folder / "tiny.py"), "--run-dir", str(folder / name), *args)
-    return ended_well(mpirun(4, *args, timeout_s=120, env=ON_CPU))
+    return ended_well(train(2, *args, env=ON_CPU | (env or {})))
 
 
 def ended_well(ended: Ended) -> Ended:
     assert ended.code == 0, ended.out
     return ended
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    """Losses, evaluation and every byte of the last checkpoint: params, model state, optimizers, keys."""
-    for kind, figure in (("train", "loss"), ("eval", "eval_loss"), ("eval", "eval_top1")):
-        assert column(a, kind, figure) == column(b, kind, figure)
-    assert checkpoint_files(a, 20) == checkpoint_files(b, 20)
-    assert len(checkpoint_files(a, 20)) == 5
 
 
 def whole_leaves(run_dir: Path) -> dict[str, np.ndarray]:
@@ -132,9 +109,8 @@ def test_sharded_updates_go_on_from_whole_ones_with_the_same_bits_and_leave_slic
 
 @pytest.fixture(scope="module")
 def over_xla(folder: Path) -> Path:
-    """20 steps of four processes of one device, if a proxy for downloads is set."""
-    args = (str(folder / "tiny.py"), "--run-dir", str(folder / "xla"), "--comm", "xla", "--exchange.strategy", "ring32")
-    ended_well(train(4, *args, env=ON_CPU | A_PROXY))
+    """20 steps of two processes that drive two devices each, if a proxy for downloads is set."""
+    of_devices(folder, "xla", "--comm", "xla", "--exchange.strategy", "ring32", env=A_PROXY)
     return folder / "xla"
 
 
@@ -168,27 +144,10 @@ def assert_close(a: Path, b: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.slow  # a job more
 def test_resume_is_bit_exact_and_so_are_two_devices_a_process(over_xla, folder):
-    """The first ten steps by 4 processes, the others by 2 of 2 devices each."""
-    copy_until(over_xla, 10, folder / "xla-resumed")
-    of_devices(folder, "xla-resumed", "--comm", "xla", "--exchange.strategy", "ring32", "--resume")
+    """The first ten steps by 2 processes of 2 devices each, the others by 4."""
+    resumed = copy_until(over_xla, 10, folder / "xla-resumed")
+    line = (str(folder / "tiny.py"), "--run-dir", str(resumed), "--comm", "xla", "--exchange.strategy", "ring32")
+    ended_well(train(4, *line, "--resume", env=ON_CPU))
     assert facts(folder / "xla-resumed")["workers"] == 4
     assert checkpoint_files(folder / "xla-resumed", 20) == checkpoint_files(over_xla, 20)
     assert column(folder / "xla-resumed", "train", "loss") == column(over_xla, "train", "loss")
-
-
-RULES = {
-    "gradients": (),
-    "subgd": (),
-    "diloco": ("--rule.local-steps", "3"),
-    "easgd_sync": ("--rule.alpha", "0.1", "--rule.tau", "3"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
-def test_several_devices_go_on_with_the_bits_of_a_process_each_by_every_rule(rule, folder):
-    args = ("--rule.name", rule, *RULES[rule], "--exchange.overlap", "off", "--exchange.strategy")
-    of_processes(folder, rule, *args, "hier-asa:32")
-    copy_until(folder / rule, 10, folder / f"{rule}-resumed")
-    of_devices(folder, f"{rule}-resumed", *args, "asa32", "--resume")
-    assert_same_run(folder / rule, folder / f"{rule}-resumed")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from launching import mpirun_line, run, train
+from launching import mpirun_line, run, train, train_here
 from runs import checkpoint, copy_until, record, saved_leaves, steps_saved
 
 STEPS, EVAL_EVERY, SAVE_EVERY = 13, 5, 4
@@ -136,7 +136,7 @@ def of_whole_tensors(folder: Path, *flags: str) -> str:
     """Output of a run of two devices with LAMB, whose updates are of whole tensors if they are sharded."""
     (folder.parent / "tiny.py").write_text(EXPERIMENT)
     args = ("--devices", "2", "--optim.name", "lamb", "--exchange.overlap", "off", "--exchange.shard-update", *flags)
-    ended = train(1, str(folder.parent / "tiny.py"), "--run-dir", str(folder), *args)
+    ended = train_here(str(folder.parent / "tiny.py"), "--run-dir", str(folder), *args)
     assert ended.code == 0, ended.out
     return ended.out
 

@@ -219,9 +219,6 @@ def test_a_sequences_loss_and_hits_are_means_over_its_tokens():
     np.testing.assert_allclose(grads["logits"], expected, atol=64 * U)
 
 
-# ---------------------------------------------------------------- workers on devices
-
-
 # ---------------------------------------------------------------- memory
 
 
