@@ -73,7 +73,6 @@ def test_ranks_learn_and_record(whole):
     assert facts["strategy"] == "ring:32"
     assert facts["transport"] == {"cpu": "MPI, from host memory", "gpu": "MPI, through the host"}[facts["backend"]]
     assert facts["versions"]["jax"] != "not installed"
-    assert re.fullmatch(r"[0-9a-f]{40}\+?", facts["commit"])
 
 
 def test_the_gradient_norm_of_a_line_is_the_root_mean_square_over_its_steps(tmp_path, no_launcher):
@@ -259,7 +258,8 @@ def test_resume_on_other_data_is_refused(tmp_path):
     assert "the data.train.examples: got 9, expected 10 (the checkpoint's)" in ended.out
 
 
-def test_a_finished_run_says_that_nothing_is_left(begun):
+def test_a_finished_run_names_its_commit_and_says_that_nothing_is_left(begun, tmp_path):
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", json.loads((tmp_path / "run" / "config.json").read_text())["commit"])
     ended = train_here(DIGITS, *begun, "--resume")
     assert ended.code == 0
     assert "nothing left to do: train_for ends at step 2" in ended.out
