@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ class StatisticsScope(NamedTuple):
 
 
 _OVER: contextvars.ContextVar[StatisticsScope | None] = contextvars.ContextVar("_OVER", default=None)
+_is_traced = threading.Event()  # set once a trace has a batch mean in it
 
 
 @contextlib.contextmanager
@@ -55,6 +57,7 @@ def batch_mean(tree: PyTree) -> PyTree:
     Communicates: nothing, or two means over workers. The first is of the sums and sum_j w_j, the second of their
     cotangents in the backward pass. All workers must then call it equally often, in the same order.
     """
+    _is_traced.set()
     over = _OVER.get() or StatisticsScope()
     examples = jax.tree.leaves(tree)[0].shape[0]
     weights = jnp.ones(examples) if over.real is None else jnp.where(over.real, 1.0, FILLER_WEIGHT)
@@ -65,6 +68,16 @@ def batch_mean(tree: PyTree) -> PyTree:
     total: Any = jax.tree.map(weighted, tree), weights.sum()
     sums, count = total if over.mean is None else _over_workers(over.mean, total)
     return jax.tree.map(lambda x: x / count.astype(x.dtype), sums)
+
+
+def forget_traces() -> None:
+    """Have jits traced anew that may have a batch mean in them: JAX does not see that the context has changed.
+
+    Other programs stay compiled. JAX can forget all traces or none, and those of the user are among them.
+    """
+    if _is_traced.is_set():
+        jax.clear_caches()
+        _is_traced.clear()
 
 
 def _take(mean: Mean, tree: PyTree) -> PyTree:

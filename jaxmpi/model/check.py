@@ -19,6 +19,7 @@ import numpy as np
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.frames import is_users, line_of
 from jaxmpi.core.pytrees import PyTree, by_path
+from jaxmpi.model.batch_statistics import forget_traces
 from jaxmpi.model.contract import Model, check_facts, check_pair, format_value, with_article
 
 EXAMPLES = 2  # in the batch that a model is tried on
@@ -51,7 +52,7 @@ def check_model(model: Any, loss: Callable[..., Any] | None = None, compute_dtyp
             _check_logits(model, outputs, train)
         if loss is not None:
             _check_loss(model, loss, outputs, train)
-    jax.clear_caches()  # jits in the model were traced without what training does around them, as in `statistics_over`
+    forget_traces()  # which had not around them what training has, as in `statistics_over`
 
 
 # ---------------------------------------------------------------- what tasks are tried by as well

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.model.batch_statistics import forget_traces
 from jaxmpi.model.check import EXAMPLES, as_float_shapes, check_state, init_shapes, mode
 from jaxmpi.model.contract import Model, format_value, with_article
 from jaxmpi.tasks.base import Batch, Task
@@ -41,7 +42,7 @@ def check_task(
         if getattr(got, "shape", None) != (EXAMPLES,):
             got, expected = format_value(got), f"{[EXAMPLES]}, one number an example"
             raise UsageError(f"task {task.name}: weight: got {got}; expected {expected}")
-    jax.clear_caches()  # jits in the model were traced without what training does around them
+    forget_traces()  # which had not around them what training has, as in `statistics_over`
 
 
 def check_inputs(model: Model, example: Batch, data: Data) -> None:

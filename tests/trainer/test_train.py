@@ -179,10 +179,16 @@ def test_a_wrong_field_is_said_once_by_several_ranks():
 
 
 def test_a_process_trains_again_after_a_loss_that_is_not_finite(tmp_path, no_launcher):
+    """The user's own programs stay compiled."""
+    traced = []
+    mine = jax.jit(traced.append)
+    mine(1.0)
     for _ in range(2):
         with pytest.raises(NotFinite):
             fit(lines(tmp_path, optim=Optim("sgd", lr=1e30)), "lines")
     assert fit(lines(tmp_path), "lines")["eval_count"] == 13
+    mine(1.0)
+    assert len(traced) == 1
 
 
 def test_a_run_with_an_optimizer_and_a_schedule_of_optax_resumes_bit_for_bit(tmp_path, no_launcher, as_users_have_it):
