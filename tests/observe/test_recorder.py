@@ -29,6 +29,7 @@ from jaxmpi.trainer.plan import make_plan
 from jaxmpi.trainer.run import unit_of
 from launching import small_disk, train, train_here
 from line_task import LINE
+from runs import TINY
 
 TRAIN = {
     **{"step": 3, "total_steps": 10, "epoch": 0.3, "examples": 96},
@@ -311,7 +312,8 @@ def test_a_quiet_run_with_profile_and_tensorboard_says_nothing_and_writes_both(t
     pytest.importorskip("tensorboardX")
     steps = ("--train-for", "8st", "--log-every", "4", "--eval-every", "0st", "--checkpoint-every", "0st")
     more = ("--quiet", "--sinks", "tensorboard", "--profile", "3:5", "--exchange.strategy", "ring32")
-    ended = train(1, "experiments/digits.py", *steps, *more, "--run-dir", str(tmp_path / "run"))
+    (tmp_path / "tiny.py").write_text(TINY)
+    ended = train(1, str(tmp_path / "tiny.py"), *steps, *more, "--run-dir", str(tmp_path / "run"))
     assert (ended.code, ended.out.strip()) == (0, "")
     assert [row["step"] for row in rows(tmp_path / "run", "train")] == [1, 4, 8]
     [profile] = (tmp_path / "run" / "profile" / "rank_00000").rglob("*.xplane.pb")

@@ -4,18 +4,25 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from jaxmpi.core.errors import UsageError
 from jaxmpi.tools import sweep
-from launching import ROOT
+from runs import TINY
 
-DIGITS = ("experiments/digits.py", "--train-for=12st", "--eval-every=0st")
+FLAGS = ("--train-for=12st", "--eval-every=0st")
 
 
-def run(*argv, cwd):
-    line = [sys.executable, "-m", "jaxmpi.tools.cli", "sweep", str(ROOT / DIGITS[0]), *DIGITS[1:], *argv]
+@pytest.fixture
+def tiny(tmp_path) -> str:
+    (tmp_path / "tiny.py").write_text(TINY)
+    return str(tmp_path / "tiny.py")
+
+
+def run(file: str, *argv: str, cwd: Path) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-m", "jaxmpi.tools.cli", "sweep", file, *FLAGS, *argv]
     return subprocess.run(line, capture_output=True, text=True, timeout=240, cwd=cwd)
 
 
@@ -24,13 +31,13 @@ def lines(folder):
 
 
 @pytest.mark.e2e
-def test_a_stopped_sweep_trains_only_what_is_missing(tmp_path):
+def test_a_stopped_sweep_trains_only_what_is_missing(tiny, tmp_path):
     """One of the runs diverges, which leaves the other alone."""
-    ended = run("--vary", "optim.lr=1e9,0.05", "--out", "sweep", cwd=tmp_path)
+    ended = run(tiny, "--vary", "optim.lr=1e9,0.05", "--out", "sweep", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert [("failed" in row, row["seed"]) for row in lines(tmp_path / "sweep")] == [(True, 0), (False, 0)]
     assert (tmp_path / "sweep" / "report" / "index.html").is_file()
-    resumed = run("--vary", "optim.lr=0.05", "--seeds", "2", "--out", "sweep", cwd=tmp_path)
+    resumed = run(tiny, "--vary", "optim.lr=0.05", "--seeds", "2", "--out", "sweep", cwd=tmp_path)
     assert [line for line in resumed.stdout.splitlines() if line[:1].isdigit()] == ["2/2 optim.lr=0.05,seed=1"]
     _, first, second = lines(tmp_path / "sweep")
     assert (second["seed"], "failed" in second) == (1, False)
@@ -71,8 +78,8 @@ def test_ranks_and_ranges_vary():
         ["--vary", "seed=1,2"],
     ],
 )
-def test_a_line_that_train_refuses_is_refused_before_the_first_run(argv, tmp_path, monkeypatch):
+def test_a_line_that_train_refuses_is_refused_before_the_first_run(argv, tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((UsageError, SystemExit)):
-        sweep.main([str(ROOT / DIGITS[0]), *DIGITS[1:], *argv, "--out", "sweep"])
+        sweep.main([tiny, *FLAGS, *argv, "--out", "sweep"])
     assert not (tmp_path / "sweep").exists()

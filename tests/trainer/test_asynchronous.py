@@ -21,7 +21,7 @@ from jaxmpi.runtime import failures
 from jaxmpi.trainer.build import center_strategy
 from jobs import start
 from launching import mpirun_line, run, train, wait_until
-from runs import checkpoint, record, steps_saved
+from runs import TINY, checkpoint, record, steps_saved
 from traces import check_schema
 
 DIGITS = "experiments/digits.py"
@@ -189,7 +189,9 @@ QUICK_FAULTS = ("worker",)
 @pytest.mark.parametrize("name", [n if n in QUICK_FAULTS else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS])
 def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, tmp_path):
     fault, run_dir = FAULTS[name], tmp_path / "run"
-    args = [*COMMON, *fault.args, "--train-for", "4ep", "--checkpoint-every", "1ep", "--eval-every", "4ep"]
+    (tmp_path / "tiny.py").write_text(TINY)
+    args = [str(tmp_path / "tiny.py"), *COMMON[1:], *fault.args, "--train-for", "4ep"]
+    args += ["--checkpoint-every", "1ep", "--eval-every", "4ep"]
     args += ["--run-dir", str(run_dir)]
     slowly = ("--inject", "slow:rank=all,seconds=0.01,times=0")  # so that the death comes before the end
     code, printed = signalled(surviving(fault.ranks, *args, *slowly), fault.killed, signal.SIGKILL, run_dir)

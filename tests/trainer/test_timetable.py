@@ -68,7 +68,8 @@ def test_a_run_by_the_clock_ends_saved_and_goes_on_if_it_gets_more_time(tmp_path
     """Two ranks come to the same steps, or their exchanges would not fit; one worker goes on."""
     (tmp_path / "lines.py").write_text(LINES.format(str(tmp_path)))
     run, hours = tmp_path / "run", ("--eval-every", "0.5s", "--checkpoint-every", "0.25s", "--log-every", "0.0001h")
-    fields = (str(tmp_path / "lines.py"), *hours, "--run-dir", str(run))
+    slowly = ("--inject", "slow:rank=all,seconds=0.02,times=0")  # which leaves the cores to others
+    fields = (str(tmp_path / "lines.py"), *hours, *slowly, "--run-dir", str(run))
     ended = train(2, *fields, "--train-for", "3s", env={"PYTHONPATH": f"{PATH}:{ROOT / 'tests'}"})
     assert ended.code == 0, ended.out
     [stopped], [*evaluations, last], saved = (record(run, kind) for kind in ("stopped", "eval", "checkpoint"))
