@@ -71,9 +71,9 @@ def batch_mean(tree: PyTree) -> PyTree:
 
 
 def forget_traces() -> None:
-    """Have jits traced anew that may have a batch mean in them: JAX does not see that the context has changed.
+    """Have jits that may have a batch mean in them traced anew: JAX does not see that its context has changed.
 
-    Other programs stay compiled. JAX can forget all traces or none, and those of the user are among them.
+    JAX can forget all traces or none, and the user's are among them: none are where no batch mean was traced.
     """
     if _is_traced.is_set():
         jax.clear_caches()

@@ -52,7 +52,7 @@ def check_model(model: Any, loss: Callable[..., Any] | None = None, compute_dtyp
             _check_logits(model, outputs, train)
         if loss is not None:
             _check_loss(model, loss, outputs, train)
-    forget_traces()  # which had not around them what training has, as in `statistics_over`
+    forget_traces()  # of jits in the model, made without what training does around them
 
 
 # ---------------------------------------------------------------- what tasks are tried by as well

@@ -42,7 +42,7 @@ def check_task(
         if getattr(got, "shape", None) != (EXAMPLES,):
             got, expected = format_value(got), f"{[EXAMPLES]}, one number an example"
             raise UsageError(f"task {task.name}: weight: got {got}; expected {expected}")
-    forget_traces()  # which had not around them what training has, as in `statistics_over`
+    forget_traces()  # of jits in the model, made without what training does around them
 
 
 def check_inputs(model: Model, example: Batch, data: Data) -> None:
