@@ -1,6 +1,6 @@
 #!/bin/bash
 # Slurm: sbatch contrib/slurm.sh. It saves itself two minutes before its time is up, and is put back into the queue.
-# `srun --mpi=list` must list pmix, and mpi4py's MPI must be one that speaks it.
+# `srun --mpi=pmix true` must work (Debian's plugin needs libpmix-dev), and mpi4py's MPI must be one that speaks it.
 #SBATCH --job-name=googlenet
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8

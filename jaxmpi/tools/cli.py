@@ -5,6 +5,7 @@ If a command needs JAX, another module parses its options before, since importin
 
 import importlib
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -83,6 +84,8 @@ def main() -> None:
         try:
             run(sys.argv[1:])
         except UsageError as error:
+            if process.my_rank() != 0:  # rank 0 most likely says the same, and its launcher ends the job
+                time.sleep(failures.RANK_0_FIRST_S)
             print(f"jaxmpi: error: {error}", file=sys.stderr)
             sys.exit(failures.MISUSED)
         finally:

@@ -87,6 +87,18 @@ def test_an_unknown_command_lists_what_exists(monkeypatch, capsys):
     assert re.search(r"unknown command 'trian'; did you mean 'train'\? .*: .*models, .*train", errors)
 
 
+def test_ranks_leave_a_usage_error_to_the_first(monkeypatch, capsys):
+    slept = []
+    monkeypatch.setattr(cli.time, "sleep", slept.append)
+    monkeypatch.setattr(sys, "argv", ["jaxmpi", "evaluate", "nowhere"])
+    for rank in range(2):
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert (len(slept), "nowhere" in capsys.readouterr().err) == (rank, True)
+
+
 MISTAKES = {
     "train -n 8 digits --efective-batch 3": "unknown field --efective-batch; did you mean 'effective-batch'?",
     "train -n 8 digits --optim.lr fast": "--optim.lr: got 'fast'; expected float",

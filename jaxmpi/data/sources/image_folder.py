@@ -36,8 +36,8 @@ class FolderSource(TableSource):
             images, others = _list_images(os.path.join(root, name))
             files.append(images)
             left_out += others
-        summary = f"{len(left_out)} entries that are no {', '.join(SUFFIXES)} file, such as {min(left_out, default='')}"
-        self.notes = (f"{root}: left out {summary}",) if left_out else ()
+        kind, first = f"not {', '.join(SUFFIXES)} files", min(left_out, default="")
+        self.notes = (f"{root}: left out {kind}: {len(left_out)}, such as {first}",) if left_out else ()
         self.set_parts(classes, [len(images) for images in files])
         self.labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(images) for images in files])
         # A million Python strings take 100 MB a worker; one blob of names and offsets, a fifth.
