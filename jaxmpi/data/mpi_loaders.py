@@ -27,6 +27,7 @@ from jaxmpi.runtime import failures, job_folder
 
 TO_LOADER, TO_WORKER = 40, 55
 STOP, ENDED = b"stop", b"ended"
+LEAVE_S = 5.0  # after a request to leave, for MPI to start loaders: then there is a run that can save itself
 
 
 class SpawnedLoader:
@@ -94,13 +95,19 @@ def start_spawned(size: int, board: Segment) -> list[SpawnedLoader]:
 
     # In a thread of its own: under load Open MPI may hang in this call, deaf to signals.
     threading.Thread(target=spawn, name="jaxmpi spawn", daemon=True).start()
-    waited = WaitClock()
+    waited, asked = WaitClock(), WaitClock()
     while not started.done():
-        if waited.look() > failures.START_TIMEOUT_S:
+        if not failures.job.is_asked_to_leave():
+            asked.restart()
+        if max(waited.look() - failures.START_TIMEOUT_S, asked.look() - LEAVE_S) > 0:
             failures.job.has_spawned = True
+            late = f"data.loader spawn: MPI has not started its loaders, {size} a worker, within {waited.look():.0f} s"
+            if failures.job.is_asked_to_leave():
+                failures.write_error(f"jaxmpi: {failures.describe_rank()}: asked to leave; {late}: not saved\n")
+                failures.end_job(failures.PREEMPTED)
             raise TrainingError(
-                f"data.loader spawn: MPI has not started {size} loaders within {failures.START_TIMEOUT_S:g} s "
-                "(JAXMPI_START_TIMEOUT_S sets the time); start the job again, or take --data.loader processes"
+                f"{late} (JAXMPI_START_TIMEOUT_S sets the time); start the job again, as --restarts 1 does, or take "
+                "--data.loader processes"
             )
         time.sleep(POLL_S)
     try:

@@ -2,6 +2,10 @@
 
 import os
 import re
+import select
+import socket
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +36,9 @@ HOST_GONE = re.compile(
     re.S,
 )
 KILLED = re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) (?P<words>exited on\s+signal[^.]*)")
+ABORTS = re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) (?P<words>calling\s+.abort.)")
+# With spawned processes, Open MPI has a rank abort the job that only notices the end of another.
+NOTICED = "*** An error occurred in Socket closed"
 # Messages that name the culprit, the most reliable first: groups rank, host and words.
 TRACES = [
     re.compile(r"(?P<words>no progress for \d+ s); late: rank (?P<rank>\d+) on (?P<host>[^\s,;]+)"),
@@ -50,7 +57,7 @@ TRACES = [
     ),
     re.compile(r"^jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+)(?: \([^)]*\))?:\n", re.M),
     re.compile(r"^jaxmpi: rank (?P<rank>\d+)/\d+ on (?P<host>\S+) (?:left early|has ended)", re.M),
-    re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) (?P<words>calling\s+.abort.)"),
+    ABORTS,
     re.compile(r"Process name: \[.*,(?P<rank>\d+)\]\s+(?P<words>Exit code:\s+\d+)"),
     re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<rank>[\d,-]+): (?P<words>.*)"),
 ]
@@ -58,7 +65,8 @@ TRACES = [
 
 def culprit(text: str) -> Culprit | None:
     """The culprit in a job's standard error; None if none is named."""
-    first_match = next((match for trace in TRACES if (match := trace.search(text))), None)
+    traces = [trace for trace in TRACES if not (trace is ABORTS and NOTICED in text)]
+    first_match = next((match for trace in traces if (match := trace.search(text))), None)
     if first_match is None:
         return None
     groups = first_match.groupdict("")
@@ -66,6 +74,41 @@ def culprit(text: str) -> Culprit | None:
 
 
 # ---------------------------------------------------------------- who is alive
+
+LAUNCHER = -1  # in place of a rank
+
+
+class Exits:
+    """Which rank of this host ends first, by the kernel's notice.
+
+    After processes spawned by MPI, Open MPI's launcher ends a job in which a rank is killed without a word.
+    """
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        self._poll, self._ranks, self._first = select.poll(), dict[int, int](), list[int]()
+        self.watch(pids)
+
+    def watch(self, pids: Mapping[int, int]) -> None:
+        """Watch these processes by rank, and `LAUNCHER`, too."""
+        for rank in pids.keys() - self._ranks.values():
+            with suppress(OSError, AttributeError):  # it has ended, or the system is too old
+                handle = os.pidfd_open(pids[rank])
+                self._ranks[handle] = rank
+                self._poll.register(handle, select.POLLIN)
+
+    def wait(self, seconds: float) -> float:
+        """Wait for the first end, or so long; return the seconds that are left."""
+        begin_s = time.monotonic()
+        if not self._first:
+            self._first = [self._ranks[handle] for handle, _ in self._poll.poll(1000 * seconds)]
+        return max(0.0, seconds - (time.monotonic() - begin_s))
+
+    def culprit(self) -> Culprit | None:
+        """The first one, if there was one and none with it."""
+        if len(self._first) != 1 or self._first == [LAUNCHER]:
+            return None
+        words = "it ended before the others, without a word, as a killed one does (no memory left: dmesg)"
+        return Culprit(str(self._first[0]), socket.gethostname(), words)
 
 
 def ranks_under(pid: int) -> dict[int, int]:

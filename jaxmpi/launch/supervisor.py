@@ -29,7 +29,7 @@ from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
 from jaxmpi.launch.experiment_facts import ExperimentFacts
 from jaxmpi.launch.options import Options
-from jaxmpi.launch.postmortem import HOST_GONE, KILLED, TAIL_BYTES, culprit, ranks_under
+from jaxmpi.launch.postmortem import HOST_GONE, KILLED, LAUNCHER, TAIL_BYTES, Exits, culprit, ranks_under
 from jaxmpi.runtime import failures, job_folder, process
 
 # Exit codes after which a restart is pointless: done, error of usage, to be resumed later, interrupted.
@@ -57,6 +57,7 @@ class JobRunner:
     def __init__(self) -> None:
         """Install handlers that forward signals as requests to leave."""
         self._job: subprocess.Popen | None = None
+        self.exits = Exits({})
         self._requests = failures.Requests()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
             if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
@@ -127,7 +128,8 @@ class JobRunner:
                 self._send(self._signal_for_job())
             stdout.start()
             stderr.start()
-            code = wait_for_end(job, marks, outlives_ranks="--with-ft" in line, local_ranks=local_ranks)
+            self.exits = exits = Exits({LAUNCHER: job.pid})
+            code = wait_for_end(job, marks, outlives_ranks="--with-ft" in line, local_ranks=local_ranks, exits=exits)
             text = stderr.tail()
             # If all ranks are killed, mpirun --with-ft returns 0.
             if code == 0 and (marks / job_folder.BEGAN).exists() and not (marks / job_folder.FINISHED).exists():
@@ -142,7 +144,7 @@ class JobRunner:
         return (code if code >= 0 else 128 - code), text
 
 
-def wait_for_end(job: subprocess.Popen, marks: Path, *, outlives_ranks: bool, local_ranks: int) -> int:
+def wait_for_end(job: subprocess.Popen, marks: Path, *, outlives_ranks: bool, local_ranks: int, exits: Exits) -> int:
     """Wait for a launcher's exit code; kill a launcher that hangs.
 
     A launcher hangs if it does not end a job that a rank has ended or left. Open MPI's launcher blocks forever if a
@@ -155,13 +157,15 @@ def wait_for_end(job: subprocess.Popen, marks: Path, *, outlives_ranks: bool, lo
         marks: folder in which ranks leave marks.
         outlives_ranks: the job goes on without ranks that end once MPI has started.
         local_ranks: how many ranks this host gets; 0 if it is not known. One that is killed at once is never seen.
+        exits: notes which rank ends first.
     """
     ending_s, looks, pids, alive = 0.0, 0, dict[int, int](), dict[int, int]()
     while ending_s < ENDS_S:
         look_s = FIRST_LOOK_S if looks < FIRST_LOOKS else LOOK_S
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return job.wait(look_s)
+            return job.wait(exits.wait(look_s))
         alive = ranks_under(job.pid)
+        exits.watch(alive)
         pids |= alive
         looks += bool(pids)
         may_leave = (marks / job_folder.FINISHED).exists()
@@ -283,7 +287,7 @@ def supervise(
         code, text = runner.run(line(job), 0 if job.launcher_args else job.workers)
         if runner.requests:
             code = runner.exit_code(code)
-        if runner.requests < 2 and code not in FINAL and (rank := culprit(text)):
+        if runner.requests < 2 and code not in FINAL and (rank := culprit(text) or runner.exits.culprit()):
             say(str(rank))
         if runner.requests:
             return code

@@ -21,6 +21,7 @@ class PreemptionNotice:
         self.is_given = self.is_interrupt = False
         self.launcher_ends = False  # Open MPI's mpirun, which was asked to end, ends its ranks
         self._requests, self._woken_s = failures.Requests(), 0.0
+        failures.job.is_asked_to_leave = lambda: self.is_given
         try:
             heard = {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGCONT}
             for number in (signal.SIGHUP, signal.SIGINT):  # nohup, or a shell's job in the background
@@ -63,5 +64,6 @@ class PreemptionNotice:
 
         Python cannot set a handler of a C library again.
         """
+        failures.job.is_asked_to_leave = lambda: False
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -63,6 +63,7 @@ class JobControl:
     wait_for_all: Callable[[float], bool] = lambda timeout_s: True  # False if time ran out
     echoes: Callable[[BaseException | None], str | None] = lambda error: None  # see `fail`
     working: bool = False  # True while a rank that leaves must take the others with it
+    is_asked_to_leave: Callable[[], bool] = lambda: False  # by a signal; for waits in which nobody looks otherwise
     has_spawned: bool = False  # processes by MPI spawn, with which Open MPI 5's launcher takes an abort for 0 at times
     kill: Callable[[Sequence[int]], bool] | None = None  # ends ranks, if the others go on without them
 

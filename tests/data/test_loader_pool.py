@@ -13,6 +13,7 @@ import textwrap
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -24,12 +25,13 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.shared_memory import Segment
-from jaxmpi.data import ArraySource, CorruptExample, Loader, LoaderPool, Sampler, open_source
+from jaxmpi.data import ArraySource, CorruptExample, Loader, LoaderPool, Sampler, mpi_loaders, open_source
 from jaxmpi.data.feed import open_feed
 from jaxmpi.data.loader_pool import make_pool, python_line
 from jaxmpi.data.loader_worker import BOARD, NO_SLOT, Make, SharedPickle
 from jaxmpi.launch.postmortem import children_of
 from jaxmpi.model.contract import Model
+from jaxmpi.runtime import failures
 from launching import ROOT, mpirun, mpirun_line, run, train, wait_until
 from loader_sources import PX, Numbered, TwoArguments, Unpicklable
 from runs import column
@@ -437,6 +439,26 @@ def test_loaders_that_mpi_starts(own, end):
     assert ended.out.count("equal") == 2, ended.out[-3000:]
     assert (ended.code == 0) == (end == "well"), ended.out[-3000:]
     wait_until(lambda: leftovers(own) == [])
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "is_asked", "error"), [(0.1, False, TrainingError), (60, True, SystemExit)], ids=["late", "asked"]
+)
+def test_mpi_that_does_not_start_loaders_ends_the_run(limit_s, is_asked, error, monkeypatch):
+    """Under load Open MPI may hang in the call for ever."""
+    over = threading.Event()
+    comm = SimpleNamespace(Spawn=lambda *_: over.wait(60))
+    mpi = SimpleNamespace(COMM_SELF=comm, Info=SimpleNamespace(Create=dict), Get_processor_name=str, Exception=OSError)
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi))
+    monkeypatch.setattr(mpi_loaders, "LEAVE_S", 0.1)
+    monkeypatch.setattr(failures, "START_TIMEOUT_S", limit_s)
+    monkeypatch.setattr(failures, "end_job", sys.exit)
+    monkeypatch.setattr(failures.job, "is_asked_to_leave", lambda: is_asked)
+    monkeypatch.setattr(failures.job, "has_spawned", False)
+    with pytest.raises(error) as raised:
+        mpi_loaders.start_spawned(2, Segment(64))
+    assert not is_asked or raised.value.code == failures.PREEMPTED
+    over.set()
 
 
 LOSSES = {  # of a loader that MPI has started

@@ -13,7 +13,7 @@ import pytest
 
 from jaxmpi.launch import supervisor
 from jaxmpi.launch.options import Options
-from jaxmpi.launch.postmortem import Culprit, children_of, culprit, ranks_under
+from jaxmpi.launch.postmortem import LAUNCHER, Culprit, Exits, children_of, culprit, ranks_under
 from jaxmpi.runtime import failures, job_folder
 from jobs import Job, marked, start
 from launching import ROOT, run, train, wait_until
@@ -51,6 +51,13 @@ ENDINGS = {
     "center": (
         "jaxmpi: rank 1/3 on vm (step 5):\nerror: rank 0 on a, which keeps the center, is gone; go on\n",
         Culprit("0", "a", "rank 0 on a, which keeps the center, is gone"),
+    ),
+    "abort": (RULE + 'process rank 1 with PID 7 on node a calling "abort"\n', Culprit("1", "a", 'calling "abort"')),
+    "abort of a rank that notices another's end": (
+        "[a:0] *** An error occurred in Socket closed\n"
+        + RULE
+        + 'process rank 1 with PID 7 on node a calling "abort"\n',
+        None,
     ),
     "nobody": ("a warning\n", None),
 }
@@ -226,9 +233,22 @@ def test_survivors_are_not_killed_where_nobody_knows_whether_mpi_runs(tmp_path, 
     rank = "import os, sys, time; time.sleep(0.5 if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else 4)"
     start = f'for r in 0 1; do OMPI_COMM_WORLD_RANK=$r {sys.executable} -c "{rank}" & done; wait'
     job = subprocess.Popen(["/bin/sh", "-c", start])
-    began = time.monotonic()
-    assert supervisor.wait_for_end(job, tmp_path / "none", outlives_ranks=True, local_ranks=2) == 0
+    began, exits = time.monotonic(), Exits({})
+    assert supervisor.wait_for_end(job, tmp_path / "none", outlives_ranks=True, local_ranks=2, exits=exits) == 0
     assert time.monotonic() - began > 3.5
+    first = exits.culprit()
+    assert first is not None
+    assert first.rank == "1"
+
+
+def test_nobody_is_named_if_the_launcher_ends_first():
+    launcher, rank = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    exits = Exits({LAUNCHER: launcher.pid, 0: rank.pid})
+    for process in (launcher, rank):
+        process.kill()
+        process.wait()
+        exits.wait(5)
+    assert exits.culprit() is None
 
 
 def test_shared_memory_of_a_job_goes_with_it_or_with_the_next_job(tmp_path):
