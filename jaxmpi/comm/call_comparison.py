@@ -34,7 +34,6 @@ from jaxmpi.comm.polling import PROBES
 from jaxmpi.comm.shared_sync import map_together
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import failures, host_callbacks
-from jaxmpi.runtime.process import launched_workers
 
 # ---------------------------------------------------------------- the C half
 
@@ -111,8 +110,8 @@ class CallComparison:
     def __init__(self, comm: Any) -> None:
         self._comm, self._library, self._slot_bytes = comm, None, 0
         self._index = fresh_number("comparison", comm.processes.allgather_object)
-        is_world = comm.processes.numbers == tuple(range(launched_workers()))
-        self._where = "the job" if is_world else f"a communicator of {comm.size} ranks"
+        number = comm.processes.waits.number  # in the order in which communicators are made
+        self._where = f"communicator {number} of {comm.size} ranks" if number else "the job"
         self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks
         self._named: list[Any] = []  # communicators of mpi4py whose errors it names
         self._published: np.ndarray | None = None  # on one host: numbers, by rank and place

@@ -4,15 +4,15 @@ import re
 
 from jaxmpi.core.errors import UsageError
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ep|st|ex|%)")
-_TIME = re.compile(r"(\d+(?:\.\d+)?)(h|min|s)")
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ep|st|ex|%)\s*", re.ASCII)
+_TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(h|min|s)\s*", re.ASCII)
 UNLIMITED = 1 << 40  # steps of a run that ends by the clock
 _UNITS_S = {"h": 3600.0, "min": 60.0, "s": 1.0}
 
 
 def duration_seconds(duration: str) -> float | None:
     """Seconds of `2h`, `30min` or `45s`; None of a duration in another unit."""
-    match = _TIME.fullmatch(duration.replace(" ", ""))
+    match = _TIME.fullmatch(duration)
     return float(match[1]) * _UNITS_S[match[2]] if match else None
 
 
@@ -31,7 +31,7 @@ def duration_steps(
     Raises:
         UsageError: the text is no duration.
     """
-    match = _DURATION.fullmatch(duration.replace(" ", ""))
+    match = _DURATION.fullmatch(duration)
     if match is None:
         raise UsageError(
             f"{name}: got {duration!r}; expected a number and a unit: 90ep (epochs), 125st (steps), "
@@ -56,11 +56,11 @@ def step_range(text: str, name: str) -> tuple[int, int]:
     """
     if not text:
         return 0, 0
-    first, _, last = text.partition(":")
-    is_one = first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)
-    if not is_one:
+    match = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text)
+    first, last = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= first <= last:
         raise UsageError(f"{name}: got {text!r}; expected the first and the last step, as 10:20")
-    return int(first), int(last)
+    return first, last
 
 
 def check_divides(label: str, total: int, parts: int, parts_name: str) -> None:

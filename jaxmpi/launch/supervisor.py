@@ -28,7 +28,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
 from jaxmpi.launch.experiment_facts import ExperimentFacts
-from jaxmpi.launch.options import Options
+from jaxmpi.launch.options import Options, is_number
 from jaxmpi.launch.postmortem import HOST_GONE, KILLED, LAUNCHER, TAIL_BYTES, Exits, culprit, ranks_under
 from jaxmpi.runtime import failures, job_folder, process
 
@@ -411,7 +411,7 @@ def hosts_of(launcher_args: Sequence[str]) -> dict[str, int]:
             entries += [re.sub(r"\s.*?(?<![\w-])slots\s*=\s*(\d+).*|\s.*", r":\1", line) for line in lines]
     slots: dict[str, int] = {}
     for host, _, count in (entry.partition(":") for entry in entries if entry):
-        slots[host] = slots.get(host, 0) + (int(count) if count.isdigit() else 1)
+        slots[host] = slots.get(host, 0) + (int(count) if is_number(count) else 1)
     return slots
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxmpi.config import experiment_file, flags
 from jaxmpi.config.data import Data
-from jaxmpi.config.durations import duration_steps
+from jaxmpi.config.durations import duration_steps, step_range
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.rule_config import RuleConfig
@@ -23,7 +23,7 @@ DURATIONS = [
     # text, steps_per_epoch, effective_batch, total_steps -> steps
     ("90ep", 5004, 256, 0, 450360),
     ("0.5ep", 5, 1, 0, 2),  # to even
-    ("125st", 7, 3, 0, 125),
+    (" 125 st", 7, 3, 0, 125),
     ("20000ex", 10, 256, 0, 78),
     ("10%", 10, 1, 450, 45),
     ("0st", 1, 1, 1, 0),
@@ -35,10 +35,16 @@ def test_durations(text, epoch, batch, total, expected):
     assert duration_steps(text, epoch, batch, total) == expected
 
 
-@pytest.mark.parametrize("text", ["", "10", "-1ep", "1e3st", "nanep", "٣st٣"])
+@pytest.mark.parametrize("text", ["", "10", "-1ep", "1e3st", "nanep", "٣st", "1_0ep", "1 0ep"])
 def test_what_is_no_duration(text):
     with pytest.raises(UsageError, match="duration"):
         duration_steps(text, 1, 1, 1)
+
+
+@pytest.mark.parametrize("text", ["5", "0:3", "4:3", "²:3", "1_0:20", "1:2:3"])
+def test_what_is_no_range_of_steps(text):
+    with pytest.raises(UsageError, match="10:20"):
+        step_range(text, "profile")
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**4))

@@ -122,11 +122,12 @@ def test_without_a_cache_that_can_be_written_each_process_builds_its_index(folde
     [
         ([("a/000.cls", b"1"), ("a/000.npy", b"")], r"a/000: got no member jpg .* cls, npy: .*--data.columns jpg cls"),
         ([("a/000.png", b""), ("a/000.cls", b"cat")], r"a/000.cls: got b'cat'"),
+        ([("a/000.png", b""), ("a/000.cls", b"1_0")], r"a/000.cls: got b'1_0'"),
         ([("0.png", b""), ("0.cls", b"0"), ("0.png", b""), ("0.cls", b"1")], "0: got two members png"),
         ([("0.png", b""), ("0.PNG", b""), ("0.cls", b"1")], "0: got two members png"),
         ([("0.jpg", b""), ("0.png", b""), ("0.cls", b"1")], "0: got members jpg and png; .*--data.columns jpg cls"),
     ],
-    ids=["no image", "text", "same name", "other case", "two images"],
+    ids=["no image", "text", "underscore", "same name", "other case", "two images"],
 )
 def test_examples_that_lack_a_column_or_have_it_twice_are_named(tmp_path, members, named):
     shard(tmp_path / "train.tar", members)

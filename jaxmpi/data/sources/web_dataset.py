@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import tarfile
 import threading
 import time
@@ -93,9 +94,11 @@ _HEAD = threading.Lock()  # Python 3.11 does not read heads of .npy files in sev
 
 def _read_class(blob: bytes, where: str) -> int:
     try:
-        return int(np.int32(int(blob)))
-    except (ValueError, OverflowError) as error:
-        raise UsageError(f"{where}: got {blob[:40]!r}; expected a whole number of 32 bits as text") from error
+        if re.fullmatch(rb"\s*[+-]?[0-9]{1,19}\s*", blob):  # `int` takes 1_0 for 10
+            return int(np.int32(int(blob)))
+    except OverflowError:
+        pass
+    raise UsageError(f"{where}: got {blob[:40]!r}; expected a whole number of 32 bits as text")
 
 
 def _read_array(blob: bytes, where: str) -> np.ndarray:
