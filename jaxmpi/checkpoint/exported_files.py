@@ -6,8 +6,10 @@ step in its header. Lists are dicts with the keys "0", "1" and so on. `--params`
 programs write them. Orbax restores NumPy leaves of any shape, so every imported leaf is compared with the model's.
 """
 
+import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -195,18 +197,32 @@ def to_orbax(tree: PyTree, folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
         # Not StandardCheckpointer: it writes in a thread, and blocks forever if that cannot make the folder.
-        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
+        with _muted_logs(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
             writer.save(aside.absolute() / "model", args=ocp.args.StandardSave(tree))  # pyright: ignore[reportCallIssue]
         write_text(aside / "model" / CHECKSUM, _digest_of(dict(named_leaves(tree))))
         (aside / "model").rename(folder)
     except Exception as error:  # Orbax and TensorStore raise of all kinds
-        text = str(error) if isinstance(error, OSError) else f"{error!s:.400}".splitlines()[0]
+        number = re.search(r"os_error_code='(\d+)'", str(error))  # at the end of TensorStore's long sentence
+        text = os.strerror(int(number[1])) if number else str(error)
+        text = text if isinstance(error, OSError) else f"{text:.400}".partition("\n")[0]
         raise UsageError(
             f"{folder}: cannot be written: {text}; nothing of it is left: name another folder, or make room"
         ) from error
     finally:
         if aside:
             shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _muted_logs() -> Iterator[None]:
+    """Keep Orbax from logging tracebacks of its threads, whose error it raises as well."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def read_orbax(folder: Path, admit: Callable[[PyTree], Any] = lambda sizes: None) -> PyTree:

@@ -154,6 +154,14 @@ def test_an_export_that_cannot_be_written_ends_and_leaves_nothing(run_dir, tmp_p
         assert not os.listdir(home)
 
 
+def test_an_orbax_folder_on_a_disk_without_room_for_its_arrays_is_refused_in_one_sentence(tmp_path, capfd):
+    with small_disk(tmp_path / "disk", size="4m", inodes=12) as home:
+        with pytest.raises(UsageError, match=rf"^{home}/out: cannot be written: No space left on device; nothing"):
+            exported_files.to_orbax({"params": {"w": np.random.default_rng(0).random((400, 100))}}, home / "out")
+        assert not os.listdir(home)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 ROWS = {
     "many": lambda row: [row, *({**row, "path": f"params/{i}"} for i in range(100))],
     "twice": lambda row: [row, row],
