@@ -74,8 +74,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 # A file's tests stay in one process. If a long file began last, a core would wait for minutes. By itself xdist begins
 # with the files of most tests, which are not those that take longest (--no-loadscope-reorder, --durations).
 LONGEST = (
-    "mpirun train readme overlap functions_led modes bench local_devices asynchronous diagnosis run_directory adapters "
-    "recipes memory comm_xla"
+    "mpirun readme sharded train supervisor loader_pool diagnosis strategies functions_led collectives local_devices "
+    "launch runtime tasks"
 ).split()
 
 
