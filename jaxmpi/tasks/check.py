@@ -51,6 +51,11 @@ def check_inputs(model: Model, example: Batch, data: Data) -> None:
     Args:
         example: shapes of a batch of one, with the source's dtypes.
     """
+    if not {"image", "label"} <= example.keys():
+        raise UsageError(
+            f"data: got examples of {', '.join(example)}; expected image and label, which model {model.name} takes: "
+            "rename the fields, name a table's columns as in --data.columns pixels digit, or give a task of your own"
+        )
     jax.eval_shape(lambda image: prepare_batch(image, model, data, jnp.float32), example["image"])
 
 

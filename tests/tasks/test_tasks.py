@@ -472,6 +472,10 @@ SETTINGS = {
         {"task": "regression", "model": MODEL, "data": Data("array", train=REGRESSION, validation=REGRESSION)},
         r"got labels \[2, 3\] for outputs \[2, 2\]; expected as many numbers",
     ),
+    "fields of a model": (
+        {"task": "auto", "model": MODEL, "data": Data("array", train=line(9), validation=line(9))},
+        "got examples of .*; expected image and label, which model",
+    ),
     "whole set": ({"whole_set": lambda outputs, labels: 1.0}, "expected a dict"),
     "whole set, twice": ({"whole_set": lambda outputs, labels: {"far": 1.0}}, "far: got 1.0"),
     "whole set, monitor": (
