@@ -52,8 +52,8 @@ def experiment(name: str) -> Experiment:
 def trainer(config: Experiment) -> Steps:
     """The loop of jaxmpi.train, from its own parts."""
     workers = gather_workers(1)
-    job, functions, state = harness.build_training(config, workers)
-    batches = job.plan.feed.batches()
+    plan, functions, state = harness.build_training(config, workers)
+    batches = plan.feed.batches()
 
     def step() -> tuple[Any, Any]:
         nonlocal state

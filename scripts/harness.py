@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from jaxmpi.comm.control import MpiProcesses
     from jaxmpi.comm.topology import Workers
     from jaxmpi.config.schema import Experiment
+    from jaxmpi.core.train_state import TrainState
+    from jaxmpi.trainer.build import Functions
+    from jaxmpi.trainer.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 TO_END_S = 10.0  # for a job's processes
@@ -163,7 +166,7 @@ def control() -> "MpiProcesses":
     return control
 
 
-def build_training(config: "Experiment", workers: "Workers") -> tuple[Any, Any, Any]:
+def build_training(config: "Experiment", workers: "Workers") -> "tuple[Plan, Functions, TrainState]":
     """The trainer's (plan, functions, initial state) of an experiment."""
     from jaxmpi.comm.topology import put
     from jaxmpi.trainer.build import build_functions
