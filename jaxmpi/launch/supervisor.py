@@ -184,9 +184,11 @@ def wait_for_end(job: subprocess.Popen, marks: Path, *, outlives_ranks: bool, lo
     return job.wait()
 
 
-# Open MPI's notices that a rank has ended the job, which has said so itself in a sentence; and the begin of one.
+# Open MPI's notices of what is said in a sentence: that a rank has ended the job, or that another met a dead one. And
+# the begin of one.
 TEXT = rb"-{70,}\r?\n(?:MPI_ABORT was invoked|prterun has exited due to|prterun detected that one)(?:(?!-{70}).)*"
-NOTICE, FIRST_PART = re.compile(TEXT + rb"-{70,}\r?\n", re.DOTALL), re.compile(TEXT + rb"\Z|-{70,}\r?\n\Z", re.DOTALL)
+NOTICE = re.compile(TEXT + rb"-{70,}\r?\n|NBC_Progress: an error 75 [^\n]*\n", re.DOTALL)
+FIRST_PART = re.compile(TEXT + rb"\Z|-{70,}\r?\n\Z", re.DOTALL)
 
 
 class Relay(threading.Thread):

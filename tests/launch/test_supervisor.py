@@ -69,6 +69,18 @@ def test_who_ended_a_job(case):
     assert culprit("something before\n" + text) == expected
 
 
+def test_notices_of_what_a_sentence_says_are_left_out(tmp_path):
+    notices = RULE + "MPI_ABORT was invoked on rank 1\n" + RULE + "NBC_Progress: an error 75 was found\n"
+    with (tmp_path / "shown").open("w+") as shown:
+        relay = supervisor.Relay(shown)
+        job = os.dup(relay.end)
+        relay.start()
+        os.write(job, f"error: first\n{notices}{KILLED}last".encode())
+        os.close(job)
+        assert notices in relay.tail()  # for who ended the job
+        assert (tmp_path / "shown").read_text() == f"error: first\n{KILLED}last"
+
+
 @pytest.mark.parametrize(
     ("launcher_args", "dead", "workers", "hosts"),
     [
