@@ -186,7 +186,8 @@ ROWS = {
         resume=True,
     ),
     "disk_full": Row(
-        inject("disk_full:rank=2,step=20"), "rank 2 on .*checkpoint of step 20 cannot be written: .*No space left"
+        inject("disk_full:rank=2,step=20"),
+        r"rank 2/\d+ on .*\n.*checkpoint of step 20 cannot be written: .*No space left",
     ),
     "corrupt_checkpoint": Row(
         inject("corrupt_checkpoint:step=30", UNTIL_SAVED, "kill:rank=1,step=38"),
