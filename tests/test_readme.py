@@ -51,7 +51,7 @@ THREE_STEPS = (("digits.py", "digits.py --train-for 3st"),)
 TWO_STEPS = (("googlenet.py", "googlenet.py --train-for 2st"),)
 THREE_EPOCHS = (".py\n", ".py --train-for 3ep\n")
 SCENARIOS = [
-    Scenario(("collectives.py", "collectives"), ("allreduce", "transpose: bcast of root's cotangent")),
+    Scenario(("collectives.py", "collectives"), ("allreduce", "Transpose: `reduce` of a sum, to root")),
     Scenario(
         ("start",), ("+ ", "no data folder", "2 workers", "step 2/2", "top-1"), (*INSTALLED, *TWO_RANKS, *TWO_STEPS)
     ),

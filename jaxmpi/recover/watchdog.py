@@ -102,7 +102,7 @@ class Watchdog:
         beat = heartbeat(self.rank)
         for judge in self.judges:
             if judge == self.rank:
-                self._hear(beat)
+                self.hear(beat)
             elif judge < self.size:
                 self.post.send(judge, beat)
         self.listen()
@@ -119,7 +119,7 @@ class Watchdog:
         """Take what has come."""
         for message in self.post.received():
             if message["kind"] == "beat":
-                self._hear(message)
+                self.hear(message)
             elif message["kind"] == "bye":
                 self.statuses.pop(message["rank"], None)
             elif message["kind"] == "ask":
@@ -134,7 +134,8 @@ class Watchdog:
                 status.heard_s += gap_s
                 status.moved_s += gap_s
 
-    def _hear(self, beat: dict[str, Any]) -> None:
+    def hear(self, beat: dict[str, Any]) -> None:
+        """Note a rank's heartbeat."""
         before = self.statuses.get(beat["rank"])
         has_moved = before is None or before.beat["count"] != beat["count"]
         moved_s = self.now_s if before is None or has_moved else before.moved_s
@@ -267,6 +268,8 @@ def watching(
     else:
         post = MpiMailbox(processes.clone()) if isinstance(processes, MpiProcesses) else Mailbox()
         watchdog = Watchdog(post, processes.rank, processes.size, stall_timeout_s, on_stall)
+        for beat in processes.allgather_object(heartbeat(processes.rank)):
+            watchdog.hear(beat)  # a rank may be stopped before it sends one
         ended = threading.Event()
         watchdog.judges = choose_judges(processes.hosts if isinstance(processes, MpiProcesses) else [0])
         thread = threading.Thread(target=_run, args=(watchdog, ended), name="jaxmpi watchdog", daemon=True)

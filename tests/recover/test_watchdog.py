@@ -167,6 +167,28 @@ def test_it_can_be_off():
         assert why == "watchdog off: as asked"
 
 
+class WithAnother(SoloProcesses):
+    """Rank 0 beside a rank that is stopped as soon as the job is watched."""
+
+    size = 2
+
+    def allgather_object(self, value):
+        return [value, value | {"rank": 1, "host": "node1"}]
+
+
+def test_a_rank_that_is_stopped_before_its_first_message_is_named(capfd):
+    printed = ""
+
+    def is_named() -> bool:
+        nonlocal printed
+        printed += capfd.readouterr().err
+        return "no progress" in printed
+
+    with watching(WithAnother(), 0.4, "warn"):
+        wait_until(is_named, 20)
+    assert "late: rank 1 on node1\n" in printed
+
+
 STUCK = "import time\nfrom jaxmpi.runtime import failures\nfrom jaxmpi.comm.solo import SoloProcesses\n"
 STUCK += "from jaxmpi.recover.watchdog import watching\nfailures.set_phase('step 3')\n"
 STUCK += "def spin():\n    time.sleep(60)\n\nwith watching(SoloProcesses(), 1.0, 'abort'):\n    spin()\n"
