@@ -103,6 +103,12 @@ class Exits:
             self._first = [self._ranks[handle] for handle, _ in self._poll.poll(1000 * seconds)]
         return max(0.0, seconds - (time.monotonic() - begin_s))
 
+    def close(self) -> None:
+        """Watch no more: each process watched has a file handle, and a job may be restarted often."""
+        for handle in self._ranks:
+            os.close(handle)
+        self._ranks.clear()
+
     def culprit(self) -> Culprit | None:
         """The first one, if there was one and none with it."""
         if len(self._first) != 1 or self._first == [LAUNCHER]:

@@ -130,6 +130,7 @@ class JobRunner:
             stderr.start()
             self.exits = exits = Exits({LAUNCHER: job.pid})
             code = wait_for_end(job, marks, outlives_ranks="--with-ft" in line, local_ranks=local_ranks, exits=exits)
+            exits.close()
             text = stderr.tail()
             # If all ranks are killed, mpirun --with-ft returns 0.
             if code == 0 and (marks / job_folder.BEGAN).exists() and not (marks / job_folder.FINISHED).exists():

@@ -1,7 +1,7 @@
 """`jaxmpi completion`: what a shell offers behind `jaxmpi`, as a script of words, so that Tab starts no Python."""
 
-import ast
 import contextlib
+import importlib
 import io
 import re
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ from jaxmpi.config.flags import flags
 from jaxmpi.config.schema import Experiment
 from jaxmpi.config.validate import literal_words
 from jaxmpi.core.errors import UsageError
-from jaxmpi.runtime.provenance import PACKAGE
 from jaxmpi.tools.cli import COMMANDS, import_function
 
 USAGE = """usage: jaxmpi completion > FILE
@@ -35,16 +34,6 @@ _jaxmpi() {{
 }}
 complete -o default -F _jaxmpi jaxmpi"""
 
-# Values of a flag are the rows of a table: its file, which is read since it imports JAX, and its name there.
-TABLES = {
-    "rule.name": ("rules/registry.py", "RULES"),
-    "exchange.strategy": ("allreduce/algorithms/table.py", "STRATEGIES"),
-    "data.source": ("data/sources/registry.py", "SOURCES"),
-    "optim.name": ("optim/optimizers.py", "OPTIMIZERS"),
-    "schedule.decay": ("optim/schedules.py", "DECAYS"),
-    "schedule.warmup-shape": ("optim/schedules.py", "WARMUPS"),
-    "sinks": ("observe/sinks/registry.py", "SINKS"),
-}
 ON_EXPERIMENTS, ON_RUNS = ("train", "sweep", "forecast"), ("evaluate", "predict", "export")  # take fields, too
 
 
@@ -64,14 +53,8 @@ def main(argv: Sequence[str]) -> None:
 def words_by_flag() -> dict[str, list[str]]:
     """The values of each flag that takes only some."""
     words = {name: [*literal_words(flag.type)] for name, flag in flags(Experiment()).items()}
-    for name, (file, table) in TABLES.items():
-        for node in ast.parse((PACKAGE / file).read_text()).body:
-            if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Dict):
-                [target] = node.targets if isinstance(node, ast.Assign) else [node.target]
-                if isinstance(target, ast.Name) and target.id == table:
-                    rows = [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
-                    words[name] = [row for row in map(str, rows) if "<" not in row]  # a blank is the user's to fill
-    words["exchange.strategy"].append("auto")
+    for name, rows in importlib.import_module("jaxmpi.trainer.main").TABLES.items():  # late, since it imports JAX
+        words[name] = [row for row in rows if "<" not in row]  # a blank is the user's to fill
     return {name: values for name, values in words.items() if values}
 
 

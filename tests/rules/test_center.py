@@ -273,8 +273,11 @@ def test_an_answer_fits_its_buffer_however_many_workers():
         new = Counters(*np.random.default_rng(worker).standard_normal(len(Counters._fields)))
         progress.report(worker, Report(10**6, new, 10**6, save=Order(10**6, 10**6)))
     server = serve(progress)
-    client(server, 0, 1000).exchange(None, Report())
-    client(server, 1).exchange(None, Report())
+    first, other = client(server, 0, 1000), client(server, 1)
+    for worker, has_all in ((first, True), (other, False)):
+        status = worker.exchange(None, Report()).status
+        assert status
+        assert bool(status.workers) is has_all
 
 
 @pytest.mark.parametrize(("answers", "silent_s", "is_patient"), [(1, 0.6, False), (2, 0.6, True), (2, 3.0, False)])
